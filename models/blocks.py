@@ -1,0 +1,250 @@
+"""What several model families share: normalisation, rotary positions, attention, SwiGLU, the output head with its loss.
+
+Tensors are (batch, seq, ...). Under tensor parallelism a module sees plain local tensors (its own heads, its own slice of
+the sequence) while its parameters are DTensors; `local_weight` is the one bridge between the two.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+IGNORE = -100  # a label that counts for nothing, as in PyTorch's own cross entropy
+
+
+class SeqInfo(NamedTuple):
+    """What a model must know about its sequences beside the tokens."""
+
+    positions: Tensor  # (batch, seq) int64, the place of each token in its sequence
+
+
+class Normal(NamedTuple):
+    """Initial distribution: normal with mean 0, cut off at `cutoff` deviations; `std` is that of the uncut one."""
+
+    std: float
+    cutoff: float = 3.0
+
+
+class Constant(NamedTuple):
+    """Initial distribution: one value everywhere."""
+
+    value: float
+
+
+class Flops(NamedTuple):
+    """Floating-point operations that training spends on one token, forward and backward, without recomputation."""
+
+    causal: float  # attention counted over the positions that a token may see, on average half the sequence
+    palm: float  # attention counted over the whole sequence (Chowdhery et al., arXiv:2204.02311, appendix B)
+
+
+def transformer_flops(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> Flops:
+    """FLOPs a token of a decoder: 6 for every parameter that is multiplied, 12 L H Q T for attention (PaLM, appendix B)."""
+    attention = 12 * n_layers * n_heads * head_dim
+    dense = 6 * matmul_parameters
+    return Flops(causal=dense + attention * (seq_len + 1) / 2, palm=dense + attention * seq_len)
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """The whole of a weight that every tensor-parallel rank holds, as a plain tensor for local arithmetic.
+
+    Each rank sees other tokens or other heads, so its gradient is one summand of the weight's gradient.
+    """
+    if isinstance(weight, DTensor):
+        return weight.to_local(grad_placements=[Partial()])
+    return weight
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension (Zhang & Sennrich, arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
+        weight = local_weight(self.weight)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+# ----------------------------------------------------------------------------------------------------------- positions
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3.1's stretching of rotary wavelengths beyond the original context (Llama 3, arXiv:2407.21783, section 3.4)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Angular frequencies of the head's pairs of dimensions, (head_dim / 2,) float32 (Su et al., arXiv:2104.09864).
+
+    With `scaling`, wavelengths above original / low_freq_factor are stretched by `factor`, those below original /
+    high_freq_factor are kept, and between the two the frequency is interpolated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # full turns in the original context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of (batch, seq) positions: two (batch, seq, 1, head_dim) float32 tensors, halves repeated."""
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x (batch, seq, heads, head_dim); dimension i pairs with i + head_dim / 2, Hugging Face's layout."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
+
+
+# ------------------------------------------------------------------------------------------------------------ the block
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
+        # -1 heads: tensor parallelism leaves each rank its share of them
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads, head_dim)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        return self.wo(self.core(q, k, v, seq).flatten(-2))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
+        """The one place for masks and kernels: (batch, seq, heads, head_dim) each, k and v with fewer heads; -> q's shape."""
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        return out.transpose(1, 2)
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer w2(silu(w1 x) * w3 x) (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> (batch, seq, dim)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+# ------------------------------------------------------------------------------------------------------- head and loss
+
+
+class Head(nn.Module):
+    """Final norm, projection onto the vocabulary, and the loss, as one unit for FSDP.
+
+    With labels the logits of all tokens never exist at once: they are made in chunks of about `logits_per_chunk` numbers,
+    used for loss and gradients, and dropped. However many chunks, the projection's weight is gathered once and its gradient
+    reduced once.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, eps: float, logits_per_chunk: int = 2**26):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.logits_per_chunk = logits_per_chunk
+        self.norm = RMSNorm(dim, eps)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab) of hidden (batch, seq, dim); with labels (batch, seq), the float32 sum of the losses.
+
+        Labels equal to IGNORE add nothing. Under tensor parallelism hidden is this rank's slice of the sequence, labels
+        are whole, and every rank returns the same sum.
+        """
+        hidden, weight = self.norm(hidden), self.output.weight
+        if labels is None:
+            logits = F.linear(hidden, weight)
+            return logits.full_tensor() if isinstance(logits, DTensor) else logits
+        first, group = 0, None
+        if isinstance(weight, DTensor):
+            assert isinstance(hidden, DTensor), "head.norm must gather the sequence: its sharding style is 'sequence'"
+            mesh = weight.device_mesh
+            group = mesh.get_group()
+            first = mesh.get_local_rank() * -(-self.vocab_size // mesh.size())  # Shard gives all ranks but the last ones this
+            # Each rank's gradient covers its own part of the vocabulary: one summand of the hidden states' gradient.
+            hidden = hidden.to_local(grad_placements=[Partial()])
+            weight = weight.to_local(grad_placements=[Shard(0)])
+        chunk = max(1, self.logits_per_chunk // self.vocab_size)
+        return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), first, group, chunk)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum of cross entropies of `hidden @ weight.T`, with weight split by rows over a group.
+
+    The gradients are computed in the forward pass, chunk by chunk, while the logits are there, and only scaled in the
+    backward pass (idea: Liger kernel's fused linear cross entropy, arXiv:2410.10989).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, first: int, group, chunk: int) -> Tensor:
+        """hidden (tokens, dim); weight (rows, dim), the rows `first`.. of the vocabulary; labels (tokens,) -> () float32."""
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        with_gradient = any(ctx.needs_input_grad)
+        if with_gradient:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for start in range(0, len(hidden), chunk):
+            part, label = hidden[start : start + chunk], labels[start : start + chunk]
+            valid = label != IGNORE
+            logits = (part @ weight.T).float()  # (chunk, rows)
+            column = label - first
+            mine = (column >= 0) & (column < len(weight))
+            column = torch.where(mine, column, 0)[:, None]
+            normaliser = logits.logsumexp(dim=-1)
+            wanted = torch.where(mine, logits.gather(1, column)[:, 0], 0.0)
+            if group is not None:
+                normaliser, wanted = _combine(normaliser, wanted, group)
+            loss += torch.where(valid, normaliser - wanted, 0.0).sum()
+            if with_gradient:
+                slope = logits.sub_(normaliser[:, None]).exp_()  # softmax, in the logits' own memory
+                slope.scatter_(1, column, slope.gather(1, column) - mine[:, None].float())
+                slope = (slope * valid[:, None]).to(weight.dtype)
+                grad_hidden[start : start + chunk] = slope @ weight
+                grad_weight += slope.T @ part
+        if with_gradient:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx, scale: Tensor):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
+        return grad_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None
+
+
+def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """From each rank's log-sum-exp and wanted logit, (tokens,) each, those of the whole vocabulary, in one collective."""
+    mine = torch.stack([normaliser, wanted])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    every = torch.stack(parts)  # (ranks, 2, tokens)
+    return every[:, 0].logsumexp(dim=0), every[:, 1].sum(dim=0)

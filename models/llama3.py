@@ -1,0 +1,206 @@
+"""Llama 3, 3.1 and 3.2 (arXiv:2407.21783): everything about the family in one file. To fork it, copy it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from models.blocks import (
+    Attention,
+    Constant,
+    Flops,
+    Head,
+    Normal,
+    RMSNorm,
+    RopeScaling,
+    SeqInfo,
+    SwiGLU,
+    rope_frequencies,
+    rope_tables,
+    transformer_flops,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Dimensions of one model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int = 128_256
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    tied_embeddings: bool = False
+
+
+_SCALING_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+_SCALING_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+
+# Published dimensions: 1b and 3b are Llama 3.2, the others Llama 3.1.
+# fmt: off
+FLAVORS: dict[str, Config] = {
+    "debug": Config(256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=4096),
+    "1b": Config(2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
+    "3b": Config(3072, n_layers=28, n_heads=24, n_kv_heads=8, head_dim=128, ffn_dim=8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
+    "8b": Config(4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, rope_scaling=_SCALING_3_1),
+    "70b": Config(8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, ffn_dim=28672, rope_scaling=_SCALING_3_1),
+    "405b": Config(16384, n_layers=126, n_heads=128, n_kv_heads=8, head_dim=128, ffn_dim=53248, rope_scaling=_SCALING_3_1),
+}
+# fmt: on
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and beside a residual path."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, seq)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Model(nn.Module):
+    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.head: Head | None = Head(config.dim, config.vocab_size, config.norm_eps)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes embedding and output projection one parameter, where the configuration says so."""
+        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
+            self.head.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        c = self.config
+        if self.embed is not None:
+            x = self.embed(x)
+        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
+        for layer in self.layers.values():
+            x = layer(x, rope, seq)
+        return x
+
+
+def sharding(config: Config) -> dict[str, str]:
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: see titanlite/parallelize.py."""
+    return {
+        "embed": "vocab",
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention.w[qkv]": "column",
+        "layers.*.attention.wo": "row",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn.w[13]": "column",
+        "layers.*.ffn.w2": "row",
+        "head.norm": "sequence",
+        "head.output": "vocab",
+    }
+
+
+def initial(config: Config) -> dict[str, Normal | Constant]:
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+
+    Deviation 0.02, and for what writes into the residual path 0.02 / sqrt(2 L), so that its variance does not grow with
+    depth (GPT-2, Radford et al. 2019, section 2.3).
+    """
+    residual = Normal(0.02 / (2 * config.n_layers) ** 0.5)
+    return {
+        "*norm.weight": Constant(1.0),
+        "layers.*.attention.wo.weight": residual,
+        "layers.*.ffn.w2.weight": residual,
+        "*": Normal(0.02),
+    }
+
+
+def flops(config: Config, seq_len: int) -> Flops:
+    """Training FLOPs a token at a sequence length."""
+    c = config
+    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
+    return transformer_flops(matmul, c.n_layers, c.n_heads, c.head_dim, seq_len)
+
+
+# Our parameter names -> those of transformers' LlamaForCausalLM; {i} is the layer. Tied models have no head.output there.
+HF: dict[str, str] = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
+    "layers.{i}.attention.wq.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.attention.wk.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.attention.wv.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.attention.wo.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.ffn_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.ffn.w1.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.ffn.w3.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.ffn.w2.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+
+
+def from_hf(json: dict[str, Any]) -> Config:
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if json.get("model_type") != "llama" or json.get("hidden_act", "silu") != "silu" or kind not in ("default", "llama3"):
+        raise ValueError(f"not a Llama 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}")
+    if json.get("attention_bias") or json.get("mlp_bias"):
+        raise ValueError("Llama 3 has no biases, this configuration asks for attention_bias or mlp_bias")
+    scaling = None
+    if kind == "llama3":
+        scaling = RopeScaling(
+            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+        )
+    heads = json["num_attention_heads"]
+    return Config(
+        dim=json["hidden_size"],
+        n_layers=json["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=json.get("num_key_value_heads", heads),
+        head_dim=json.get("head_dim") or json["hidden_size"] // heads,
+        ffn_dim=json["intermediate_size"],
+        vocab_size=json["vocab_size"],
+        norm_eps=json["rms_norm_eps"],
+        rope_theta=float(json.get("rope_theta") or rope["rope_theta"]),
+        rope_scaling=scaling,
+        tied_embeddings=json.get("tie_word_embeddings", False),
+    )
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """The config.json of this configuration, as transformers' LlamaConfig reads it."""
+    scaling = None
+    if config.rope_scaling is not None:
+        numbers = config.rope_scaling._asdict()
+        scaling = {"rope_type": "llama3", "original_max_position_embeddings": numbers.pop("original_max_positions"), **numbers}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }

@@ -1,0 +1,187 @@
+"""The schema: every TOML key is a field here, with its type, its bounds, its default and its meaning.
+
+`titanlite/config_file.py` fills it from TOML files and the command line; `titanlite/checks.py` holds what concerns
+several keys at once. Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning is the same.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+CountOrNone = Annotated[int, Field(ge=0)]
+CountOrDerived = Annotated[int, Field(ge=-1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """What all sections share: unknown keys are refused, types are not guessed, values do not change after reading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    """The run and its folder."""
+
+    dump_folder: str = "./outputs"
+    """The run directory: resolved configuration, provenance, metrics, TensorBoard logs and checkpoints go there.
+    Relative to the folder that the run is started from."""
+    description: str = ""
+    """One line that says what this run is for; kept with the run and shown at its start."""
+    print_config: bool = False
+    """Print the resolved configuration as TOML on standard output before training; that text is a valid TOML file."""
+
+
+class Model(Section):
+    """Which model is trained."""
+
+    name: str = "llama3"
+    """A family of the folder models/ ("llama3" is models/llama3.py), or the dotted name of your own module."""
+    flavor: str = "debug"
+    """Which of the family's sizes: a key of FLAVORS in its file."""
+    hf_assets_path: str = ""
+    """Folder with a tokenizer.json (and, where there is one, a tokenizer_config.json that names the end-of-text token).
+    Empty: a byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
+
+
+class Training(Section):
+    """Data, batch, length, precision."""
+
+    dataset: str = "stdlib"
+    """"stdlib" (the Python sources of the running interpreter's standard library), or a path: a text file, a .jsonl file
+    with a "text" entry on each line, or a folder of either."""
+    dataset_path: str = ""
+    """A path to read in place of the built-in data that `dataset` names. Refused where `dataset` is a path already."""
+    local_batch_size: Count = 8
+    """Sequences in one forward and backward pass of one data-parallel rank."""
+    global_batch_size: CountOrDerived = -1
+    """Sequences in one optimizer step, over all ranks. More than one pass of every rank means gradient accumulation.
+    -1: local_batch_size x data-parallel degree, no accumulation."""
+    seq_len: Count = 2048
+    """Tokens in one sequence."""
+    steps: Count = 10_000
+    """Optimizer steps of the whole run, counted from its very first start."""
+    max_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradients are scaled down to this global L2 norm; inf measures the norm and clips nothing."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of parameters and activations in the forward and backward passes; the masters are always float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients are summed over ranks."""
+    gc_freq: Count = 50
+    """Python's garbage collector runs every so many steps, on all ranks at the same one, and not in between."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the initial weights, the order of the data, and anything random in a model's forward pass."""
+    deterministic: bool = False
+    """Use only deterministic kernels: slower on CUDA, and then two runs on the same mesh agree bit for bit."""
+
+
+class Parallelism(Section):
+    """How the ranks are arranged; the product of the degrees is the number of processes."""
+
+    data_parallel_replicate_degree: Count = 1
+    """Groups of ranks that hold a full copy of the (sharded) model each and all-reduce their gradients."""
+    data_parallel_shard_degree: CountOrDerived = -1
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1: what the others leave."""
+    tensor_parallel_degree: Count = 1
+    """Ranks over which every layer's matrices, and between them the sequence, are split."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = "default"
+    """What becomes of a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3).
+    "default": freed, but for the head, whose backward pass is next. "never": kept for the backward pass (shard-grad-op,
+    ZeRO-2). A number N: kept as shards over N ranks, so that the second gather stays inside N; N divides the shard degree."""
+
+
+class Optimizer(Section):
+    """AdamW or Adam."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it."""
+    lr: Positive = 8e-4
+    """Peak learning rate; lr_scheduler scales it."""
+    beta1: Beta = 0.9
+    """Decay of the running mean of gradients."""
+    beta2: Beta = 0.95
+    """Decay of the running mean of squared gradients."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay of the parameters that are decayed."""
+    decay_parameters: str = ""
+    """A regular expression, searched in each parameter's name: the ones found are decayed. Empty: every parameter with two
+    or more dimensions, so matrices and embeddings but no norm weights or biases."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """One kernel for everything, one kernel an operation, or one a parameter; same mathematics."""
+
+
+class LRScheduler(Section):
+    """Warm-up, stable, decay: the learning rate as a function of the step."""
+
+    warmup_steps: CountOrNone = 200
+    """Steps in which the rate rises linearly from lr / warmup_steps to lr."""
+    total_steps: Count | None = None
+    """The length of the schedule where it is not training.steps: what a run that is stopped early was planned for."""
+    decay_ratio: Fraction | None = None
+    """Share of total_steps that decays, at the end; between warm-up and decay the rate is constant. Unset: the decay
+    begins right after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """The decay ends at this share of lr."""
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest one found in the folder."""
+    folder: str = "checkpoint"
+    """Where checkpoints go, inside job.dump_folder."""
+    interval: Count = 500
+    """A checkpoint every so many steps; one more is written after the last step."""
+    keep_latest_k: CountOrNone = 10
+    """Older checkpoints than the newest k are deleted once a newer one is complete; 0 keeps all."""
+    load_step: CountOrDerived = -1
+    """Resume from the checkpoint of this step; -1: from the newest."""
+    initial_load_path: str = ""
+    """A step folder of another run's checkpoints: a run that has none of its own yet starts at step 0 from those weights."""
+
+
+class Metrics(Section):
+    """What is reported, and how often."""
+
+    log_freq: Count = 10
+    """Report every so many steps, and at the first and the last one."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard event files beside metrics.jsonl, which is always written."""
+    save_tb_folder: str = "tb"
+    """Where TensorBoard files go, inside job.dump_folder."""
+
+
+class Comm(Section):
+    """Patience of the collectives."""
+
+    init_timeout_seconds: Count = 300
+    """How long a rank waits for the others until the first step is done (data, compilation and loading fall in it)."""
+    train_timeout_seconds: Count = 100
+    """How long a rank waits for the others in any later step."""
+
+
+class Config(Section):
+    """A whole run. Sections are TOML tables."""
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    comm: Comm = Comm()
+
+    @property
+    def schedule_steps(self) -> int:
+        """Length of the learning-rate schedule in steps."""
+        return self.lr_scheduler.total_steps or self.training.steps

@@ -1,0 +1,240 @@
+"""From TOML files and command-line options to one validated `Config`.
+
+A file may name another one as `base = "other.toml"` and then holds only what differs. Files and options are merged as
+plain dictionaries and validated once, so that every fault is reported together, each with the place it comes from.
+"""
+
+import dataclasses
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import tyro
+from pydantic import TypeAdapter, ValidationError
+
+from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.torchtitan_keys import INSTEAD
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Given(NamedTuple):
+    """What the user gave, before validation."""
+
+    values: dict[str, Any]  # section -> key -> value, as in the TOML file
+    origins: dict[str, str]  # "section.key" -> the file or option that set it
+    unknown_options: list[str]
+
+
+def read_config(path: str | Path, options: list[str]) -> Config:
+    """The validated configuration of a TOML file with command-line options such as `--training.steps 50` over it.
+
+    Raises UserError that lists all faults of files and options at once. `--help` prints every option and exits.
+    """
+    origins: dict[str, str] = {}
+    values = _load_toml(Path(path), [], origins)
+    flags, unknown = _parse_options(options, values)
+    for key, text in flags.items():
+        section, name = key.split(".")
+        table = values.setdefault(section, {})
+        if isinstance(table, dict):  # otherwise the file's fault is reported below
+            table[name] = _value_of(section, name, text)
+            origins[key] = "option"
+    return _validate(Given(values, origins, unknown), str(path))
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML text, which `read_config` reads back to an equal configuration."""
+    lines = []
+    for section, keys in config.model_dump().items():
+        lines.append(f"[{section}]")
+        # A JSON string is a valid TOML basic string once DEL, which JSON leaves alone, is escaped. An optional key that
+        # is not set is left out: TOML has no null.
+        for key, value in keys.items():
+            if value is None:
+                continue
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            if isinstance(value, float):
+                text = repr(value)
+            lines.append(f"{key} = {text}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[str, Any]:
+    """The tables of a file laid over those of its `base`, which is looked up beside it."""
+    named_by = f" (named as base by {chain[-1]})" if chain else ""
+    real = path.resolve()
+    if real in [file.resolve() for file in chain]:
+        circle = " -> ".join(str(file) for file in [*chain, path])
+        raise UserError(f"{chain[-1]}: base = {path.name!r} closes a circle: {circle}")
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        nearby = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such configuration file{named_by}{_meant(str(path), nearby)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read{named_by}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    base = values.pop("base", None)
+    if base is None:
+        merged: dict[str, Any] = {}
+    elif isinstance(base, str):
+        merged = _load_toml(path.parent / base, [*chain, path], origins)
+    else:
+        raise UserError(f"{path}: base = {base!r}: must be the name of a TOML file, as a string")
+    for section, table in values.items():
+        if isinstance(table, dict) and isinstance(merged.get(section), dict):
+            merged[section].update(table)
+        else:
+            merged[section] = table
+        for key in table if isinstance(table, dict) else ():
+            origins[f"{section}.{key}"] = path.name
+    return merged
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+_UNSET = "\0unset"
+
+
+def _parse_options(options: list[str], file_values: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """The options that were given, as {"section.key": text}, and the words that are no option.
+
+    tyro draws the help and splits the words; texts become values in `_value_of`, so that a wrong one is reported
+    together with the faults of the files.
+    """
+    sections = []
+    for section, field in Config.model_fields.items():
+        schema = field.annotation
+        members = []
+        for name, info in schema.model_fields.items():
+            in_file = file_values.get(section)
+            value = in_file.get(name, info.default) if isinstance(in_file, dict) else info.default
+            hint = tyro.conf.arg(
+                metavar=_type_name(info.annotation),
+                help=info.description,
+                help_behavior_hint=f"(now: {json.dumps(value, default=str)})",
+            )
+            members.append((name, Annotated[str, hint], _UNSET))
+        table = dataclasses.make_dataclass(schema.__name__, members)
+        table.__doc__ = schema.__doc__
+        sections.append((section, table, dataclasses.field(default_factory=table)))
+    parsed, unknown = tyro.cli(
+        dataclasses.make_dataclass("Options", sections),
+        args=options,
+        prog="run_train.sh CONFIG.toml",
+        description="Every key of the TOML file is an option; (now: ...) is the value that the file or its default gives.",
+        return_unknown_args=True,
+        use_underscores=True,
+    )
+    flags = {
+        f"{section}.{name}": text
+        for section, table in vars(parsed).items()
+        for name, text in vars(table).items()
+        if text is not _UNSET
+    }
+    return flags, unknown
+
+
+def _type_name(annotation: Any) -> str:
+    names = {"boolean": "BOOL", "integer": "INT", "number": "FLOAT", "string": "TEXT", "null": "NONE"}
+    schema = TypeAdapter(annotation).json_schema()
+    parts = []
+    for option in schema.get("anyOf", [schema]):
+        parts += option["enum"] if "enum" in option else [names[option["type"]]]
+    return "|".join(parts)
+
+
+def _value_of(section: str, name: str, text: str) -> Any:
+    """The text of an option as the key's type; a text that does not fit is left for the validation to report."""
+    annotation = Config.model_fields[section].annotation.model_fields[name].annotation
+    optional = type(None) in getattr(annotation, "__args__", ())
+    if optional and text.lower() == "none":
+        return None
+    try:
+        return TypeAdapter(annotation).validate_strings(text)
+    except ValidationError:
+        return text
+
+
+# ------------------------------------------------------------------------------------------------------ validation
+
+
+def _validate(given: Given, path: str) -> Config:
+    faults = [_unknown_option(word) for word in given.unknown_options if word.startswith("-")]
+    strays = [word for word in given.unknown_options if not word.startswith("-")]
+    if strays and not faults:
+        faults.append(f"{' '.join(strays)}: belongs to no option; an option reads --section.key value")
+    try:
+        config = Config.model_validate(given.values)
+    except ValidationError as error:
+        by_key: dict[str, list[Any]] = {}
+        for fault in error.errors():
+            by_key.setdefault(".".join(str(part) for part in fault["loc"][:2]), []).append(fault)
+        faults += [_sentence(key, given, found) for key, found in by_key.items()]
+    if faults:
+        raise UserError(report(path, faults))
+    return config
+
+
+def report(path: str, faults: list[str]) -> str:
+    """One text for all faults of one configuration."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    return "\n".join([f"{path}: {count}", *(f"  {fault}" for fault in faults)])
+
+
+def _sentence(key: str, given: Given, found: list[Any]) -> str:
+    """One line for what pydantic found at one key: where it comes from, what is wrong, what is allowed."""
+    kind, value = found[0]["type"], found[0]["input"]
+    section, _, name = key.partition(".")
+    if kind == "extra_forbidden":
+        return _unknown_key(key, value if name else None, given.origins.get(key))
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
+    allowed = " or ".join(fault["msg"].replace("Input should be ", "") for fault in found)
+    return f"{_setting(key, value, given.origins.get(key))}: must be {allowed}"
+
+
+def _setting(key: str, value: Any, origin: str | None) -> str:
+    return f"{key} = {json.dumps(value, default=str)}" + (f" ({origin})" if origin else "")
+
+
+def _unknown_key(key: str, value: Any, origin: str | None) -> str:
+    section, _, name = key.partition(".")
+    known = Config.model_fields
+    if key in INSTEAD or section in INSTEAD:
+        what = _setting(key, value, origin) if name else f"[{section}]"
+        return f"{what}: not a key of titanlite: {INSTEAD.get(key) or INSTEAD[section]}"
+    if not name:
+        return f"[{section}]: no such section{_meant(section, list(known), others=True)}"
+    names = list(known[section].annotation.model_fields)
+    elsewhere = [f"{other}.{name}" for other, field in known.items() if name in field.annotation.model_fields]
+    hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else _meant(name, names, f"{section}.", others=True)
+    return f"{_setting(key, value, origin)}: no such key{hint}"
+
+
+def _unknown_option(word: str) -> str:
+    key = word.lstrip("-").split("=")[0].replace("-", "_")
+    if key in INSTEAD or key.partition(".")[0] in INSTEAD:
+        return f"--{key}: not an option of titanlite: {INSTEAD.get(key) or INSTEAD[key.partition('.')[0]]}"
+    every = [f"{s}.{name}" for s, field in Config.model_fields.items() for name in field.annotation.model_fields]
+    same_name = [known for known in every if known.partition(".")[2] == key.rpartition(".")[2]]
+    if same_name:
+        return f"{word}: no such option; did you mean --{' or --'.join(same_name)}?"
+    return f"{word}: no such option{_meant(key, every, '--') or '; --help lists them all'}"
+
+
+def _meant(word: str, known: list[str], prefix: str = "", others: bool = False) -> str:
+    """ "; did you mean X?", or with `others` the list of what there is, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; there are: {', '.join(known)}" if others else ""

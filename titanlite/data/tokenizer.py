@@ -1,0 +1,72 @@
+"""The tokenizer: a tokenizer.json of the user's, or a small one that is trained on the default data."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titanlite.errors import UserError
+
+DEFAULT_VOCABULARY = 4096
+_END_OF_TEXT = "<|endoftext|>"
+_KNOWN_ENDS = ("<|end_of_text|>", _END_OF_TEXT, "</s>", "<eos>")
+
+
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer and what titanlite must know of it."""
+
+    tokenizer: Tokenizer
+    end_of_text: int  # the id that closes every document
+    vocabulary: int  # one more than the largest id
+
+
+def load_tokenizer(folder: str) -> LoadedTokenizer:
+    """The tokenizer of `model.hf_assets_path`. Raises UserError where there is none, or no end-of-text token in it."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f'model.hf_assets_path = "{folder}": there is no tokenizer.json in it')
+    try:
+        return describe(Tokenizer.from_file(str(path)), _named_end(Path(folder)), str(path))
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise UserError(f"{path}: not a tokenizer: {error}") from None
+
+
+def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of 4,096 entries (Sennrich et al., arXiv:1508.07909), the same for the same documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=DEFAULT_VOCABULARY,
+        special_tokens=[_END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokenizer:
+    """A tokenizer with its end-of-text id, looked up by name or among the usual names."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    names = [end] if end else _KNOWN_ENDS
+    found = [vocabulary[name] for name in names if name in vocabulary]
+    if not found:
+        raise UserError(f"{source}: has no end-of-text token; looked for {', '.join(names)}")
+    return LoadedTokenizer(tokenizer, found[0], max(vocabulary.values()) + 1)
+
+
+def _named_end(folder: Path) -> str | None:
+    """The end-of-text token that a tokenizer_config.json names, if there is one."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    try:
+        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a JSON object: {error}") from None
+    return end.get("content") if isinstance(end, dict) else end

@@ -1,0 +1,150 @@
+"""What a run reports: console, metrics.jsonl, TensorBoard; speed without what is not training; model FLOPs utilisation."""
+
+import json
+import logging
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from models.blocks import Flops
+from titanlite.run_folder import replace_file
+
+log = logging.getLogger(__name__)
+
+# Dense bfloat16 FLOP/s by what the driver calls the device, first match; from the vendors' data sheets.
+_PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's dense FLOP/s in bfloat16, or None where it is not known or the computation is in another precision."""
+    if device.type != "cuda" or precision != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this process has held: allocated on its GPU, or on a CPU resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+
+
+class Clock:
+    """Splits the time between two reports into training, waiting for data, and named pauses such as saving."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new interval."""
+        self.started = time.perf_counter()
+        self.data_wait = 0.0
+        self.pauses: dict[str, float] = {}
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.data_wait += time.perf_counter() - begin
+
+    @contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Time that is not training; it is left out of the speed and reported as `<name>_seconds`."""
+        begin = time.perf_counter()
+        yield
+        self.pauses[name] = self.pauses.get(name, 0.0) + time.perf_counter() - begin
+
+    def training_seconds(self) -> float:
+        return time.perf_counter() - self.started - sum(self.pauses.values())
+
+
+def speed(clock: Clock, tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
+    """Tokens a second of the whole job since the clock's last restart, and what follows from it. MFU only with a `peak`."""
+    seconds = clock.training_seconds()
+    values = {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_per_device": tokens / seconds / devices,
+        "data_wait_fraction": clock.data_wait / seconds,
+    }
+    if peak is not None:
+        per_device = tokens / seconds / devices
+        values |= {"mfu_causal": per_device * flops.causal / peak, "mfu_palm": per_device * flops.palm / peak}
+    return values | {f"{name}_seconds": pause for name, pause in clock.pauses.items()}
+
+
+class Reporter:
+    """Writes reports; on all ranks but one it does nothing."""
+
+    def __init__(self, folder: Path, tensorboard: str | None, first_step: int, active: bool):
+        """folder: the run directory; tensorboard: the name of its event folder, or None; first_step: what comes next.
+
+        Reports of `first_step` and later, left by a run that got further than its last checkpoint, are removed.
+        """
+        self.file = self.board = None
+        if active:
+            path = folder / "metrics.jsonl"
+            _drop_reports_from(path, first_step)
+            self.file = open(path, "a", encoding="utf-8")
+            self.board = SummaryWriter(str(folder / tensorboard), purge_step=first_step) if tensorboard else None
+
+    def report(self, step: int, values: dict[str, Any]) -> None:
+        """One step's values, unrounded, to metrics.jsonl and TensorBoard."""
+        if self.file is not None:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _drop_reports_from(path: Path, first_step: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
+    if len(kept) < len(lines):
+        replace_file(path, "".join(kept))
+
+
+def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
+    """What a person reads of a report."""
+    parts = [
+        f"step {step:>{len(str(steps))}}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad norm {values['grad_norm']:.3f}",
+        f"lr {values['lr']:.2e}",
+    ]
+    if "tokens_per_second" in values:
+        parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"data wait {values['data_wait_fraction']:.1%}")
+    if "mfu_causal" in values:
+        parts.append(f"MFU {values['mfu_causal']:.1%} causal, {values['mfu_palm']:.1%} PaLM")
+    parts.append(f"memory {values['peak_memory_gib']:.2f} GiB")
+    parts += [f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in values.items() if name.endswith("_seconds")]
+    return "  ".join(parts)

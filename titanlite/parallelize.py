@@ -1,0 +1,164 @@
+"""A model on the meta device -> the same model split over a mesh.
+
+The order: tensor parallel, then (when they come) per-operation checkpointing, compile of each block, checkpointing around
+the compiled block, and last FSDP2, which must see the parameters as the layers will use them. The model's `sharding`
+table says which module is split how; this file says what the names mean.
+
+Between modules flow plain local tensors: (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...) inside
+attention. Splitting the sequence outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
+All redistributions are synchronous: an AsyncCollectiveTensor that enters a compiled block loses its gradient.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.mesh import fsdp_mesh
+from titanlite.zoo import Family, match_table, tie
+
+_SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
+
+
+class Style(NamedTuple):
+    """What one name of a sharding table means."""
+
+    weight: Placement  # of parameters with two dimensions, on the tp mesh
+    bias: Placement  # of parameters with one
+    before: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # (module's name, its first argument, tp mesh)
+    after: Callable[[Tensor, DeviceMesh], Tensor] | None = None  # (its output, tp mesh)
+
+
+def _expect_gathered(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    if not isinstance(x, DTensor):
+        raise UserError(f"sharding: {name} is 'column' and must read what a 'sequence' module returns, the whole sequence")
+    return x
+
+
+def _wrap_features(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    return DTensor.from_local(x, tp, [Shard(-1)], run_check=False)
+
+
+def _wrap_tokens(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    return DTensor.from_local(x, tp, [Replicate()], run_check=False)
+
+
+def _unwrap(x: Tensor, tp: DeviceMesh) -> Tensor:
+    return x.to_local()
+
+
+def _scatter_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
+    return x.redistribute(tp, [Shard(_SEQUENCE)]).to_local()
+
+
+def _scatter_embedded(x: Tensor, tp: DeviceMesh) -> Tensor:
+    # FSDP hangs its backward hook on what its module returns, and warns of views, which an in-place operation would unhook
+    return _scatter_sequence(x, tp).clone()
+
+
+def _gather_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
+    return DTensor.from_local(x, tp, [Shard(_SEQUENCE)], run_check=False).redistribute(tp, [Replicate()])
+
+
+STYLES: dict[str, Style] = {
+    # Linear, output features split; reads the whole sequence, returns this rank's features
+    "column": Style(Shard(0), Shard(0), before=_expect_gathered, after=_unwrap),
+    # Linear, input features split; reads this rank's features, sums over ranks, returns this rank's slice of the sequence
+    "row": Style(Shard(1), Replicate(), before=_wrap_features, after=_scatter_sequence),
+    # Embedding or output projection, vocabulary split, evenly or not
+    "vocab": Style(Shard(0), Shard(0)),
+    # works on this rank's slice of the sequence with whole weights, and returns the gathered sequence
+    "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
+    # whole weights applied to whatever comes (say, to this rank's heads); gradients are summed over ranks
+    "replicate": Style(Replicate(), Replicate()),
+}
+_EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMesh) -> nn.Module:
+    """Splits a meta-device model in place: tensor parallel where the mesh has it, then always FSDP2.
+
+    FSDP2 is applied at size 1 too, since it carries the mixed precision. Raises UserError as `sharding_faults` says.
+    """
+    styles, faults = _styles(model, family)
+    faults += sharding_faults(model, family, mesh["tp"].size())
+    if faults:
+        raise UserError("\n".join(faults))
+    if mesh["tp"].size() > 1:
+        apply_tensor_parallel(model, styles, mesh["tp"])
+        tie(model)
+    apply_fsdp(model, config, mesh)
+    return model
+
+
+def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
+    """What is wrong with a family's sharding table: parameters without a style, unknown styles, sizes tp does not divide."""
+    styles, faults = _styles(model, family)
+    for name, style in styles.items():
+        if style not in STYLES:
+            faults.append(f"sharding: {name} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
+        elif style in ("column", "row") and tp > 1:
+            weight = model.get_submodule(name).weight
+            size = weight.shape[0 if style == "column" else 1]
+            if size % tp:
+                faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {name}.weight's {size} ({style})")
+    return faults
+
+
+def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
+    """The style name of every module that has parameters of its own, and the faults of the table."""
+    holders = [name for name, module in model.named_modules() if module._parameters]
+    return match_table(family.module.sharding(family.config), holders, "sharding")
+
+
+def apply_tensor_parallel(model: nn.Module, styles: dict[str, str], tp: DeviceMesh) -> None:
+    """Turns each parameter into a DTensor on the tp mesh and hangs each style's redistributions on its module."""
+    for name, style_name in styles.items():
+        module = model.get_submodule(name)
+        style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
+        for key, parameter in module.named_parameters(recurse=False):
+            placement = style.weight if parameter.ndim > 1 else style.bias
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, tp, [placement])))
+        if style.before is not None:
+            module.register_forward_pre_hook(
+                lambda _, args, before=style.before, name=name: (before(name, args[0], tp), *args[1:])
+            )
+        if style.after is not None:
+            module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
+
+
+def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+    """FSDP2 on embedding, each block and head; gradients are summed, not averaged, since the loss is divided already."""
+    training, parallelism = config.training, config.parallelism
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[training.mixed_precision_param],
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        cast_forward_inputs=False,  # activations leave the embedding in param_dtype; RoPE's tables stay in float32
+    )
+    policy = parallelism.fsdp_reshard_after_forward
+    of_block = policy if isinstance(policy, int) else policy != "never"
+    of_head = False if policy == "default" else of_block
+    options = {"mesh": fsdp_mesh(mesh), "mp_policy": precision}
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=of_block, **options)
+    tied = model.head is not None and model.embed is not None and model.head.output.weight is model.embed.weight
+    if tied:  # one parameter must be in one unit; it is gathered before the first layer and freed after the loss
+        fully_shard([model.embed, model.head], reshard_after_forward=of_head, **options)
+    else:
+        if model.embed is not None:
+            fully_shard(model.embed, reshard_after_forward=of_block, **options)
+        if model.head is not None:
+            fully_shard(model.head, reshard_after_forward=of_head, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum

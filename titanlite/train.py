@@ -1,0 +1,271 @@
+"""The training loop, top to bottom; the only file that knows all the others.
+
+TOML -> Config -> mesh -> model on meta -> sharded -> materialised and initialised -> optimizer -> checkpoint restored ->
+the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoint}.
+
+    torchrun ... -m titanlite.train CONFIG.toml [--section.key value ...]     (run_train.sh does this)
+"""
+
+import gc
+import logging
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite import checkpoint, process
+from titanlite.checks import check, global_batch_size
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.data.batches import batches, count_samples
+from titanlite.data.tokens import TokenData, prepare_tokens
+from titanlite.errors import UserError
+from titanlite.initialize import initialize
+from titanlite.loss import count_labels, summed_loss
+from titanlite.lr_schedule import Schedule, build_schedule
+from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees, sum_over_data
+from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
+from titanlite.parallelize import parallelize
+from titanlite.run_folder import lock_run, record_start
+from titanlite.zoo import Family, load_family
+
+log = logging.getLogger("titanlite")
+
+# These decide which samples a position in the data stands for: a checkpoint of other values has no position to go on from.
+_DATA_KEYS = ("seed", "seq_len")
+
+
+class Progress(NamedTuple):
+    """How far a run has come; all there is to know of its position in data and schedule."""
+
+    step: int = 0
+    samples: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------- the parts
+
+
+def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
+    model = parallelize(family.on_meta(), family, config, mesh)
+    initialize(model, family, config.training.seed, device)
+    return model
+
+
+def forward_backward(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
+
+    tokens: (microbatches, local_batch, seq + 1) int64, this rank's part of the global batch. The shares of all
+    data-parallel ranks add up to the loss.
+    """
+    labels = count_labels(tokens, mesh)
+    share = torch.zeros((), device=tokens.device)
+    for microbatch in tokens:
+        loss = summed_loss(model, microbatch) / labels
+        loss.backward()
+        share += loss.detach()
+    return share
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float) -> Tensor:
+    """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32."""
+    norm = clip_gradients(model.parameters(), max_norm)
+    set_lr(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def restore(config: Config, data: TokenData, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Progress:
+    """Loads the newest checkpoint of this run or the one asked for, or else the weights to begin with.
+
+    Raises UserError for a checkpoint of other data, or of another order of them.
+    """
+    keys = config.checkpoint
+    steps = checkpoint.list_steps(folder)
+    if not steps:
+        if keys.initial_load_path:
+            checkpoint.load_tensors(Path(keys.initial_load_path), checkpoint.model_tensors(model))
+            log.info("weights read from %s", keys.initial_load_path)
+        return Progress()
+    source = checkpoint.step_folder(folder, keys.load_step if keys.load_step >= 0 else steps[-1])
+    numbers = checkpoint.load_numbers(source)
+    before, now = numbers["config"], config.model_dump()
+    if numbers["data"] != data.fingerprint:
+        raise UserError(f"{source}: was trained on other data or with another tokenizer; its position has no meaning here")
+    for key in _DATA_KEYS:
+        if before["training"][key] != now["training"][key]:
+            raise UserError(
+                f"training.{key} = {now['training'][key]}: {source} was trained with {before['training'][key]}, "
+                "and its position in the data has no meaning with another"
+            )
+    create_state(optimizer)
+    checkpoint.load_tensors(source, checkpoint.run_tensors(model, optimizer))
+    log.info("resumed from %s", source)
+    for section in ("model", "training", "optimizer", "lr_scheduler"):
+        for key, value in now[section].items():
+            if before[section].get(key) != value:
+                log.warning("changed since that checkpoint: %s.%s = %r, was %r", section, key, value, before[section].get(key))
+    return Progress(numbers["step"], numbers["samples"])
+
+
+# -------------------------------------------------------------------------------------------------------------- the loop
+
+
+def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.device, started: float) -> None:
+    """Trains from the newest checkpoint, or the beginning, to `training.steps`.
+
+    started: time.perf_counter() of the program's start, for the report of how long it took to begin.
+    Raises UserError when a loss or gradient stops being finite.
+    """
+    training, folder = config.training, Path(config.job.dump_folder)
+    saves = folder / config.checkpoint.folder
+    main_rank = torch.distributed.get_rank() == 0
+    if not process.same_everywhere(data.fingerprint):
+        raise UserError("the ranks read different data: give all nodes the same files and Python version")
+    family = load_family(config.model.name, config.model.flavor)
+    schedule = build_schedule(config)
+    global_batch = global_batch_size(config, data_degree(mesh))
+    step_tokens = global_batch * training.seq_len
+    flops, peak = family.module.flops(family.config, training.seq_len), peak_flops(device, training.mixed_precision_param)
+
+    model = build_model(family, config, mesh, device)
+    optimizer = build_optimizer(model, config.optimizer)
+    progress = restore(config, data, model, optimizer, saves) if config.checkpoint.enable else Progress()
+    facts = derived_values(config, family, data, mesh, model, schedule, progress)
+    for name, value in facts.items():
+        log.info("%-20s %s", name, value)
+    if progress.step >= training.steps:
+        log.info(
+            "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to go on, or give another "
+            "job.dump_folder to start anew",
+            saves, progress.step, training.steps,
+        )  # fmt: skip
+        return
+    if config.checkpoint.enable:
+        checkpoint.set_aside_later(saves, progress.step)
+    if main_rank:
+        record_start(folder, config, {"values": facts, "data_fingerprint": data.fingerprint, "resumed_step": progress.step})
+    tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
+    reporter = Reporter(folder, tensorboard, progress.step + 1, active=main_rank)
+    part = (data_rank(mesh), data_degree(mesh))
+    source = batches(
+        data, progress.samples, global_batch, training.local_batch_size, training.seq_len, training.seed, part,
+        pin_memory=device.type == "cuda",
+    )  # fmt: skip
+
+    first, clock, steps_timed = progress.step + 1, Clock(), 0
+    clock.pauses["startup"] = time.perf_counter() - started
+    clock.started = started
+    gc.disable()  # collections at a time of each rank's own choosing make all others wait
+    for step in range(first, training.steps + 1):
+        if step % training.gc_freq == 0 or step == first:
+            gc.collect(1)
+
+        process.seed_step(training.seed, step, part[0])
+        with clock.waiting_for_data():
+            tokens = next(source)
+        share = forward_backward(model, tokens.to(device, non_blocking=True), mesh)
+        norm = update(model, optimizer, schedule.at(step), training.max_norm)
+        progress = Progress(step, progress.samples + global_batch)
+        steps_timed += 1
+
+        last = step == training.steps
+        reporting = step in (first, training.steps) or step % config.metrics.log_freq == 0
+        saving = config.checkpoint.enable and (last or step % config.checkpoint.interval == 0)
+        if reporting or saving:  # the only places where the host waits for the device
+            loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm]).tolist()
+            if not math.isfinite(loss) or not math.isfinite(grad_norm):
+                raise UserError(f"step {step}: loss {loss}, gradient norm {grad_norm}: training has diverged; nothing was saved")
+        if reporting:
+            values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step)}
+            values |= {"tokens_seen": progress.samples * training.seq_len}
+            values |= speed(clock, steps_timed * step_tokens, mesh.size(), flops, peak)
+            values |= {"peak_memory_gib": peak_memory_gib(device)}
+            reporter.report(step, values)
+            log.info(console_line(step, training.steps, values))
+            clock.restart()
+            steps_timed = 0
+        if saving:
+            with clock.pause("save"):
+                numbers = {"samples": progress.samples, "data": data.fingerprint, "schedule": schedule._asdict()}
+                numbers |= {"config": config.model_dump()}
+                tensors = checkpoint.run_tensors(model, optimizer)
+                checkpoint.save(saves, step, tensors, numbers, config.checkpoint.keep_latest_k)
+            log.info("saved %s in %.2f s", checkpoint.step_folder(saves, step), clock.pauses["save"])
+        if step == first:
+            process.set_timeout(config.comm.train_timeout_seconds)
+    gc.enable()
+    reporter.close()
+
+
+def derived_values(
+    config: Config, family: Family, data: TokenData, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
+) -> dict[str, str]:
+    """What follows from the configuration, for the start of the log: name -> sentence."""
+    training = config.training
+    global_batch = global_batch_size(config, data_degree(mesh))
+    samples, needed = count_samples(data, training.seq_len), training.steps * global_batch
+    accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
+    used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
+    flops = family.module.flops(family.config, training.seq_len)
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    decay = schedule.total_steps - schedule.decay_start
+    stable = schedule.decay_start - schedule.warmup_steps
+    return {
+        "run": config.job.description or "(no description)",
+        "folder": str(Path(config.job.dump_folder).resolve()),
+        "model": f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads a rank",
+        "precision": f"{training.mixed_precision_param}, masters float32, reduction {training.mixed_precision_reduce}",
+        "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}",
+        "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
+        "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
+        "data": f"{len(data.ids):,} tokens in {data.documents:,} documents, {needed / samples:.2f} epochs in {training.steps} steps",
+        "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
+        f"{schedule.min_factor:g} x {schedule.lr:g}",
+        "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",
+        "position": f"step {progress.step}, {progress.samples:,} samples consumed",
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ the program
+
+
+def main() -> None:
+    """Reads the command line, trains, and exits: 0 when done, 2 for a fault of the user's, 1 for any other."""
+    started = time.perf_counter()
+    process.set_up_logging()
+    rank, world = process.rank_and_world()
+    try:
+        path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+        if not path or path.startswith("-"):
+            raise UserError("give a configuration first: run_train.sh train_configs/llama_debug.toml [--section.key value]")
+        config = read_config(path, options)
+        check(config, path, world)
+        held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
+        data = prepare_tokens(config)
+        device = process.start(config)
+        mesh = build_mesh(resolve_degrees(config.parallelism, world), device.type)
+        train(config, data, mesh, device, started)
+        process.finish()
+        if held:
+            held.close()
+    except UserError as error:
+        log.error("%s", error)
+        sys.stderr.flush()
+        os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the launcher ends them
+    except KeyboardInterrupt:
+        os._exit(130)
+
+
+if __name__ == "__main__":
+    main()

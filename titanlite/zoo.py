@@ -1,0 +1,73 @@
+"""`[model] name` and `flavor` -> the module that defines the model, and its configuration. The folder models/ is the registry."""
+
+import importlib
+import importlib.util
+import pkgutil
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import models
+from titanlite.errors import UserError
+
+OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
+
+
+class Family(NamedTuple):
+    """A model module and the flavour that was chosen of it."""
+
+    module: ModuleType
+    config: Any  # the module's own Config
+
+    def on_meta(self) -> nn.Module:
+        """The model without memory: every parameter on the meta device, in float32."""
+        with torch.device("meta"):
+            return self.module.Model(self.config)
+
+
+def load_family(name: str, flavor: str) -> Family:
+    """The family `models.<name>`, or with dots in its name any importable module, and its flavour.
+
+    Raises UserError where there is no such module, where it lacks a part of the interface, or has no such flavour.
+    """
+    families = [found.name for found in pkgutil.iter_modules(models.__path__) if found.name != "blocks"]
+    dotted = name if "." in name else f"models.{name}"
+    try:
+        module = importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
+            raise UserError(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
+        here = f"models/ has: {', '.join(families)}; for a module of your own give its dotted name, importable from here"
+        raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
+    lacking = [part for part in OFFERS if not hasattr(module, part)]
+    if lacking:
+        raise UserError(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
+    if flavor not in module.FLAVORS:
+        raise UserError(f"model.flavor = {flavor!r}: {name} has the flavours {', '.join(module.FLAVORS)}")
+    return Family(module, module.FLAVORS[flavor])
+
+
+def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:
+    """For each name the value of the first pattern that matches it, and a list of faults.
+
+    A name that no pattern matches is a fault, and so is a pattern that matches no name: it is a misspelt one.
+    """
+    found: dict[str, Any] = {}
+    used = set()
+    for name in names:
+        matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
+        used.update(matches)
+        if matches:
+            found[name] = table[matches[0]]
+    faults = [f"{what}: no pattern matches {name}" for name in names if name not in found]
+    faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if pattern not in used]
+    return found, faults
+
+
+def tie(model: nn.Module) -> None:
+    """Makes tied parameters one again, after something has replaced each by itself; for models that tie any."""
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
