@@ -156,7 +156,9 @@ def from_hf(json: dict[str, Any]) -> Config:
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if json.get("model_type") != "llama" or json.get("hidden_act", "silu") != "silu" or kind not in ("default", "llama3"):
-        raise ValueError(f"not a Llama 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}")
+        raise ValueError(
+            f"not a Llama 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
+        )
     if json.get("attention_bias") or json.get("mlp_bias"):
         raise ValueError("Llama 3 has no biases, this configuration asks for attention_bias or mlp_bias")
     scaling = None

@@ -80,15 +80,16 @@ def _model_faults(config: Config) -> Iterator[str]:
         yield str(error)
         return
     tensor = config.parallelism.tensor_parallel_degree
-    for name in _SPLIT_DIMENSIONS:
-        size = getattr(family.config, name, tensor)
-        if size % tensor:
-            yield (
-                f"parallelism.tensor_parallel_degree = {tensor}: does not divide {name} = {size} "
-                f"of {config.model.name} {config.model.flavor}"
-            )
+    sizes = {name: getattr(family.config, name, tensor) for name in _SPLIT_DIMENSIONS}
+    undivided = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
+    if undivided:
+        yield (
+            f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} "
+            f"of {config.model.name} {config.model.flavor}"
+        )
     model = family.on_meta()
-    yield from sharding_faults(model, family, tensor)
+    # the matrices' widths follow from the dimensions: one fault is enough
+    yield from sharding_faults(model, family, 1 if undivided else tensor)
     yield from match_table(family.module.initial(family.config), [name for name, _ in named_tensors(model)], "initial")[1]
     yield from _decay_faults(config, model)
     yield from _vocabulary_faults(config, family)
@@ -171,7 +172,10 @@ def _folder_faults(config: Config) -> Iterator[str]:
         yield f'job.dump_folder = "{dump}": {existing} is a file'
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield f'job.dump_folder = "{dump}": no permission to write in {existing}'
-    for key, name in (("checkpoint.folder", config.checkpoint.folder), ("metrics.save_tb_folder", config.metrics.save_tb_folder)):
+    for key, name in (
+        ("checkpoint.folder", config.checkpoint.folder),
+        ("metrics.save_tb_folder", config.metrics.save_tb_folder),
+    ):
         if not name or Path(name).is_absolute() or ".." in Path(name).parts:
             yield f'{key} = "{name}": must be a folder inside job.dump_folder'
     keys = config.checkpoint

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from titanlite.config import Config
 from titanlite.errors import UserError
 from titanlite.mesh import fsdp_mesh
-from titanlite.zoo import Family, match_table, tie
+from titanlite.zoo import Family, every_layer, match_table, tie
 
 _SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
 
@@ -104,13 +104,14 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     styles, faults = _styles(model, family)
     for name, style in styles.items():
         if style not in STYLES:
-            faults.append(f"sharding: {name} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
+            faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
         elif style in ("column", "row") and tp > 1:
             weight = model.get_submodule(name).weight
             size = weight.shape[0 if style == "column" else 1]
             if size % tp:
-                faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {name}.weight's {size} ({style})")
-    return faults
+                where = f"{every_layer(name)}.weight, {size} {'rows' if style == 'column' else 'columns'}"
+                faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")
+    return list(dict.fromkeys(faults))
 
 
 def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:

@@ -26,7 +26,7 @@ def set_up_logging() -> None:
     """
     rank, world = rank_and_world()
     chosen = os.environ.get("LOG_RANK") or "0"
-    prefix = f"[rank {rank}] " if world > 1 and chosen != "0" or str(rank) not in chosen.split(",") else ""
+    prefix = f"[rank {rank}] " if (world > 1 and chosen != "0") or str(rank) not in chosen.split(",") else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("titanlite")

@@ -1,10 +1,10 @@
 """The run directory: what is needed to know what a run was, and to do it again.
 
-    <dump_folder>/config.toml      the resolved configuration of the latest start
-                  provenance.json  one entry a start: command, git commit and diff, versions, mesh, data
-                  metrics.jsonl    one object a reported step
-                  tb/              TensorBoard
-                  checkpoint/      step-00000100/ ...
+<dump_folder>/config.toml      the resolved configuration of the latest start
+              provenance.json  one entry a start: command, git commit and diff, versions, mesh, data
+              metrics.jsonl    one object a reported step
+              tb/              TensorBoard
+              checkpoint/      step-00000100/ ...
 """
 
 import fcntl

@@ -20,7 +20,7 @@ INSTEAD: dict[str, str] = {
     "float8": "float8 training is not offered; use training.mixed_precision_param",
     "mx": "MX formats are not offered; use training.mixed_precision_param",
     "quantize": "quantised training is not offered; use training.mixed_precision_param",
-    "memory_estimation": "use the command `titanlite estimate CONFIG --world-size N`",
+    "memory_estimation": "use the command `titanlite estimate CONFIG --ranks N`",
     "debug": "training.seed and training.deterministic hold what this section holds",
     # keys
     "job.config_file": "the configuration file is the first argument of run_train.sh",

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -183,7 +183,9 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
         if reporting or saving:  # the only places where the host waits for the device
             loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm]).tolist()
             if not math.isfinite(loss) or not math.isfinite(grad_norm):
-                raise UserError(f"step {step}: loss {loss}, gradient norm {grad_norm}: training has diverged; nothing was saved")
+                raise UserError(
+                    f"step {step}: loss {loss}, gradient norm {grad_norm}: training has diverged; nothing was saved"
+                )
         if reporting:
             values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step)}
             values |= {"tokens_seen": progress.samples * training.seq_len}
@@ -224,7 +226,9 @@ def derived_values(
         "folder": str(Path(config.job.dump_folder).resolve()),
         "model": f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in model.parameters()):,} parameters",
         "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads a rank",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}, masters float32, reduction {training.mixed_precision_reduce}",
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",

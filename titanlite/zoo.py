@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import pkgutil
+import re
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -62,7 +63,9 @@ def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dic
         used.update(matches)
         if matches:
             found[name] = table[matches[0]]
-    faults = [f"{what}: no pattern matches {name}" for name in names if name not in found]
+    # one fault for all layers: layers.0.x, layers.1.x, ... are told as layers.*.x
+    unmatched = dict.fromkeys(every_layer(name) for name in names if name not in found)
+    faults = [f"{what}: no pattern matches {name}" for name in unmatched]
     faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if pattern not in used]
     return found, faults
 
@@ -71,3 +74,8 @@ def tie(model: nn.Module) -> None:
     """Makes tied parameters one again, after something has replaced each by itself; for models that tie any."""
     if hasattr(model, "tie_weights"):
         model.tie_weights()
+
+
+def every_layer(name: str) -> str:
+    """The name with its layer's number replaced by a star."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Trains the model of a TOML file, from any directory:
+#
+#     [NGPU=8] [...] ./run_train.sh CONFIG.toml [--section.key value ...]
+#     ./run_train.sh CONFIG.toml --help                     every option with its meaning and value
+#
+# The configuration is checked once, then torchrun starts the ranks. The exit code is the run's: 0 done, 2 a fault in the
+# configuration or data, 128 + n ended by signal n, anything else a failed rank.
+#
+# From the environment:
+#   NGPU           ranks on this machine; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
+#   NNODES         machines (default 1); start the same command on each
+#   NODE_RANK      this machine's number, from 0; with NNODES > 1 the machine of number 0 hosts the rendezvous
+#   RDZV_ENDPOINT  host:port of that machine; needed when NNODES > 1
+#   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
+#   MAX_RESTARTS   how often torchrun starts the ranks anew after a failure (default 0)
+#   PYTHON         the interpreter; default: .venv beside this script, else python3
+#   OMP_NUM_THREADS  CPU threads a rank; default: this machine's cores shared among its ranks
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ -z "${PYTHON:-}" ]]; then
+    PYTHON=python3
+    [[ -x "$here/.venv/bin/python" ]] && PYTHON="$here/.venv/bin/python"
+fi
+# titanlite and models from here; your own model modules from the folder that you start in
+export PYTHONPATH="$here:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+count_gpus() {
+    if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
+        awk -F, '{ print ($0 == "" || $0 == "-1") ? 0 : NF }' <<<"$CUDA_VISIBLE_DEVICES"
+    elif command -v nvidia-smi >/dev/null; then
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+    else
+        echo 0
+    fi
+}
+whole_number() { # NAME LEAST
+    if ! [[ "${!1}" =~ ^[0-9]+$ && "${!1}" -ge "$2" ]]; then
+        echo "$1=${!1}: must be a whole number, at least $2" >&2
+        exit 2
+    fi
+}
+
+gpus=$(count_gpus)
+NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+export LOG_RANK=${LOG_RANK:-0}
+whole_number NGPU 1
+whole_number NNODES 1
+whole_number NODE_RANK 0
+whole_number MAX_RESTARTS 0
+if ((NODE_RANK >= NNODES)); then
+    echo "NODE_RANK=$NODE_RANK: there are NNODES=$NNODES machines, numbered from 0" >&2
+    exit 2
+fi
+if ((NNODES > 1)) && [[ -z "${RDZV_ENDPOINT:-}" ]]; then
+    echo "NNODES=$NNODES needs RDZV_ENDPOINT=host:port, an address of the machine with NODE_RANK=0" >&2
+    exit 2
+fi
+cores=$(getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+
+"$PYTHON" -m titanlite check "$@" --ranks "$((NGPU * NNODES))" --local-ranks "$NGPU"
+for word in "$@"; do # the check has printed the help
+    [[ "$word" == "-h" || "$word" == "--help" ]] && exit 0
+done
+
+exec "$PYTHON" -m titanlite.launch \
+    --nnodes "$NNODES" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" \
+    --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id titanlite \
+    --rdzv-conf "is_host=$((NODE_RANK == 0))" \
+    -m titanlite.train "$@"

@@ -1,0 +1,25 @@
+"""`titanlite COMMAND ...`: each command is a file of titanlite/tools/, but for `train`, which is the loop itself."""
+
+import importlib
+import sys
+
+COMMANDS = {
+    "train": ("titanlite.train", "train in this process (run_train.sh starts several)"),
+    "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
+    "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
+}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name not in COMMANDS:
+        print("usage: titanlite COMMAND CONFIG.toml [--section.key value ...]\n", file=sys.stderr)
+        for command, (_, meaning) in COMMANDS.items():
+            print(f"  {command:<10} {meaning}", file=sys.stderr)
+        sys.exit(0 if name in ("-h", "--help") else 2)
+    sys.argv = [f"titanlite {name}", *sys.argv[2:]]
+    importlib.import_module(COMMANDS[name][0]).main()
+
+
+if __name__ == "__main__":
+    main()
