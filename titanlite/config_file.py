@@ -4,6 +4,7 @@ A file may name another one as `base = "other.toml"` and then holds only what di
 plain dictionaries and validated once, so that every fault is reported together, each with the place it comes from.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -13,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from titanlite.config import Config
 from titanlite.errors import UserError
@@ -162,6 +164,9 @@ def _value_of(section: str, name: str, text: str) -> Any:
     try:
         return TypeAdapter(annotation).validate_strings(text)
     except ValidationError:
+        for number in (int, float):  # so that the fault is told of the number, not of its text
+            with contextlib.suppress(ValueError):
+                return number(text)
         return text
 
 
@@ -176,10 +181,10 @@ def _validate(given: Given, path: str) -> Config:
     try:
         config = Config.model_validate(given.values)
     except ValidationError as error:
-        by_key: dict[str, list[Any]] = {}
+        by_key: dict[tuple[Any, ...], list[Any]] = {}
         for fault in error.errors():
-            by_key.setdefault(".".join(str(part) for part in fault["loc"][:2]), []).append(fault)
-        faults += [_sentence(key, given, found) for key, found in by_key.items()]
+            by_key.setdefault(fault["loc"][:2], []).append(fault)
+        faults += [_sentence(*place, given=given, found=found) for place, found in by_key.items()]
     if faults:
         raise UserError(report(path, faults))
     return config
@@ -191,12 +196,12 @@ def report(path: str, faults: list[str]) -> str:
     return "\n".join([f"{path}: {count}", *(f"  {fault}" for fault in faults)])
 
 
-def _sentence(key: str, given: Given, found: list[Any]) -> str:
+def _sentence(section: str, name: str = "", *, given: Given, found: list[Any]) -> str:
     """One line for what pydantic found at one key: where it comes from, what is wrong, what is allowed."""
     kind, value = found[0]["type"], found[0]["input"]
-    section, _, name = key.partition(".")
+    key = f"{section}.{name}"
     if kind == "extra_forbidden":
-        return _unknown_key(key, value if name else None, given.origins.get(key))
+        return _unknown_key(section, name, value, given.origins.get(key))
     if kind in ("model_type", "model_attributes_type"):
         return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
     allowed = " or ".join(fault["msg"].replace("Input should be ", "") for fault in found)
@@ -207,25 +212,31 @@ def _setting(key: str, value: Any, origin: str | None) -> str:
     return f"{key} = {json.dumps(value, default=str)}" + (f" ({origin})" if origin else "")
 
 
-def _unknown_key(key: str, value: Any, origin: str | None) -> str:
-    section, _, name = key.partition(".")
+def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str:
+    """What stands in the file and not in the schema: a key, or without a name a section or a key above all sections."""
     known = Config.model_fields
+    key = f"{section}.{name}" if name else section
+    what = _setting(key, value, origin) if name or not isinstance(value, dict) else f"[{section}]"
     if key in INSTEAD or section in INSTEAD:
-        what = _setting(key, value, origin) if name else f"[{section}]"
         return f"{what}: not a key of titanlite: {INSTEAD.get(key) or INSTEAD[section]}"
+    if not name and isinstance(value, dict):
+        return f"{what}: no such section{_meant(section, list(known), others=True)}"
+    same_name = [f"{other}.{name or section}" for other, field in known.items() if (name or section) in _keys(field)]
+    hint = f"; did you mean {' or '.join(same_name)}?" if same_name else ""
     if not name:
-        return f"[{section}]: no such section{_meant(section, list(known), others=True)}"
-    names = list(known[section].annotation.model_fields)
-    elsewhere = [f"{other}.{name}" for other, field in known.items() if name in field.annotation.model_fields]
-    hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else _meant(name, names, f"{section}.", others=True)
-    return f"{_setting(key, value, origin)}: no such key{hint}"
+        return f"{what}: stands in no section{hint or _meant(section, list(known), others=True)}"
+    return f"{what}: no such key{hint or _meant(name, _keys(known[section]), f'{section}.', others=True)}"
+
+
+def _keys(section: FieldInfo) -> list[str]:
+    return list(section.annotation.model_fields)
 
 
 def _unknown_option(word: str) -> str:
     key = word.lstrip("-").split("=")[0].replace("-", "_")
     if key in INSTEAD or key.partition(".")[0] in INSTEAD:
         return f"--{key}: not an option of titanlite: {INSTEAD.get(key) or INSTEAD[key.partition('.')[0]]}"
-    every = [f"{s}.{name}" for s, field in Config.model_fields.items() for name in field.annotation.model_fields]
+    every = [f"{section}.{name}" for section, field in Config.model_fields.items() for name in _keys(field)]
     same_name = [known for known in every if known.partition(".")[2] == key.rpartition(".")[2]]
     if same_name:
         return f"{word}: no such option; did you mean --{' or --'.join(same_name)}?"

@@ -17,10 +17,11 @@ class Schedule(NamedTuple):
     min_factor: float
 
     def at(self, step: int) -> float:
-        """The learning rate of a step. Step `warmup_steps` has the full rate; after `total_steps` it stays at the minimum."""
+        """The learning rate of a step. Step `warmup_steps` has the full rate; after `total_steps` it stays at the minimum,
+        or where nothing decays, at the full rate."""
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
-        if step <= self.decay_start:
+        if step <= self.decay_start or self.decay_start == self.total_steps:
             return self.lr
         if step > self.total_steps:
             return self.lr * self.min_factor

@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 # Dense bfloat16 FLOP/s by what the driver calls the device, first match; from the vendors' data sheets.
 _PEAK_FLOPS = {
+    "GB200": 2.5e15,
     "B200": 2.25e15,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,

@@ -61,6 +61,7 @@ def other_run(folder: Path) -> str:
 
 def record_start(folder: Path, config: Config, facts: dict[str, Any]) -> None:
     """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.toml", to_toml(config))
     path = folder / "provenance.json"
     starts = json.loads(path.read_text()) if path.exists() else []

@@ -12,8 +12,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ log = logging.getLogger("titanlite")
 
 # These decide which samples a position in the data stands for: a checkpoint of other values has no position to go on from.
 _DATA_KEYS = ("seed", "seq_len")
+# Keys of [training] and [optimizer] that a resumed run may change without a word.
+_HARMLESS = ("steps", "local_batch_size", "gc_freq", "implementation")
 
 
 class Progress(NamedTuple):
@@ -97,23 +100,31 @@ def restore(config: Config, data: TokenData, model: nn.Module, optimizer: torch.
         return Progress()
     source = checkpoint.step_folder(folder, keys.load_step if keys.load_step >= 0 else steps[-1])
     numbers = checkpoint.load_numbers(source)
-    before, now = numbers["config"], config.model_dump()
+    before, now = numbers["config"]["training"], config.training.model_dump()
     if numbers["data"] != data.fingerprint:
         raise UserError(f"{source}: was trained on other data or with another tokenizer; its position has no meaning here")
     for key in _DATA_KEYS:
-        if before["training"][key] != now["training"][key]:
+        if before[key] != now[key]:
             raise UserError(
-                f"training.{key} = {now['training'][key]}: {source} was trained with {before['training'][key]}, "
+                f"training.{key} = {now[key]}: {source} was trained with {before[key]}, "
                 "and its position in the data has no meaning with another"
             )
     create_state(optimizer)
     checkpoint.load_tensors(source, checkpoint.run_tensors(model, optimizer))
     log.info("resumed from %s", source)
-    for section in ("model", "training", "optimizer", "lr_scheduler"):
-        for key, value in now[section].items():
-            if before[section].get(key) != value:
-                log.warning("changed since that checkpoint: %s.%s = %r, was %r", section, key, value, before[section].get(key))
+    for key, old, new in changes(numbers, config):
+        log.info("changed since that checkpoint: %s = %r, was %r", key, new, old)
     return Progress(numbers["step"], numbers["samples"])
+
+
+def changes(numbers: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in the checkpoint, value now) of what changes the mathematics of the steps to come."""
+    then, now = numbers["config"], config.model_dump()
+    then["schedule"], now["schedule"] = numbers["schedule"], build_schedule(config)._asdict()
+    for section in ("model", "training", "optimizer", "schedule"):
+        for key, value in now[section].items():
+            if key not in _HARMLESS and value != then[section].get(key):
+                yield f"{section}.{key}", then[section].get(key), value
 
 
 # -------------------------------------------------------------------------------------------------------------- the loop

@@ -26,7 +26,9 @@ def list_files(dataset: str, dataset_path: str) -> list[Path]:
     if not path.is_dir():
         hint = "" if dataset_path else f'; the built-in data is called "{STDLIB}"'
         raise UserError(f'{key} = "{path}": no such file or folder{hint}')
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+    # hidden folders too: a clone brings .git, a download .cache
+    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    files = sorted(file for file in visible if file.is_file())
     if not files:
         raise UserError(f'{key} = "{path}": the folder holds no files')
     return files
@@ -35,7 +37,8 @@ def list_files(dataset: str, dataset_path: str) -> list[Path]:
 def read_documents(files: list[Path]) -> Iterator[str]:
     """The text of each document, in order: a whole file, or the "text" of each line of a .jsonl file.
 
-    Raises UserError with file and line for text that is not UTF-8 and lines that are not JSON objects with a text.
+    Raises UserError that names the file, and in a .jsonl file the line, for text that is not UTF-8 and for lines that are
+    not JSON objects with a text.
     """
     for file in files:
         try:
@@ -50,16 +53,22 @@ def read_documents(files: list[Path]) -> Iterator[str]:
 
 
 def _jsonl_texts(file: Path) -> Iterator[str]:
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise UserError(f"{file}, line {number}: not UTF-8 text: {error}") from None
             except json.JSONDecodeError as error:
                 raise UserError(f"{file}, line {number}: not JSON: {error}") from None
             if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
                 raise UserError(f'{file}, line {number}: must be an object with a string under "text"')
+            try:
+                entry["text"].encode("utf-8")
+            except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, no tokenizer can read it
+                raise UserError(f"{file}, line {number}: not Unicode text: {error}") from None
             yield entry["text"]
 
 

@@ -28,7 +28,11 @@ def load_tokenizer(folder: str) -> LoadedTokenizer:
     if not path.is_file():
         raise UserError(f'model.hf_assets_path = "{folder}": there is no tokenizer.json in it')
     try:
-        return describe(Tokenizer.from_file(str(path)), _named_end(Path(folder)), str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        # what the file may ask for to fit another model's batches would cut documents short or pad them
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return describe(tokenizer, _named_end(Path(folder)), str(path))
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception for a file it cannot read

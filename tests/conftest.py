@@ -1,0 +1,16 @@
+"""What all tests share: the pools of ranks, and a data cache that is kept apart from the user's."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[int, Pool]]:
+    """Pools of 1, 2, 4 and 8 ranks; each starts at its first use and lives until the session ends."""
+    every = {size: Pool(size) for size in (1, 2, 4, 8)}
+    yield every
+    for pool in every.values():
+        pool.stop()

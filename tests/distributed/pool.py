@@ -1,0 +1,120 @@
+"""Gloo workers that live for the whole test session.
+
+A pool of N processes joins one default process group once; tests then send it functions by name, which all ranks run
+together. Starting processes for every case would take longer than the cases; making groups anew inside a process would
+leave DTensor's caches with names of groups that are gone.
+"""
+
+import faulthandler
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_GRACE = 10.0  # seconds that the other ranks get after the first one has failed
+
+
+class WorkerFailure(AssertionError):
+    """A rank raised, died or did not answer; the text says which one and shows what it knows."""
+
+
+class Pool:
+    """`size` ranks. After a failure that may have left ranks out of step, the next call starts new ones."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.workers: list[Any] = []
+        self.pipes: list[Connection] = []
+
+    def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
+        """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure."""
+        if not self.workers:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.size:
+            waiting = [rank for rank in range(self.size) if rank not in answers]
+            ready = wait([self.pipes[rank] for rank in waiting], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in waiting:
+                if self.pipes[rank] in ready:
+                    answers[rank] = self._receive(rank)
+                    if not answers[rank][0]:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+        failures = [f"rank {rank} of {self.size}: {answer}" for rank, (good, answer) in sorted(answers.items()) if not good]
+        silent = [rank for rank in range(self.size) if rank not in answers]
+        if failures or silent:
+            stacks = [f"rank {rank} of {self.size} did not answer; it stands at:\n{self._stack(rank)}" for rank in silent]
+            self.stop()
+            raise WorkerFailure("\n".join([f"{function} failed", *failures, *stacks]))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def stop(self) -> None:
+        """Ends all workers; `run` starts new ones."""
+        for pipe in self.pipes:
+            pipe.close()
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.join()
+        self.workers, self.pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(rank, self.size, self.folder.name, theirs), daemon=True)
+            worker.start()
+            theirs.close()
+            self.workers.append(worker)
+            self.pipes.append(ours)
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return self.pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.workers[rank].join(5)
+            code = self.workers[rank].exitcode
+            how = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
+            return False, f"died: {how}"
+
+    def _stack(self, rank: int) -> str:
+        os.kill(self.workers[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return (Path(self.folder.name) / f"stack-{rank}").read_text()
+
+
+def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    stack = open(f"{folder}/stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    torch.set_num_threads(1)
+    # gathering whole tensors for a comparison is slow on purpose
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        module, name = function.split(":")
+        try:
+            answer = True, getattr(importlib.import_module(module), name)(**arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)

@@ -1,0 +1,120 @@
+"""P1: the mesh does not change the mathematics. Every mesh is held against one process."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import Trajectory, config_of
+
+
+class Cell(NamedTuple):
+    """A mesh, and what is special about the run on it."""
+
+    degrees: dict[str, int]
+    flavor: str = "plain"
+    accumulation: int = 1
+    reshard: str | int = "default"
+
+    @property
+    def ranks(self) -> int:
+        product = 1
+        for degree in self.degrees.values():
+            product *= degree
+        return product
+
+
+CELLS = {
+    "shard 2": Cell({"dp_shard": 2}),
+    "shard 4": Cell({"dp_shard": 4}),
+    "tp 2": Cell({"tp": 2}),
+    "tp 4": Cell({"tp": 4}),
+    "shard 2 x tp 2": Cell({"dp_shard": 2, "tp": 2}),
+    "replicate 2": Cell({"dp_replicate": 2}),
+    "replicate 2 x shard 2": Cell({"dp_replicate": 2, "dp_shard": 2}),
+    "replicate 2 x tp 2": Cell({"dp_replicate": 2, "tp": 2}),
+    "replicate 2 x shard 2 x tp 2": Cell({"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    "shard 4 x tp 2": Cell({"dp_shard": 4, "tp": 2}),
+    "accumulation 2 in one process": Cell({}, accumulation=2),
+    "accumulation 2 on shard 2 x tp 2": Cell({"dp_shard": 2, "tp": 2}, accumulation=2),
+    "shard-grad-op": Cell({"dp_shard": 2}, reshard="never"),
+    "always reshard": Cell({"dp_shard": 2, "tp": 2}, reshard="always"),
+    "integer reshard": Cell({"dp_shard": 4}, reshard=2),
+    "hybrid grad-op": Cell({"dp_replicate": 2, "dp_shard": 2}, reshard="never"),
+    "tied, shard 2": Cell({"dp_shard": 2}, flavor="tied"),
+    "tied, tp 2": Cell({"tp": 2}, flavor="tied"),
+    "tied, shard 2 x tp 2": Cell({"dp_shard": 2, "tp": 2}, flavor="tied"),
+    "tied, replicate 2 x shard 2 x tp 2": Cell({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, flavor="tied"),
+    "vocabulary 515, tp 2": Cell({"tp": 2}, flavor="uneven"),
+    "vocabulary 515, tp 4": Cell({"tp": 4}, flavor="uneven"),
+    "vocabulary 515, shard 4": Cell({"dp_shard": 4}, flavor="uneven"),
+    "vocabulary 515, shard 2 x tp 2": Cell({"dp_shard": 2, "tp": 2}, flavor="uneven"),
+    "vocabulary 515, shard 4 x tp 2": Cell({"dp_shard": 4, "tp": 2}, flavor="uneven"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(pools: dict[int, Pool]) -> dict[str, Trajectory]:
+    """The reference run of each flavour."""
+    return {flavor: run(pools, Cell({}, flavor=flavor)) for flavor in ("plain", "tied", "uneven")}
+
+
+def run(pools: dict[int, Pool], cell: Cell, precision: str = "float32") -> Trajectory:
+    config = config_of(
+        cell.degrees,
+        cell.flavor,
+        cell.accumulation,
+        training={"mixed_precision_param": precision},
+        parallelism={"fsdp_reshard_after_forward": cell.reshard},
+    )
+    return pools[cell.ranks].run("tests.distributed.scenarios:trajectory", degrees=cell.degrees, config=config)[0]
+
+
+def test_the_reference_run_learns(one_process):
+    for reference in one_process.values():
+        assert reference.losses[-1] < 0.7 * reference.losses[0]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_mesh_gives_the_weights_batches_losses_norms_and_gradients_of_one_process(pools, one_process, name, record_property):
+    cell = CELLS[name]
+    reference, found = one_process[cell.flavor], run(pools, cell)
+
+    assert found.weights.keys() == reference.weights.keys()
+    for key, weight in reference.weights.items():
+        assert torch.equal(found.weights[key], weight), f"initial weight of {key} differs"
+    for step, (ours, theirs) in enumerate(zip(found.batches, reference.batches, strict=True), 1):
+        assert torch.equal(ours, theirs), f"global batch of step {step} differs"
+
+    losses = [abs(a / b - 1) for a, b in zip(found.losses, reference.losses, strict=True)]
+    norms = [abs(a / b - 1) for a, b in zip(found.norms, reference.norms, strict=True)]
+    gradients = {
+        key: ((found.gradients[key] - gradient).norm() / gradient.norm()).item()
+        for key, gradient in reference.gradients.items()
+    }
+    worst = max(gradients, key=gradients.__getitem__)
+    record_property("loss", max(losses))
+    record_property("first norm", norms[0])
+    record_property("later norms", max(norms))
+    record_property("gradients", gradients[worst])
+    print(f"{name}: loss {max(losses):.1e}, norm {norms[0]:.1e} then {max(norms):.1e}, {worst} {gradients[worst]:.1e}")
+    assert max(losses) < 1e-5
+    assert norms[0] < 1e-5
+    assert max(norms) < 1e-3
+    assert gradients[worst] < 1e-5, f"gradient of {worst} differs by {gradients[worst]:.1e}"
+
+
+BF16_CELLS = [name for name in CELLS if not name.startswith(("shard-grad-op", "always"))]
+
+
+def test_bfloat16_follows_float32_on_every_mesh_and_keeps_float32_masters(pools, one_process):
+    names = ["shard 2", "tp 2", "shard 4", "shard 2 x tp 2", "replicate 2 x shard 2 x tp 2"]
+    runs = [run(pools, Cell({}), "bfloat16"), *(run(pools, CELLS[name], "bfloat16") for name in names)]
+    reference = one_process["plain"].losses
+    for found in runs:
+        assert found.dtypes == {torch.float32}
+        assert found.losses != reference
+        assert max(abs(a / b - 1) for a, b in zip(found.losses, reference, strict=True)) < 5e-3
+    for step, losses in enumerate(zip(*(found.losses for found in runs), strict=True), 1):
+        assert max(losses) / min(losses) - 1 < 5e-4, f"meshes differ at step {step}: {losses}"

@@ -1,0 +1,134 @@
+"""P2: a resumed run is the uninterrupted run, on the same mesh bit for bit, on another one within rounding."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import config_of
+from titanlite.config import Config
+from titanlite.lr_schedule import build_schedule
+from titanlite.train import changes
+
+Degrees = dict[str, int]
+ONE, TWO_BY_TWO = {}, {"dp_shard": 2, "tp": 2}
+EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+
+
+def run_config(degrees: Degrees, folder: Path, steps: int, **sections) -> Config:
+    return config_of(
+        degrees,
+        sections.pop("flavor", "plain"),
+        job={"dump_folder": str(folder)},
+        training={"steps": steps, **sections.pop("training", {})},
+        lr_scheduler={"total_steps": 20},
+        metrics={"log_freq": 1, "enable_tensorboard": False},
+        checkpoint={"enable": True, "interval": 5, "keep_latest_k": 2, **sections.pop("checkpoint", {})},
+        **sections,
+    )
+
+
+def run(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, **sections) -> None:
+    ranks = 1
+    for degree in degrees.values():
+        ranks *= degree
+    config = run_config(degrees, folder, steps, **sections)
+    pools[ranks].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+
+
+def reports(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    assert [report["step"] for report in reports(folder)] == list(range(1, 21))
+    return [report["loss"] for report in reports(folder)]
+
+
+def stored(folder: Path, step: int) -> dict[str, Tensor]:
+    path = folder / f"checkpoint/step-{step:08d}"
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO, EVERYTHING], ids=["one process", "2 x 2", "2 x 2 x 2"])
+@pytest.mark.parametrize("flavor", ["tied", "uneven"])
+def test_on_the_same_mesh_weights_moments_and_losses_are_equal_bit_for_bit(pools, tmp_path, degrees, flavor):
+    run(pools, degrees, tmp_path / "whole", 20, flavor=flavor)
+    for steps in (7, 13, 20):
+        run(pools, degrees, tmp_path / "parts", steps, flavor=flavor)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, found = stored(tmp_path / "whole", 20), stored(tmp_path / "parts", 20)
+    assert found.keys() == expected.keys()
+    assert any(name.endswith("exp_avg_sq") for name in expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied", "uneven"])
+def test_from_one_process_to_two_by_two_and_back_the_losses_agree_within_rounding(pools, tmp_path, flavor):
+    run(pools, ONE, tmp_path / "whole", 20, flavor=flavor)
+    for degrees, steps in ((ONE, 7), (TWO_BY_TWO, 14), (ONE, 20)):
+        run(pools, degrees, tmp_path / "parts", steps, flavor=flavor)
+    differences = [abs(a / b - 1) for a, b in zip(losses(tmp_path / "parts"), losses(tmp_path / "whole"), strict=True)]
+    print(f"{flavor}: losses differ by {max(differences):.1e}")
+    assert max(differences) < 1e-5
+
+
+def test_only_the_newest_checkpoints_are_kept_and_nothing_unfinished_is_left(pools, tmp_path):
+    run(pools, ONE, tmp_path, 20)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-00000015", "step-00000020"]
+
+
+def test_an_unfinished_checkpoint_does_not_exist_for_resuming(pools, tmp_path):
+    run(pools, ONE, tmp_path, 10)
+    (tmp_path / "checkpoint/step-00000010").rename(tmp_path / "checkpoint/.step-00000010.unfinished")
+    run(pools, ONE, tmp_path, 20)
+    assert [start["resumed_step"] for start in json.loads((tmp_path / "provenance.json").read_text())] == [0, 5]
+
+
+def test_load_step_goes_back_and_sets_later_checkpoints_aside(pools, tmp_path):
+    run(pools, ONE, tmp_path, 20, checkpoint={"keep_latest_k": 0})
+    before = losses(tmp_path)
+    run(pools, ONE, tmp_path, 20, checkpoint={"keep_latest_k": 0, "load_step": 10})
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == [f"step-{step:08d}{end}" for step in (5, 10, 15, 20) for end in ("", ".aside-1")[: 1 + (step > 10)]]
+    assert losses(tmp_path) == before
+
+
+def test_initial_load_path_starts_at_step_zero_from_the_weights_alone(pools, tmp_path):
+    run(pools, ONE, tmp_path / "first", 5)
+    start = {"initial_load_path": str(tmp_path / "first/checkpoint/step-00000005")}
+    run(pools, TWO_BY_TWO, tmp_path / "second", 5, checkpoint=start, optimizer={"lr": 1e-30})
+    first, second = stored(tmp_path / "first", 5), stored(tmp_path / "second", 5)
+    for name in (name for name in first if name.startswith("model.")):
+        assert torch.allclose(second[name], first[name], rtol=0, atol=1e-12), name
+    assert reports(tmp_path / "second")[0]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"training": {"seed": 1}}, "training.seed = 1"),
+        ({"training": {"seq_len": 16}}, "training.seq_len = 16"),
+        ({"flavor": "uneven"}, r"model.embed.weight: \(512, 64\) in the checkpoint, \(515, 64\) in the model"),
+    ],
+)
+def test_a_checkpoint_of_another_order_of_data_or_another_model_is_refused(pools, tmp_path, change, message):
+    run(pools, ONE, tmp_path, 5)
+    with pytest.raises(WorkerFailure, match=message):
+        run(pools, ONE, tmp_path, 10, **change)
+
+
+def test_what_changes_the_mathematics_is_named_at_a_resume_and_nothing_else(tmp_path):
+    old = run_config(ONE, tmp_path, 5)
+    new = run_config(TWO_BY_TWO, tmp_path, 10, optimizer={"lr": 1e-3, "implementation": "foreach"})
+    numbers = {"config": old.model_dump(), "schedule": build_schedule(old)._asdict()}
+    assert list(changes(numbers, new)) == [("optimizer.lr", 5e-3, 1e-3), ("schedule.lr", 5e-3, 1e-3)]
+    assert list(changes(numbers, old)) == []
