@@ -44,12 +44,13 @@ _SCALING_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.
 # Published dimensions: 1b and 3b are Llama 3.2, the others Llama 3.1.
 # fmt: off
 FLAVORS: dict[str, Config] = {
-    "debug": Config(256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=4096),
-    "1b": Config(2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
-    "3b": Config(3072, n_layers=28, n_heads=24, n_kv_heads=8, head_dim=128, ffn_dim=8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
-    "8b": Config(4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336, rope_scaling=_SCALING_3_1),
-    "70b": Config(8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, ffn_dim=28672, rope_scaling=_SCALING_3_1),
-    "405b": Config(16384, n_layers=126, n_heads=128, n_kv_heads=8, head_dim=128, ffn_dim=53248, rope_scaling=_SCALING_3_1),
+    #                 dim  layers heads  kv  head    ffn
+    "debug": Config(  256,     4,    8,   4,   32,   768, vocab_size=4096),
+    "1b":    Config( 2048,    16,   32,   8,   64,  8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
+    "3b":    Config( 3072,    28,   24,   8,  128,  8192, rope_scaling=_SCALING_3_2, tied_embeddings=True),
+    "8b":    Config( 4096,    32,   32,   8,  128, 14336, rope_scaling=_SCALING_3_1),
+    "70b":   Config( 8192,    80,   64,   8,  128, 28672, rope_scaling=_SCALING_3_1),
+    "405b":  Config(16384,   126,  128,   8,  128, 53248, rope_scaling=_SCALING_3_1),
 }
 # fmt: on
 

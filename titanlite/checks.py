@@ -185,7 +185,7 @@ def _folder_faults(config: Config) -> Iterator[str]:
                 yield f"checkpoint.{name} = {getattr(keys, name)!r}: has no effect with checkpoint.enable = false"
         return
     if keys.initial_load_path and not (Path(keys.initial_load_path) / ".metadata").is_file():
-        yield f'checkpoint.initial_load_path = "{keys.initial_load_path}": not a checkpoint; give a folder such as .../step-00000100'
+        yield f'checkpoint.initial_load_path = "{keys.initial_load_path}": not a checkpoint, such as .../step-00000100'
     folder = dump / keys.folder
     if keys.load_step >= 0 and not step_folder(folder, keys.load_step).is_dir():
         have = ", ".join(str(step) for step in list_steps(folder)) or "none"

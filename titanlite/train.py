@@ -225,7 +225,7 @@ def derived_values(
     """What follows from the configuration, for the start of the log: name -> sentence."""
     training = config.training
     global_batch = global_batch_size(config, data_degree(mesh))
-    samples, needed = count_samples(data, training.seq_len), training.steps * global_batch
+    epochs = training.steps * global_batch / count_samples(data, training.seq_len)
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     flops = family.module.flops(family.config, training.seq_len)
@@ -244,7 +244,7 @@ def derived_values(
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
-        "data": f"{len(data.ids):,} tokens in {data.documents:,} documents, {needed / samples:.2f} epochs in {training.steps} steps",
+        "data": f"{len(data.ids):,} tokens in {data.documents:,} documents, {epochs:.2f} epochs in {training.steps} steps",
         "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
         f"{schedule.min_factor:g} x {schedule.lr:g}",
         "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",

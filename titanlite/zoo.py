@@ -1,4 +1,4 @@
-"""`[model] name` and `flavor` -> the module that defines the model, and its configuration. The folder models/ is the registry."""
+"""`[model] name` and `flavor` -> the module that defines the model, and its dimensions. The folder models/ is the registry."""
 
 import importlib
 import importlib.util

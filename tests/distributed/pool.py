@@ -100,7 +100,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    stack = open(f"{folder}/stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
+    stack = open(f"{folder}/stack-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(1)
     # gathering whole tensors for a comparison is slow on purpose

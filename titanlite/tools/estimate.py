@@ -61,8 +61,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         sharded = time.perf_counter()
         name, layer = next(iter(model.layers.items()))
         names = [f"layers.{name}.{key}" for key, _ in layer.named_parameters()]
-        table = {pattern: d for pattern, d in family.module.initial(family.config).items()}
-        distributions, _ = match_table(table, names, "initial")
+        distributions, _ = match_table(family.module.initial(family.config), names, "initial")
         materialize(layer, torch.device("cpu"))
         for key, (_, parameter) in zip(names, layer.named_parameters(), strict=True):
             fill(parameter, key, distributions[key], config.training.seed)

@@ -1,0 +1,210 @@
+"""What sharding must do beside the right numbers: gather as often as asked, hold no more than its share, refuse bad tables."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.pool import WorkerFailure
+from tests.distributed.scenarios import CPU, config_of, local_numbers, mesh_of, rank_batches
+from titanlite.loss import summed_loss
+from titanlite.parallelize import sharding_faults
+from titanlite.train import build_model
+from titanlite.zoo import Family, load_family
+
+HERE = "tests.distributed.test_parallelize"
+SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
+ALL = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+
+
+def built(degrees: dict[str, int], reshard: str | int = "default", flavor: str = "plain"):
+    config = config_of(degrees, flavor, parallelism={"fsdp_reshard_after_forward": reshard})
+    return build_model(load_family("tests.tiny", flavor), config, mesh_of(degrees), CPU), config
+
+
+def collectives(mode: CommDebugMode) -> dict[str, int]:
+    """How many all-gathers, reduce-scatters and all-reduces there were, by any of PyTorch's two ways to ask for one."""
+    counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    for operation, count in mode.get_comm_counts().items():
+        name = str(operation).replace("allgather", "all_gather").replace("allreduce", "all_reduce")
+        kind = next(kind for kind in counts if kind in name)
+        counts[kind] += count
+    return counts
+
+
+# ------------------------------------------------------------------------------------------------- gathers and reductions
+
+
+def step_collectives(degrees: dict[str, int], reshard: str | int) -> dict[str, int]:
+    model, config = built(degrees, reshard)
+    tokens = next(rank_batches(config, mesh_of(degrees)))
+    summed_loss(model, tokens[0]).backward()  # what is made at first use is not counted
+    with CommDebugMode() as mode:
+        summed_loss(model, tokens[0]).backward()
+    return collectives(mode)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "gathers"),
+    # 4 units: embedding, two blocks, head; freed ones are gathered again for the backward pass
+    [("never", 4), ("default", 4 + 3), ("always", 4 + 4), (2, 4 + 4)],
+)
+def test_parameters_are_gathered_as_often_as_the_policy_says_and_gradients_reduced_once(pools, reshard, gathers):
+    counts = pools[4].run(f"{HERE}:step_collectives", degrees={"dp_shard": 4}, reshard=reshard)[0]
+    assert counts == {"all_gather": gathers, "reduce_scatter": 4, "all_reduce": 0}
+
+
+def test_replicas_reduce_each_gradient_once_more_between_them(pools):
+    counts = pools[4].run(f"{HERE}:step_collectives", degrees={"dp_replicate": 2, "dp_shard": 2}, reshard="never")[0]
+    assert counts == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}
+
+
+def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:
+    model, config = built(degrees)
+    tokens = next(rank_batches(config, mesh_of(degrees)))[0]
+    labels = tokens[:, 1:]
+    hidden = torch.randn(labels.shape[0], labels.shape[1] // degrees.get("tp", 1), 64, requires_grad=True)
+    model.head.logits_per_chunk = math.ceil(labels.numel() / chunks) * model.head.vocab_size
+    summed_loss(model, tokens).backward()
+    with CommDebugMode() as mode:
+        model.head(hidden, labels).backward()
+    return collectives(mode)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_heads_weight_is_gathered_once_and_its_gradient_reduced_once_however_many_chunks(pools, chunks):
+    counts = pools[2].run(f"{HERE}:head_collectives", degrees=SHARD, chunks=chunks)[0]
+    assert counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 0}
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_under_tensor_parallel_a_chunk_costs_the_head_one_small_collective(pools, chunks):
+    counts = pools[4].run(f"{HERE}:head_collectives", degrees=BOTH, chunks=chunks)[0]
+    # FSDP's and the sequence's gather, and one a chunk; the reductions of both; the norm's weight over tp
+    assert counts == {"all_gather": 2 + chunks, "reduce_scatter": 2, "all_reduce": 1}
+
+
+# ----------------------------------------------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in any plain tensor that takes new memory while the mode is on, and the most rows by width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.rows_of_width: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        known = {given.untyped_storage()._cdata for given in args if type(given) in (Tensor, nn.Parameter)}
+        if type(out) is Tensor and out.device.type != "meta" and out.untyped_storage()._cdata not in known:
+            self.numbers = max(self.numbers, out.numel())
+            if out.ndim > 1:
+                width = out.shape[-1]
+                self.rows_of_width[width] = max(self.rows_of_width.get(width, 0), out.numel() // width)
+        return out
+
+
+def largest_while_building(degrees: dict[str, int]) -> tuple[int, int, int]:
+    with Largest() as largest:
+        model, _ = built(degrees)
+    whole = max(parameter.numel() for parameter in model.parameters())
+    return largest.numbers, whole, local_numbers(model)
+
+
+def test_no_rank_ever_holds_more_than_its_share_while_the_model_is_built(pools):
+    for largest, whole, local in pools[4].run(f"{HERE}:largest_while_building", degrees=BOTH):
+        # 2 ** 14 is the table of the normal distribution; the largest parameter has 512 x 64 numbers, a quarter is 8,192
+        assert largest <= 2**14 + 1 < whole
+        assert local == pytest.approx((512 * 64 * 2 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)) / 4, rel=0.02)
+
+
+def widest_logits(degrees: dict[str, int], rows: int) -> tuple[int, int]:
+    """The most tokens that any tensor as wide as this rank's vocabulary had, and how many tokens there were."""
+    model, config = built(degrees, flavor="uneven")
+    tokens = next(rank_batches(config, mesh_of(degrees)))[0]
+    model.head.logits_per_chunk = rows * model.head.vocab_size
+    with Largest() as largest:
+        summed_loss(model, tokens).backward()
+    share = -(-model.head.vocab_size // degrees.get("tp", 1))
+    vocabulary = min(share, model.head.vocab_size - share * mesh_of(degrees)["tp"].get_local_rank())
+    return largest.rows_of_width[vocabulary], tokens[:, 1:].numel()
+
+
+@pytest.mark.parametrize("degrees", [{}, TP, SHARD], ids=str)
+def test_logits_never_exist_for_more_tokens_than_a_chunk(pools, degrees):
+    ranks = math.prod(degrees.values())
+    for found, everything in pools[ranks].run(f"{HERE}:widest_logits", degrees=degrees, rows=24):
+        assert found == 24 < everything
+
+
+def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
+    """Logits of a batch, which every rank returns whole."""
+    model, _ = built(degrees, flavor=flavor)
+    tokens = torch.arange(2 * 32).view(2, 32)
+    model.head.logits_per_chunk = 2**20
+    from models.blocks import SeqInfo
+
+    return model.head(model(tokens, SeqInfo(torch.arange(32).expand(2, 32)))).detach()
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied", "uneven"])
+def test_without_labels_every_mesh_returns_the_whole_logits(pools, flavor):
+    reference = pools[1].run(f"{HERE}:whole_logits", degrees={}, flavor=flavor)[0]
+    for found in pools[4].run(f"{HERE}:whole_logits", degrees=BOTH, flavor=flavor):
+        assert found.shape == reference.shape
+        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong tables
+
+
+class WrongTable:
+    """A family whose sharding table is replaced."""
+
+    def __init__(self, table: dict[str, str]):
+        family = load_family("tests.tiny", "plain")
+        self.Model, self.initial = family.module.Model, family.module.initial
+        self.sharding = lambda config: table
+
+
+def with_table(change: dict[str, str | None]) -> Family:
+    family = load_family("tests.tiny", "plain")
+    table: dict[str, Any] = {**family.module.sharding(family.config), **change}
+    return Family(WrongTable({key: style for key, style in table.items() if style}), family.config)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "fault"),
+    [
+        ({"head.norm": None}, 1, "sharding: no pattern matches head.norm"),
+        ({"layers.*.ffn.w2": None}, 2, "sharding: no pattern matches layers.*.ffn.w2"),
+        ({"layers.*.ffn.w4": "row"}, 1, "sharding: the pattern 'layers.*.ffn.w4' matches nothing"),
+        ({"layers.*.ffn.w2": "rows"}, 1, "sharding: layers.*.ffn.w2 has the unknown style 'rows'; there are: column"),
+        ({}, 5, "parallelism.tensor_parallel_degree = 5: does not divide layers.*.attention.wq.weight, 64 rows"),
+    ],
+)
+def test_a_wrong_sharding_table_is_refused_with_the_module_named_once(change, tp, fault):
+    family = with_table(change)
+    faults = sharding_faults(family.on_meta(), family, tp)
+    assert [found for found in faults if found.startswith(fault)], faults
+    assert len(faults) == len(set(faults))
+
+
+def build_with_table(change: dict[str, str | None]) -> None:
+    family = with_table(change)
+    mesh = mesh_of(TP)
+    model = build_model(family, config_of(TP), mesh, CPU)
+    summed_loss(model, next(rank_batches(config_of(TP), mesh))[0])
+    dist.barrier()
+
+
+def test_a_column_module_that_does_not_get_the_whole_sequence_is_named(pools):
+    with pytest.raises(WorkerFailure, match=r"sharding: layers.0.ffn.w1 is 'column' and must read what a 'sequence' module"):
+        pools[2].run(f"{HERE}:build_with_table", change={"layers.*.ffn_norm": "replicate"})
