@@ -57,7 +57,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], numbers: dict[str,
     final = step_folder(folder, step)
     unfinished = folder / f".{final.name}.unfinished"
     if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for left_over in folder.glob(".step-*.unfinished"):
+            shutil.rmtree(left_over)
         unfinished.mkdir(parents=True)
     dist.barrier()
     dcp.save(tensors, checkpoint_id=unfinished)
@@ -66,7 +67,8 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], numbers: dict[str,
             json.dump({"format": _FORMAT, "step": step, **numbers}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
-        _commit(unfinished, final)
+        unfinished.rename(final)  # a folder of that name is never there: see set_aside_later
+        _sync_folder(folder)
         for old in list_steps(folder)[:-keep] if keep else []:
             shutil.rmtree(step_folder(folder, old))
     dist.barrier()
@@ -115,17 +117,6 @@ def set_aside_later(folder: Path, step: int) -> None:
                 path.rename(aside)
                 log.info("set aside %s: this run goes on from step %d", aside, step)
     dist.barrier()
-
-
-def _commit(unfinished: Path, final: Path) -> None:
-    """Gives a whole checkpoint its name; one of the same step, from before a roll-back, is deleted after that."""
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    unfinished.rename(final)
-    _sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

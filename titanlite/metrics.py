@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,13 +48,15 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory this process has held: allocated on its GPU, or on a CPU resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # Linux counts KiB, macOS bytes
 
 
 class Clock:
     """Splits the time between two reports into training, waiting for data, and named pauses such as saving."""
 
     def __init__(self) -> None:
+        self.totals: dict[str, float] = {}  # seconds of each pause since the beginning
         self.restart()
 
     def restart(self) -> None:
@@ -73,7 +76,12 @@ class Clock:
         """Time that is not training; it is left out of the speed and reported as `<name>_seconds`."""
         begin = time.perf_counter()
         yield
-        self.pauses[name] = self.pauses.get(name, 0.0) + time.perf_counter() - begin
+        self.add_pause(name, time.perf_counter() - begin)
+
+    def add_pause(self, name: str, seconds: float) -> None:
+        """A pause of this interval that was measured elsewhere."""
+        self.pauses[name] = self.pauses.get(name, 0.0) + seconds
+        self.totals[name] = self.totals.get(name, 0.0) + seconds
 
     def training_seconds(self) -> float:
         return time.perf_counter() - self.started - sum(self.pauses.values())
@@ -131,6 +139,7 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
     if len(kept) < len(lines):
+        log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, len(lines) - len(kept), first_step)
         replace_file(path, "".join(kept))
 
 

@@ -53,17 +53,19 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     Every rank sums the squares of its shards, divided by how many ranks hold the same shard, and one all-reduce over the
     whole mesh gives the norm of the whole model's gradient. Nobody waits for the number.
     """
-    gradients, shares = [], []
+    by_holders: dict[int, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            gradients.append(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
-            shares.append(1.0 / _holders(p.grad))
-    norms = torch.stack(torch._foreach_norm(gradients)).float()
-    total = (norms.square() * torch.tensor(shares).to(norms.device, non_blocking=True)).sum()
+            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            by_holders.setdefault(_holders(p.grad), []).append(local)
+    squares = [torch.stack(torch._foreach_norm(local)).square().sum() / n for n, local in by_holders.items()]
+    total = torch.stack(squares).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     # inf / norm is inf and clamps to 1; a norm that is not finite makes every gradient NaN, which the loop reports
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for local in by_holders.values():
+        torch._foreach_mul_(local, scale)
     return norm
 
 

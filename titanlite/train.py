@@ -165,16 +165,17 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
     if main_rank:
         record_start(folder, config, {"values": facts, "data_fingerprint": data.fingerprint, "resumed_step": progress.step})
     tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
-    reporter = Reporter(folder, tensorboard, progress.step + 1, active=main_rank)
+    first = progress.step + 1
+    reporter = Reporter(folder, tensorboard, first, active=main_rank)
     part = (data_rank(mesh), data_degree(mesh))
     source = batches(
         data, progress.samples, global_batch, training.local_batch_size, training.seq_len, training.seed, part,
         pin_memory=device.type == "cuda",
     )  # fmt: skip
 
-    first, clock, steps_timed = progress.step + 1, Clock(), 0
-    clock.pauses["startup"] = time.perf_counter() - started
+    clock, steps_timed = Clock(), 0
     clock.started = started
+    clock.add_pause("startup", time.perf_counter() - started)
     gc.disable()  # collections at a time of each rank's own choosing make all others wait
     for step in range(first, training.steps + 1):
         if step % training.gc_freq == 0 or step == first:
@@ -189,7 +190,7 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
         steps_timed += 1
 
         last = step == training.steps
-        reporting = step in (first, training.steps) or step % config.metrics.log_freq == 0
+        reporting = last or step == first or step % config.metrics.log_freq == 0
         saving = config.checkpoint.enable and (last or step % config.checkpoint.interval == 0)
         if reporting or saving:  # the only places where the host waits for the device
             loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm]).tolist()
@@ -217,6 +218,8 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
             process.set_timeout(config.comm.train_timeout_seconds)
     gc.enable()
     reporter.close()
+    pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
+    log.info("done: %d steps in %.1f s, of which %s", training.steps - first + 1, time.perf_counter() - started, pauses)
 
 
 def derived_values(

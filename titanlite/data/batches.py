@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torchdata.nodes import IterableWrapper, Loader, Mapper, PinMemory, Prefetcher
+from torchdata.nodes import IterableWrapper, Mapper, PinMemory, Prefetcher
 
 from titanlite.data.order import sample_at
 from titanlite.data.tokens import TokenData
@@ -49,7 +49,9 @@ def batches(
         return read_samples(data, np.arange(first, first + share), seq_len, seed).unflatten(0, (-1, local_batch))
 
     node = Mapper(IterableWrapper(_CountUp()), read)
-    return iter(Loader(Prefetcher(PinMemory(node) if pin_memory else node, prefetch_factor=_AHEAD)))
+    source = Prefetcher(PinMemory(node) if pin_memory else node, prefetch_factor=_AHEAD)
+    source.reset()  # starts the thread; it ends with the last reference to source, which a Loader's circle would delay
+    return source
 
 
 class _CountUp:
