@@ -42,6 +42,17 @@ whole_number() { # NAME LEAST
     fi
 }
 
+if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
+for word in "$@"; do # the check is told below what it would take these for
+    if [[ "$word" =~ ^--(local-)?ranks(=|$) ]]; then
+        echo "$word: not an option here; the environment says how many ranks there are: NGPU x NNODES" >&2
+        exit 2
+    fi
+done
+
 gpus=$(count_gpus)
 NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
 NNODES=${NNODES:-1}
@@ -52,6 +63,10 @@ whole_number NGPU 1
 whole_number NNODES 1
 whole_number NODE_RANK 0
 whole_number MAX_RESTARTS 0
+if ! [[ "$LOG_RANK" =~ ^[0-9]+(,[0-9]+)*$ ]]; then
+    echo "LOG_RANK=$LOG_RANK: must be a rank or a list of them, such as 0 or 0,3" >&2
+    exit 2
+fi
 if ((NODE_RANK >= NNODES)); then
     echo "NODE_RANK=$NODE_RANK: there are NNODES=$NNODES machines, numbered from 0" >&2
     exit 2

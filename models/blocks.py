@@ -193,7 +193,9 @@ class Head(nn.Module):
             hidden = hidden.to_local(grad_placements=[Partial()])
             weight = weight.to_local(grad_placements=[Shard(0)])
         chunk = max(1, self.logits_per_chunk // self.vocab_size)
-        return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), first, group, chunk)
+        return _LinearCrossEntropy.apply(
+            hidden.flatten(0, 1), weight, labels.flatten(), first, group, chunk, torch.is_grad_enabled()
+        )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -204,10 +206,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, first: int, group, chunk: int) -> Tensor:
-        """hidden (tokens, dim); weight (rows, dim), the rows `first`.. of the vocabulary; labels (tokens,) -> () float32."""
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, first: int, group, chunk: int, training: bool) -> Tensor:
+        """hidden (tokens, dim); weight (rows, dim), the rows `first`.. of the vocabulary; labels (tokens,) -> () float32.
+
+        training: whether autograd records; in here it never does, and ctx does not tell.
+        """
         loss = hidden.new_zeros((), dtype=torch.float32)
-        with_gradient = any(ctx.needs_input_grad)
+        with_gradient = training and any(ctx.needs_input_grad)
         if with_gradient:
             grad_hidden = torch.empty_like(hidden)
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -238,7 +243,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, scale: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        return grad_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None
+        return grad_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

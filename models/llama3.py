@@ -116,10 +116,12 @@ def initial(config: Config) -> dict[str, Normal | Constant]:
     """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
 
     Deviation 0.02, and for what writes into the residual path 0.02 / sqrt(2 L), so that its variance does not grow with
-    depth (GPT-2, Radford et al. 2019, section 2.3).
+    depth (GPT-2, Radford et al. 2019, section 2.3). Embeddings have deviation 1, which learns faster (the debug recipe:
+    loss 5.1 in place of 6.1 after 80 steps), but where they are the output projection too.
     """
     residual = Normal(0.02 / (2 * config.n_layers) ** 0.5)
     return {
+        "embed.weight": Normal(0.02 if config.tied_embeddings else 1.0),
         "*norm.weight": Constant(1.0),
         "layers.*.attention.wo.weight": residual,
         "layers.*.ffn.w2.weight": residual,

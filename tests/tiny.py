@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from models.llama3 import HF, Config, Model, flops, from_hf, initial, sharding, to_hf
 from models.blocks import RopeScaling
+from models.llama3 import HF, Config, Model, flops, from_hf, initial, sharding, to_hf
 
 __all__ = ["FLAVORS", "HF", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
 

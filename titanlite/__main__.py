@@ -1,6 +1,7 @@
 """`titanlite COMMAND ...`: each command is a file of titanlite/tools/, but for `train`, which is the loop itself."""
 
 import importlib
+import signal
 import sys
 
 COMMANDS = {
@@ -11,6 +12,7 @@ COMMANDS = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
         print("usage: titanlite COMMAND CONFIG.toml [--section.key value ...]\n", file=sys.stderr)

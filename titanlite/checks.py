@@ -37,12 +37,6 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         raise UserError(report(path, faults))
 
 
-def global_batch_size(config: Config, data_degree: int) -> int:
-    """Sequences in one optimizer step, derived where the key says -1."""
-    given = config.training.global_batch_size
-    return given if given > 0 else config.training.local_batch_size * data_degree
-
-
 def _degrees(config: Config, world_size: int) -> dict[str, int] | None:
     try:
         return resolve_degrees(config.parallelism, world_size)

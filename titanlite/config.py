@@ -185,3 +185,8 @@ class Config(Section):
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in steps."""
         return self.lr_scheduler.total_steps or self.training.steps
+
+    def global_batch(self, data_degree: int) -> int:
+        """Sequences in one optimizer step over so many data-parallel ranks, derived where the key says -1."""
+        given = self.training.global_batch_size
+        return given if given > 0 else self.training.local_batch_size * data_degree

@@ -139,7 +139,8 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
     if len(kept) < len(lines):
-        log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, len(lines) - len(kept), first_step)
+        dropped = len(lines) - len(kept)
+        log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
         replace_file(path, "".join(kept))
 
 

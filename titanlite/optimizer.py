@@ -58,8 +58,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         if p.grad is not None:
             local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
             by_holders.setdefault(_holders(p.grad), []).append(local)
-    squares = [torch.stack(torch._foreach_norm(local)).square().sum() / n for n, local in by_holders.items()]
-    total = torch.stack(squares).sum()
+    total = torch.stack([_sum_of_squares(local) / n for n, local in by_holders.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     # inf / norm is inf and clamps to 1; a norm that is not finite makes every gradient NaN, which the loop reports
@@ -67,6 +66,12 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     for local in by_holders.values():
         torch._foreach_mul_(local, scale)
     return norm
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Row by row, then over rows. A whole matrix in one float32 sum, as in `_foreach_norm`, is off by 6e-4 on a CPU."""
+    rows = [torch.linalg.vector_norm(tensor, dim=-1).flatten() for tensor in tensors]
+    return torch.cat(rows).float().square().sum()
 
 
 def _holders(tensor: Tensor) -> int:
@@ -91,7 +96,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
     for state in optimizer.state.values():
-        state["step"].zero_()
+        for value in state.values():
+            value.zero_()
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

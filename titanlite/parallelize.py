@@ -80,6 +80,8 @@ STYLES: dict[str, Style] = {
 }
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
+_STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}  # the modules a style is for
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -105,9 +107,16 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     for name, style in styles.items():
         if style not in STYLES:
             faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
-        elif style in ("column", "row") and tp > 1:
-            weight = model.get_submodule(name).weight
-            size = weight.shape[0 if style == "column" else 1]
+            continue
+        module = model.get_submodule(name)
+        kinds = _STYLE_OF.get(style)
+        if kinds and not isinstance(module, kinds):
+            allowed = " or ".join(kind.__name__ for kind in kinds)
+            faults.append(
+                f"sharding: {every_layer(name)} is {style!r}, which is for {allowed}, and is a {type(module).__name__}"
+            )
+        elif style in ("column", "row"):
+            size = module.weight.shape[0 if style == "column" else 1]
             if size % tp:
                 where = f"{every_layer(name)}.weight, {size} {'rows' if style == 'column' else 'columns'}"
                 faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")

@@ -39,6 +39,7 @@ def lock_run(folder: Path) -> IO[str]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.close()
         raise UserError(f'job.dump_folder = "{folder}": another run is training in it ({other_run(folder)})') from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import checkpoint, process
-from titanlite.checks import check, global_batch_size
+from titanlite.checks import check
 from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.data.batches import batches, count_samples
@@ -43,6 +43,10 @@ log = logging.getLogger("titanlite")
 _DATA_KEYS = ("seed", "seq_len")
 # Keys of [training] and [optimizer] that a resumed run may change without a word.
 _HARMLESS = ("steps", "local_batch_size", "gc_freq", "implementation")
+
+# Most faults are met by all ranks alike. Rank 0 tells of them, and within this many seconds the launcher ends the others;
+# what only another rank has met is told by that rank, later by so much.
+_PATIENCE = 3.0
 
 
 class Progress(NamedTuple):
@@ -143,7 +147,7 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
         raise UserError("the ranks read different data: give all nodes the same files and Python version")
     family = load_family(config.model.name, config.model.flavor)
     schedule = build_schedule(config)
-    global_batch = global_batch_size(config, data_degree(mesh))
+    global_batch = config.global_batch(data_degree(mesh))
     step_tokens = global_batch * training.seq_len
     flops, peak = family.module.flops(family.config, training.seq_len), peak_flops(device, training.mixed_precision_param)
 
@@ -227,7 +231,7 @@ def derived_values(
 ) -> dict[str, str]:
     """What follows from the configuration, for the start of the log: name -> sentence."""
     training = config.training
-    global_batch = global_batch_size(config, data_degree(mesh))
+    global_batch = config.global_batch(data_degree(mesh))
     epochs = training.steps * global_batch / count_samples(data, training.seq_len)
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
@@ -269,8 +273,8 @@ def main() -> None:
             raise UserError("give a configuration first: run_train.sh train_configs/llama_debug.toml [--section.key value]")
         config = read_config(path, options)
         check(config, path, world)
-        held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         data = prepare_tokens(config)
+        held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         device = process.start(config)
         mesh = build_mesh(resolve_degrees(config.parallelism, world), device.type)
         train(config, data, mesh, device, started)
@@ -278,6 +282,8 @@ def main() -> None:
         if held:
             held.close()
     except UserError as error:
+        if rank > 0:
+            time.sleep(_PATIENCE)
         log.error("%s", error)
         sys.stderr.flush()
         os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the launcher ends them

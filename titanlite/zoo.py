@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import traceback
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ def load_family(name: str, flavor: str) -> Family:
     """
     families = [found.name for found in pkgutil.iter_modules(models.__path__) if found.name != "blocks"]
     dotted = name if "." in name else f"models.{name}"
+    if not all(part.isidentifier() for part in dotted.split(".")):
+        raise UserError(f"model.name = {name!r}: must be one of {', '.join(families)}, or a dotted module name")
     try:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:
@@ -43,6 +46,10 @@ def load_family(name: str, flavor: str) -> Family:
             raise UserError(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
         here = f"models/ has: {', '.join(families)}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
+    except Exception as error:  # whatever the user's module raises while it is imported
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}, line {frame.lineno}"
+        raise UserError(f"model.name = {name!r}: importing {dotted} failed ({where}): {error!r}") from error
     lacking = [part for part in OFFERS if not hasattr(module, part)]
     if lacking:
         raise UserError(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")

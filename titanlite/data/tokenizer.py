@@ -61,6 +61,7 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
     found = [vocabulary[name] for name in names if name in vocabulary]
     if not found:
         raise UserError(f"{source}: has no end-of-text token; looked for {', '.join(names)}")
+    tokenizer.encode_special_tokens = True  # a document that spells the token out does not end there
     return LoadedTokenizer(tokenizer, found[0], max(vocabulary.values()) + 1)
 
 

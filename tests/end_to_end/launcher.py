@@ -1,0 +1,89 @@
+"""Starts run_train.sh as a user does, and finds every process that it has started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+_MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
+_OF_THE_LAUNCHER = ("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS", "PYTHONPATH")
+
+
+class Launch(NamedTuple):
+    """A run that was started."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def pids(self) -> list[int]:
+        """Its processes that are alive, whoever their parent is now."""
+        return list(_environments(self.mark))
+
+    def ranks(self) -> dict[int, int]:
+        """rank -> process, of the ranks that are alive."""
+        every = _environments(self.mark)
+        return {int(found["RANK"]): pid for pid, found in every.items() if "RANK" in found}
+
+
+class Ended(NamedTuple):
+    """What a run left behind."""
+
+    code: int  # the exit code that a shell would show
+    out: str
+    err: str
+    left: list[int]  # processes that were still there
+
+
+def launch(*words: str, folder: Path, **variables: str) -> Launch:
+    """Starts run_train.sh in `folder` with only `variables` for it in the environment, on the CPU."""
+    mark = uuid.uuid4().hex
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
+    own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", _MARK: mark}
+    process = subprocess.Popen(
+        [ROOT / "run_train.sh", *words],
+        cwd=folder,
+        env=kept | own | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return Launch(process, mark)
+
+
+def finish(started: Launch, timeout: float = 60.0) -> Ended:
+    """Waits for the end; after that, or where the time is over, whatever is still there is killed."""
+    try:
+        out, err = started.process.communicate(timeout=timeout)
+        deadline = time.monotonic() + 3.0  # for processes that are on their way out
+        while (left := started.pids()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        for pid in started.pids():
+            os.kill(pid, signal.SIGKILL)
+        started.process.wait()
+    code = started.process.returncode
+    return Ended(128 - code if code < 0 else code, out, err, left)
+
+
+def run(*words: str, folder: Path, timeout: float = 60.0, **variables: str) -> Ended:
+    return finish(launch(*words, folder=folder, **variables), timeout)
+
+
+def _environments(mark: str) -> dict[int, dict[str, str]]:
+    """process -> environment, of all processes with this mark; zombies have none."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = (entry / "environ").read_text(errors="replace").split("\0")
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        if f"{_MARK}={mark}" in lines:
+            found[int(entry.name)] = dict(line.split("=", 1) for line in lines if "=" in line)
+    return found

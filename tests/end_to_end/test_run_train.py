@@ -1,0 +1,249 @@
+"""run_train.sh as a user runs it: what it prints, writes and leaves behind, how it ends, and a model of the user's own."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end.launcher import Ended, Launch, finish, launch, run
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.lr_schedule import build_schedule
+from titanlite.run_folder import other_run
+
+# Llama 3 with a layer norm in place of one RMSNorm, and with a size of its own.
+OWN_MODEL = """
+import torch
+import torch.nn.functional as F
+from models import llama3
+from models.blocks import Constant, local_weight
+from models.llama3 import Config, flops, sharding
+from torch import nn
+
+FLAVORS = {"tiny": Config(64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=4096)}
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x):
+        weight, bias = local_weight(self.weight), local_weight(self.bias)
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+
+class Model(llama3.Model):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.layers.values():
+            layer.ffn_norm = LayerNorm(config.dim)
+
+
+def initial(config):
+    return {"*norm.bias": Constant(0.0), **llama3.initial(config)}
+"""
+
+RUN = """
+[job]
+dump_folder = "out"
+[model]
+name = "own.model"
+flavor = "tiny"
+[training]
+dataset = "data.txt"
+steps = 3
+seq_len = 32
+local_batch_size = 2
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 0
+[checkpoint]
+enable = true
+[metrics]
+log_freq = 1
+"""
+
+
+def working_folder(folder: Path) -> Path:
+    (folder / "own").mkdir()
+    (folder / "own/model.py").write_text(OWN_MODEL)
+    (folder / "data.txt").write_text("".join(f"Line {i} of the data says {i * i}.\n" for i in range(400)))
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+def reports(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def when_training(started: Launch, folder: Path) -> None:
+    """Returns once the first step is reported."""
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        assert started.process.poll() is None, started.process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# ------------------------------------------------------------------------------------------------------ a finished run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Ended]:
+    """The folder that a run of three steps was started in, and what the run left behind."""
+    folder = working_folder(tmp_path_factory.mktemp("finished"))
+    return folder, run("run.toml", "--job.print_config", "true", folder=folder)
+
+
+def test_a_run_ends_with_success_and_leaves_no_process(finished):
+    _, ended = finished
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert "Traceback" not in ended.err and "Warning" not in ended.err
+
+
+def test_standard_output_holds_only_the_configuration_as_toml(finished, tmp_path):
+    folder, ended = finished
+    (tmp_path / "printed.toml").write_text(ended.out)
+    given = read_config(folder / "run.toml", ["--job.print_config", "true"])
+    assert read_config(tmp_path / "printed.toml", []) == given
+    assert read_config(folder / "out/config.toml", []) == given
+
+
+def test_the_run_folder_holds_what_the_run_was(finished):
+    folder, _ = finished
+    assert {path.name for path in (folder / "out").iterdir()} == {
+        ".lock",
+        "config.toml",
+        "provenance.json",
+        "metrics.jsonl",
+        "tb",
+        "checkpoint",
+    }
+    assert [path.name for path in (folder / "out/checkpoint").iterdir()] == ["step-00000003"]
+    events = list((folder / "out/tb").glob("events.out.tfevents.*"))
+    assert len(events) == 1 and events[0].stat().st_size > 0
+
+
+def test_the_provenance_says_how_to_repeat_the_run(finished):
+    folder, _ = finished
+    (entry,) = json.loads((folder / "out/provenance.json").read_text())
+    assert {"time", "command", "git", "python", "platform", "device", "versions", "values", "data_fingerprint"} <= set(entry)
+    assert entry["command"][1:] == ["run.toml", "--job.print_config", "true"]
+    assert entry["versions"]["torch"] == torch.__version__
+    assert entry["git"] is None or set(entry["git"]) == {"commit", "diff"}
+
+
+def test_the_metrics_are_whole_and_unrounded(finished):
+    folder, _ = finished
+    lines = reports(folder / "out")
+    schedule = build_schedule(read_config(folder / "run.toml", []))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["tokens_seen"] for line in lines] == [64, 128, 192]
+    assert [line["lr"] for line in lines] == [schedule.at(step) for step in (1, 2, 3)]
+    for line in lines:
+        for key in ("loss", "grad_norm", "tokens_per_second"):
+            assert line[key] > 0 and line[key] != round(line[key], 3), key
+        assert 0 <= line["data_wait_fraction"] <= 1
+    assert lines[0]["loss"] == pytest.approx(8.3, abs=0.2)  # ln 4096: nothing is known yet
+    assert lines[2]["loss"] < lines[0]["loss"]
+
+
+def test_a_second_start_of_a_finished_run_has_nothing_to_do(finished):
+    folder, _ = finished
+    before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file() and path.name != ".lock"}
+    ended = run("run.toml", folder=folder)
+    after = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file() and path.name != ".lock"}
+    assert (ended.code, ended.out, ended.left) == (0, "", []), ended.err
+    assert "nothing to do" in ended.err and "training.steps = 3" in ended.err
+    assert after == before
+
+
+# -------------------------------------------------------------------------------------------------- beside a training run
+
+
+def test_help_shows_every_section_and_starts_nothing(tmp_path):
+    folder = working_folder(tmp_path)
+    ended = run("run.toml", "--help", folder=folder)
+    assert (ended.code, ended.err, ended.left) == (0, "", [])
+    assert [section for section in Config.model_fields if f"─ {section} options " not in ended.out] == []
+    assert not (folder / "out").exists()
+
+
+def test_help_without_a_file_says_how_to_start(tmp_path):
+    ended = run("--help", folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    assert "./run_train.sh CONFIG.toml" in ended.out
+    assert [name for name in ("NGPU", "NNODES", "RDZV_ENDPOINT", "LOG_RANK") if name not in ended.out] == []
+
+
+def test_paths_are_relative_to_where_the_user_stands(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/common.toml").write_text(RUN)
+    (tmp_path / "recipes/mine.toml").write_text('base = "common.toml"\n[training]\nsteps = 1\n')
+    (tmp_path / "here").mkdir()
+    folder = working_folder(tmp_path / "here")
+    ended = run("../recipes/mine.toml", "--checkpoint.enable=false", folder=folder)
+    assert ended.code == 0, ended.err
+    assert [line["step"] for line in reports(folder / "out")] == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "recipes"]
+    assert not (folder / "out/checkpoint").exists()
+
+
+def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, tmp_path):
+    folder = working_folder(tmp_path)
+    ended = run("run.toml", "--parallelism.tensor_parallel_degree", "2", folder=folder, NGPU="2")
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert "tp 2" in ended.err
+    for alone, together in zip(reports(finished[0] / "out"), reports(folder / "out"), strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        # on a CPU torch's norm of a matrix this large is itself off by up to 8e-5
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- how a run is ended
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A run on two ranks that would go on for long, and its working folder."""
+    folder = working_folder(tmp_path)
+    started = launch("run.toml", "--training.steps", "1000000", folder=folder, NGPU="2")
+    try:
+        when_training(started, folder / "out")
+        assert sorted(started.ranks()) == [0, 1]
+        yield started, folder
+    finally:
+        for pid in started.pids():
+            os.kill(pid, signal.SIGKILL)
+        started.process.wait()
+
+
+def test_sigterm_ends_all_ranks_and_another_run_is_refused_until_then(training):
+    started, folder = training
+    other = run("run.toml", folder=folder)
+    assert (other.code, other.out, other.left) == (2, "", [])
+    assert 'job.dump_folder = "out": another run is training in it' in other.err
+    assert f"process {started.ranks()[0]} " in other.err
+    assert started.process.poll() is None
+
+    started.process.send_signal(signal.SIGTERM)
+    ended = finish(started, timeout=40)
+    assert (ended.code, ended.left) == (143, []), ended.err
+    assert "stopped by SIGTERM" in ended.err and "Traceback" not in ended.err
+    assert other_run(folder / "out") == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run(training, rank):
+    started, _ = training
+    pid = started.ranks()[rank]
+    os.kill(pid, signal.SIGKILL)
+    ended = finish(started, timeout=40)
+    assert (ended.code, ended.left) == (137, []), ended.err
+    assert f"rank {rank} (process {pid}) was ended by SIGKILL" in ended.err

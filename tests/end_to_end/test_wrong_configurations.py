@@ -1,0 +1,211 @@
+"""A wrong configuration ends within seconds with one message that names the key, before anything is started or written."""
+
+import shlex
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from tests.end_to_end.launcher import Ended, run
+
+RIGHT = """
+[job]
+dump_folder = "out"
+[training]
+dataset = "data.txt"
+steps = 3
+seq_len = 32
+local_batch_size = 2
+[lr_scheduler]
+warmup_steps = 0
+"""
+
+# In every working folder; a file is wrong in the one way that its name says.
+FILES = {
+    "run.toml": RIGHT,
+    "data.txt": "Some words to read, again and again. " * 200,
+    "a_file": "not a folder",
+    "a_folder.toml/inside.txt": "",
+    "without_tokenizer/config.json": "{}",
+    "unknown_key.toml": RIGHT + "[optimizer]\nlearning_rat = 1e-3\n",
+    "key_of_another_section.toml": RIGHT + "[checkpoint]\nseq_len = 32\n",
+    "misspelt_section.toml": RIGHT + "[paralelism]\ntensor_parallel_degree = 1\n",
+    "key_without_section.toml": "steps = 3\n" + RIGHT,
+    "text_for_number.toml": RIGHT + '[optimizer]\nlr = "3e-4"\n',
+    "not_toml.toml": RIGHT + "[optimizer]\nlr = \n",
+    "circle_a.toml": 'base = "circle_b.toml"\n',
+    "circle_b.toml": 'base = "circle_a.toml"\n',
+    "missing_base.toml": 'base = "nowhere.toml"\n',
+    "fault_in_base.toml": 'base = "unknown_key.toml"\n',
+    "three_faults.toml": RIGHT + '[optimizer]\nlr = -1\nname = "SGD"\n[metrics]\nlog_frequency = 1\n',
+    "torchtitan.toml": RIGHT + "[activation_checkpoint]\nmode = 'full'\n[checkpoint]\nasync_mode = 'async'\n",
+    "own/half_a_model.py": "class Config: pass\nFLAVORS = {'debug': Config()}\n",
+}
+
+
+class Case(NamedTuple):
+    """What is typed after ./run_train.sh, what the message must hold, and the environment."""
+
+    words: str
+    expected: tuple[str, ...]
+    variables: dict[str, str]
+
+
+def case(words: str, *expected: str, **variables: str) -> Case:
+    return Case(words, expected, variables)
+
+
+CASES = {
+    # the file
+    "no arguments": case("", "give a configuration first"),
+    "option in place of the file": case("--training.steps 3", "give a configuration first"),
+    "missing file": case("rum.toml", "rum.toml: no such configuration file", "did you mean run.toml?"),
+    "folder in place of the file": case("a_folder.toml", "a_folder.toml: cannot be read"),
+    "not TOML": case("not_toml.toml", "not_toml.toml: not valid TOML", "line 12"),
+    "circle of bases": case("circle_a.toml", "closes a circle: circle_a.toml -> circle_b.toml -> circle_a.toml"),
+    "missing base": case("missing_base.toml", "nowhere.toml: no such configuration file (named as base by missing_base.toml)"),
+    "fault in the base": case(
+        "fault_in_base.toml", "fault_in_base.toml: 1 fault", "optimizer.learning_rat = 0.001 (unknown_key.toml)"
+    ),
+    "unknown key": case("unknown_key.toml", "optimizer.learning_rat = 0.001 (unknown_key.toml): no such key"),
+    "key of another section": case("key_of_another_section.toml", "checkpoint.seq_len = 32", "did you mean training.seq_len?"),
+    "misspelt section": case("misspelt_section.toml", "[paralelism]: no such section; did you mean parallelism?"),
+    "key without section": case("key_without_section.toml", "steps = 3: stands in no section; did you mean training.steps?"),
+    "text for a number": case("text_for_number.toml", 'optimizer.lr = "3e-4" (text_for_number.toml): must be a valid number'),
+    "three faults at once": case(
+        "three_faults.toml", "3 faults", "optimizer.lr = -1", 'optimizer.name = "SGD"', "metrics.log_frequency"
+    ),
+    "keys of torchtitan": case(
+        "torchtitan.toml", "2 faults", "[activation_checkpoint]", "checkpoint.async_mode", "not a key of titanlite"
+    ),
+    # options
+    "unknown option": case("run.toml --training.step 3", "--training.step: no such option; did you mean --training.steps?"),
+    "option without a value": case("run.toml --training.steps", "--training.steps"),
+    "word without an option": case("run.toml steps=3", "steps=3: belongs to no option"),
+    "negative steps": case("run.toml --training.steps -3", "training.steps = -3 (option): must be greater than or equal to 1"),
+    "fraction of a token": case(
+        "run.toml --training.seq_len 32.5", "training.seq_len = 32.5 (option): must be a valid integer"
+    ),
+    "no such optimizer": case("run.toml --optimizer.name Muon", 'optimizer.name = "Muon" (option)', "'AdamW' or 'Adam'"),
+    "ranks as an option": case("run.toml --ranks 4", "--ranks", "NGPU x NNODES"),
+    # the machine
+    "NGPU is 0": case("run.toml", "NGPU=0", "at least 1", NGPU="0"),
+    "NGPU is a word": case("run.toml", "NGPU=abc", "whole number", NGPU="abc"),
+    "two machines without a meeting point": case("run.toml", "NNODES=2 needs RDZV_ENDPOINT", NNODES="2"),
+    "machine 2 of 2": case("run.toml", "NODE_RANK=2", "NNODES=2", NNODES="2", NODE_RANK="2", RDZV_ENDPOINT="localhost:1"),
+    "degrees that need more ranks": case(
+        "run.toml --parallelism.data_parallel_shard_degree 4",
+        "data_parallel_shard_degree = 4",
+        "needs 4 processes, and there are 2",
+        NGPU="2",
+    ),
+    "degrees that do not divide the ranks": case(
+        "run.toml --parallelism.tensor_parallel_degree 2", "tensor_parallel_degree = 2", "number of processes, 3", NGPU="3"
+    ),
+    "tensor parallel over KV heads": case(
+        "run.toml --parallelism.tensor_parallel_degree 8",
+        "tensor_parallel_degree = 8",
+        "does not divide n_kv_heads = 4",
+        NGPU="8",
+    ),
+    "tensor parallel over the sequence": case(
+        "run.toml --parallelism.tensor_parallel_degree 2 --training.seq_len 33",
+        "tensor_parallel_degree = 2",
+        "training.seq_len = 33",
+        NGPU="2",
+    ),
+    "reshard that does not divide": case(
+        "run.toml --parallelism.fsdp_reshard_after_forward 3",
+        "fsdp_reshard_after_forward = 3",
+        "data_parallel_shard_degree = 4",
+        NGPU="4",
+    ),
+    # several keys
+    "global batch not a multiple": case(
+        "run.toml --training.global_batch_size 6", "training.global_batch_size = 6", "training.local_batch_size = 2", NGPU="2"
+    ),
+    "warm-up longer than the run": case(
+        "run.toml --lr_scheduler.warmup_steps 4", "lr_scheduler.warmup_steps = 4", "training.steps = 3"
+    ),
+    "decay that does not fit": case(
+        "run.toml --lr_scheduler.decay_ratio 1 --lr_scheduler.warmup_steps 2",
+        "lr_scheduler.decay_ratio = 1.0",
+        "lr_scheduler.warmup_steps = 2",
+    ),
+    # model and tokenizer
+    "unknown model": case("run.toml --model.name lama3", "model.name = 'lama3'", "models/ has: llama3"),
+    "unknown flavor": case("run.toml --model.flavor 7b", "model.flavor = '7b'", "debug, 1b"),
+    "no such module": case(
+        "run.toml --model.name own.whole_model", "model.name = 'own.whole_model'", "no module own.whole_model"
+    ),
+    "half a model": case(
+        "run.toml --model.name own.half_a_model", "model.name = 'own.half_a_model'", "lacks Model, sharding, initial"
+    ),
+    "no tokenizer": case("run.toml --model.hf_assets_path without_tokenizer", "model.hf_assets_path", "no tokenizer.json"),
+    "tokenizer larger than the model": case(
+        "run.toml --model.hf_assets_path large_tokenizer", "model.hf_assets_path", "ids up to 5000", "vocabulary of 4096"
+    ),
+    # data and folders
+    "missing data": case("run.toml --training.dataset nowhere.txt", 'training.dataset = "nowhere.txt": no such file'),
+    "missing data path": case(
+        "run.toml --training.dataset stdlib --training.dataset_path nowhere", 'training.dataset_path = "nowhere": no such file'
+    ),
+    "data given twice": case(
+        "run.toml --training.dataset_path data.txt", "training.dataset = 'data.txt'", "training.dataset_path = 'data.txt'"
+    ),
+    "run folder is a file": case("run.toml --job.dump_folder a_file", 'job.dump_folder = "a_file"', "is a file"),
+    "no such step": case("run.toml --checkpoint.enable true --checkpoint.load_step 5", "checkpoint.load_step = 5", "has: none"),
+    "weights that are none": case(
+        "run.toml --checkpoint.enable true --checkpoint.initial_load_path out/step-00000005",
+        'checkpoint.initial_load_path = "out/step-00000005"',
+        "not a checkpoint",
+    ),
+}
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Everything in a folder, with size and time of change."""
+    found = {str(path): path.stat() for path in folder.rglob("*")}
+    return {path: (state.st_size, state.st_mtime_ns) for path, state in found.items()}
+
+
+def prepare(folder: Path) -> None:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    words = {word: i for i, word in enumerate(["</s>", *map(str, range(5000))])}
+    (folder / "large_tokenizer").mkdir()
+    Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(folder / "large_tokenizer/tokenizer.json"))
+
+
+def start(wrong: Case, folder: Path) -> tuple[Ended, bool]:
+    prepare(folder)
+    before = contents(folder)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", **wrong.variables}  # a cache beside own/half_a_model.py is no trace
+    ended = run(*shlex.split(wrong.words), folder=folder, timeout=30.0, **variables)
+    return ended, contents(folder) == before
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> Iterator[dict[str, Future[tuple[Ended, bool]]]]:
+    """Of each case what it left behind, and whether its folder is as before; two run at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(start, wrong, tmp_path_factory.mktemp("wrong")) for name, wrong in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_with_one_message_and_without_a_trace(name, outcomes):
+    ended, untouched = outcomes[name].result()
+    message = " ".join(ended.err.replace("│", " ").split())  # without frames and line breaks
+    assert ended.code == 2, ended
+    assert [part for part in CASES[name].expected if part not in message] == [], ended.err
+    assert "Traceback" not in ended.err
+    assert "[rank" not in ended.err and "the run is over" not in ended.err  # no rank was ever started
+    assert ended.err.count(CASES[name].expected[0]) == 1
+    assert len(ended.err.splitlines()) <= 5, ended.err
+    assert ended.out == ""
+    assert ended.left == []
+    assert untouched

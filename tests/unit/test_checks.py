@@ -1,0 +1,179 @@
+"""What must hold between keys: a wrong configuration is refused by the name of its key, the right one beside it passes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from tests import tiny
+from titanlite.checks import check
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.errors import UserError
+
+TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
+REPLICATE, RESHARD = "parallelism.data_parallel_replicate_degree", "parallelism.fsdp_reshard_after_forward"
+GLOBAL, LOCAL = "training.global_batch_size", "training.local_batch_size"
+STEPS, WARMUP = "training.steps", "lr_scheduler.warmup_steps"
+TOTAL, RATIO, LEAST = "lr_scheduler.total_steps", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"
+DATASET, DATASET_PATH, BOARD = "training.dataset", "training.dataset_path", "metrics.save_tb_folder"
+DECAYED, UNDECAYED, TOKENIZER = "optimizer.decay_parameters", "optimizer.weight_decay", "model.hf_assets_path"
+NAME, FLAVOR = "model.name", "model.flavor"
+DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
+SAVE, LOAD_STEP, WEIGHTS = "checkpoint.enable", "checkpoint.load_step", "checkpoint.initial_load_path"
+
+
+def configuration(keys: dict[str, Any]) -> Config:
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in keys.items():
+        section, name = key.split(".")
+        tables.setdefault(section, {})[name] = value
+    return Config.model_validate(tables)
+
+
+def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None) -> list[str]:
+    try:
+        check(configuration({DATASET: "file"} | keys), "run.toml", ranks, local_ranks)
+    except UserError as error:
+        first, *lines = str(error).splitlines()
+        assert first == f"run.toml: {len(lines)} fault{'s' if len(lines) > 1 else ''}"
+        return lines
+    return []
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    """A working folder with what the tables below name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("some text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "saves/checkpoint/step-00000007").mkdir(parents=True)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/.metadata").touch()
+    for name, words in {"fits": ["</s>"], "large": ["</s>", *map(str, range(5000))], "endless": ["a", "b"]}.items():
+        (tmp_path / name).mkdir()
+        model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+        Tokenizer(model).save(str(tmp_path / name / "tokenizer.json"))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+# ranks, a wrong configuration, what its one fault must say, and what to change for a right one
+# fmt: off
+CASES = [
+    (6, {TP: 4}, ["tensor_parallel_degree = 4", "number of processes, 6"], {TP: 2}),
+    (4, {REPLICATE: 3}, ["data_parallel_replicate_degree = 3", "number of processes, 4"], {REPLICATE: 4}),
+    (4, {SHARD: 2}, ["data_parallel_shard_degree = 2", "needs 2 processes, and there are 4"], {SHARD: 4}),
+    (8, {SHARD: 4, TP: 4}, ["needs 16 processes, and there are 8"], {SHARD: 2}),
+    (1, {SHARD: 0}, [f"{SHARD} = 0", "-1"], {SHARD: -1}),
+    (4, {TP: 4, "training.seq_len": 30}, [f"{TP} = 4", "training.seq_len = 30"], {"training.seq_len": 32}),
+    (4, {RESHARD: 3}, [f"{RESHARD} = 3", "data_parallel_shard_degree = 4"], {RESHARD: 2}),
+    (4, {RESHARD: 4}, [f"{RESHARD} = 4", "smaller"], {RESHARD: "always"}),
+    (4, {RESHARD: 2, TP: 2}, [f"{RESHARD} = 2", "data_parallel_shard_degree = 2"], {TP: 1}),
+    (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
+    (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),
+
+    (1, {NAME: "llama4"}, ["model.name = 'llama4'", "models/ has: llama3"], {NAME: "llama3"}),
+    (1, {NAME: "my.own"}, ["model.name = 'my.own'", "no module my.own"], {NAME: "models.llama3"}),
+    (1, {NAME: "blocks"}, ["model.name = 'blocks'", "lacks Config, FLAVORS"], {NAME: "llama3"}),
+    (1, {FLAVOR: "9b"}, ["model.flavor = '9b'", "debug, 1b, 3b, 8b"], {FLAVOR: "1b"}),
+    (1, {DECAYED: "w[q"}, [f"{DECAYED} = 'w[q'", "not a regular expression"], {DECAYED: "w[q]"}),
+    (1, {DECAYED: "w_q"}, [f"{DECAYED} = 'w_q'", "matches no parameter"], {DECAYED: "wq"}),
+    (1, {DECAYED: "wq", UNDECAYED: 0.0}, [DECAYED, "has no effect", f"{UNDECAYED} = 0"], {DECAYED: ""}),
+
+    (1, {TOKENIZER: "empty"}, [f'{TOKENIZER} = "empty"', "no tokenizer.json"], {TOKENIZER: "fits"}),
+    (1, {TOKENIZER: "large"}, [TOKENIZER, '"large"', "ids up to 5000", "vocabulary of 4096"], {FLAVOR: "8b"}),
+    (1, {TOKENIZER: "endless"}, [f"endless{os.sep}tokenizer.json", "no end-of-text token"], {TOKENIZER: "fits"}),
+    (1, {TOKENIZER: "broken"}, [f"broken{os.sep}tokenizer.json", "not a tokenizer"], {TOKENIZER: "fits"}),
+    (1, {NAME: "tests.tiny", FLAVOR: "plain"}, [TOKENIZER, "default tokenizer", "4095", "512"], {TOKENIZER: "fits"}),
+
+    (1, {GLOBAL: 0}, [f"{GLOBAL} = 0", "-1"], {GLOBAL: -1}),
+    (2, {GLOBAL: 6, LOCAL: 2}, [f"{GLOBAL} = 6", f"{LOCAL} = 2", "2 data-parallel ranks = 4"], {GLOBAL: 8}),
+    (4, {GLOBAL: 2, LOCAL: 1, REPLICATE: 2}, [f"{GLOBAL} = 2", "4 data-parallel ranks"], {GLOBAL: 4}),
+    (2, {GLOBAL: 3, LOCAL: 2, TP: 2}, [f"{GLOBAL} = 3", "1 data-parallel ranks = 2"], {GLOBAL: 2}),
+
+    (1, {STEPS: 9, WARMUP: 10}, [f"{WARMUP} = 10", f"{STEPS} = 9"], {STEPS: 10}),
+    (1, {STEPS: 5, TOTAL: 9, WARMUP: 10}, [f"{WARMUP} = 10", f"{TOTAL} = 9"], {TOTAL: 10}),
+    (1, {STEPS: 100, WARMUP: 20, RATIO: 0.9}, [f"{RATIO} = 0.9", "90 steps", f"{WARMUP} = 20", f"{STEPS} = 100"], {RATIO: 0.8}),
+    (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", f"{TOTAL} = 200", LEAST], {LEAST: 0.1}),
+    (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", "learning rate is 0"], {RATIO: 0.0}),
+
+    (1, {DATASET: "stdlib", DATASET_PATH: "nowhere"}, [f'{DATASET_PATH} = "nowhere"'], {DATASET_PATH: "file"}),
+    (1, {DATASET: "stdlib", DATASET_PATH: "empty"}, [f'{DATASET_PATH} = "empty"', "no files"], {DATASET_PATH: "."}),
+    (1, {DATASET: "c4"}, [f'{DATASET} = "c4"', 'the built-in data is called "stdlib"'], {DATASET: "file"}),
+    (1, {DATASET: "file", DATASET_PATH: "file"}, [f"{DATASET} = 'file'", f"{DATASET_PATH} = 'file'"], {DATASET: "stdlib"}),
+
+    (1, {DUMP: "file"}, ['job.dump_folder = "file"', "is a file"], {DUMP: "empty"}),
+    (1, {DUMP: "file/new"}, ['job.dump_folder = "file/new"', "is a file"], {DUMP: "new/new"}),
+    (1, {SAVES: "/saves"}, ['checkpoint.folder = "/saves"', "inside job.dump_folder"], {SAVES: "a/b"}),
+    (1, {SAVES: "../saves"}, ['checkpoint.folder = "../saves"'], {SAVES: "..saves"}),
+    (1, {SAVES: ""}, ['checkpoint.folder = ""'], {SAVES: "saves"}),
+    (1, {BOARD: "a/../../b"}, [f'{BOARD} = "a/../../b"'], {BOARD: "a"}),
+    (1, {LOAD_STEP: 7, DUMP: "saves"}, [f"{LOAD_STEP} = 7", "no effect", f"{SAVE} = false"], {SAVE: True}),
+    (1, {LOAD_STEP: 8, SAVE: True, DUMP: "saves"}, [f"{LOAD_STEP} = 8", "which has: 7"], {LOAD_STEP: 7}),
+    (1, {LOAD_STEP: 8, SAVE: True, DUMP: "new"}, [f"{LOAD_STEP} = 8", "which has: none"], {LOAD_STEP: -1}),
+    (1, {WEIGHTS: "weights"}, [f"{WEIGHTS} = 'weights'", "no effect", f"{SAVE} = false"], {SAVE: True}),
+    (1, {WEIGHTS: "empty", SAVE: True}, [f'{WEIGHTS} = "empty"', "not a checkpoint"], {WEIGHTS: "weights"}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("ranks", "wrong", "expected", "change"), CASES)
+def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wrong, expected, change):
+    found = faults(wrong, ranks)
+    assert len(found) == 1, found
+    assert [part for part in expected if part not in found[0]] == []
+    assert faults(wrong | change, ranks) == []
+
+
+def test_faults_of_all_kinds_are_told_together():
+    wrong = {TP: 3, FLAVOR: "9b", GLOBAL: 0, STEPS: 9, DATASET: "c4", SAVES: "", LOAD_STEP: 3}
+    found = faults(wrong, ranks=4)
+    told = ["tensor_parallel_degree = 3", FLAVOR, GLOBAL, f"{WARMUP} = 200", DATASET, SAVES, LOAD_STEP]
+    assert [part for part in told if not any(part in line for line in found)] == []
+    assert len(found) == len(wrong)
+
+
+def test_more_ranks_than_gpus_are_refused_where_there_are_gpus(monkeypatch):
+    assert faults({}, ranks=3, local_ranks=3) == []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert faults({}, ranks=3, local_ranks=3) == ["  NGPU = 3: this machine has 2 visible GPUs"]
+    assert faults({}, ranks=4, local_ranks=2) == []
+
+
+def test_a_folder_without_permission_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # permissions do not bind root, who may run these tests
+    (fault,) = faults({DUMP: "empty/run"})
+    assert 'job.dump_folder = "empty/run": no permission to write' in fault
+
+
+@pytest.mark.parametrize(
+    ("table", "without", "entry", "expected"),
+    [
+        ("sharding", "layers.*.ffn.w2", {}, "sharding: no pattern matches layers.*.ffn.w2"),
+        ("sharding", None, {"layers.*.ffn.w9": "row"}, "sharding: the pattern 'layers.*.ffn.w9' matches nothing"),
+        ("sharding", "head.norm", {"head.norm": "rows"}, "sharding: head.norm has the unknown style 'rows'"),
+        ("initial", "*", {"[!h]*": None}, "initial: no pattern matches head.output.weight"),
+        ("initial", "*", {"*": None, "*.gate": None}, "initial: the pattern '*.gate' matches nothing"),
+    ],
+)
+def test_a_model_whose_tables_do_not_fit_is_refused_by_the_parameters_name(monkeypatch, table, without, entry, expected):
+    complete = getattr(tiny, table)
+
+    def changed(config: tiny.Config) -> dict[str, Any]:
+        return {pattern: value for pattern, value in complete(config).items() if pattern != without} | entry
+
+    monkeypatch.setattr(tiny, table, changed)
+    (fault,) = faults({NAME: "tests.tiny", FLAVOR: "plain", TOKENIZER: "fits"})
+    assert expected in fault
+
+
+@pytest.mark.parametrize(("recipe", "ranks"), [("llama_debug", 1), ("llama_debug", 2), ("llama_8b", 8)])
+def test_the_recipes_pass(recipe, ranks):
+    root = Path(__file__).parents[2]
+    path = root / "train_configs" / f"{recipe}.toml"
+    check(read_config(path, []), str(path), ranks)

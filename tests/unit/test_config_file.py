@@ -1,0 +1,352 @@
+"""TOML files, their bases and the options over them become one configuration, or one list of everything that is wrong."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config import Config
+from titanlite.config_file import read_config, to_toml
+from titanlite.errors import UserError
+from titanlite.torchtitan_keys import INSTEAD
+
+FIELDS = {
+    f"{section}.{name}": field
+    for section, table in Config.model_fields.items()
+    for name, field in table.annotation.model_fields.items()
+}
+
+# A value for every key that is not its default.
+OTHERS: dict[str, dict[str, Any]] = {
+    "job": {
+        "dump_folder": "C:\\runs\\'one' \"two\"",
+        "description": "tab\t line\nreturn\r \"\"\" ''' # = [x] \x00\x1f\x7f\x85\u2028 \u00fc\u4e2d\U0001f600",
+        "print_config": True,
+    },
+    "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none"},
+    "training": {
+        "dataset": "",
+        "dataset_path": "true",
+        "local_batch_size": 3,
+        "global_batch_size": 12,
+        "seq_len": 1,
+        "steps": 10**12,
+        "max_norm": math.inf,
+        "mixed_precision_param": "float32",
+        "mixed_precision_reduce": "bfloat16",
+        "gc_freq": 7,
+        "seed": 2**63 - 1,
+        "deterministic": True,
+    },
+    "parallelism": {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 4,
+        "tensor_parallel_degree": 8,
+        "fsdp_reshard_after_forward": 2,
+    },
+    "optimizer": {
+        "name": "Adam",
+        "lr": 1e-300,
+        "beta1": 0.0,
+        "beta2": 0.1 + 0.2,
+        "eps": 1e30,
+        "weight_decay": 1.0,
+        "decay_parameters": r"^layers\.\d+\.",
+        "implementation": "for-loop",
+    },
+    "lr_scheduler": {
+        "warmup_steps": 0,
+        "total_steps": 1,
+        "decay_ratio": 1 / 3,
+        "decay_type": "cosine",
+        "min_lr_factor": 1.0,
+    },
+    "checkpoint": {
+        "enable": True,
+        "folder": "saves",
+        "interval": 1,
+        "keep_latest_k": 0,
+        "load_step": 0,
+        "initial_load_path": "/elsewhere/step-00000001",
+    },
+    "metrics": {"log_freq": 1, "enable_tensorboard": False, "save_tb_folder": "board"},
+    "comm": {"init_timeout_seconds": 1, "train_timeout_seconds": 2},
+}
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *options: str) -> str:
+    with pytest.raises(UserError) as caught:
+        read_config(path, list(options))
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------------- files and bases
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path):
+    assert read_config(write(tmp_path, ""), []) == Config()
+
+
+def test_a_file_sets_what_it_names_and_nothing_else(tmp_path):
+    config = read_config(write(tmp_path, "[training]\nsteps = 7\n[optimizer]\nlr = 1\n"), [])
+    assert (config.training.steps, config.optimizer.lr) == (7, 1.0)
+    assert isinstance(config.optimizer.lr, float)
+    assert config.training.seq_len == Config().training.seq_len
+
+
+def test_a_chain_of_bases_holds_what_the_nearer_file_says(tmp_path):
+    (tmp_path / "shared").mkdir()
+    write(tmp_path / "shared", "[training]\nsteps = 1\nseq_len = 1\nseed = 1\n", "far.toml")
+    write(tmp_path / "shared", 'base = "far.toml"\n[training]\nsteps = 2\nseq_len = 2\n', "near.toml")
+    path = write(tmp_path, 'base = "shared/near.toml"\n[training]\nsteps = 3\n')
+    training = read_config(path, []).training
+    assert (training.steps, training.seq_len, training.seed) == (3, 2, 1)
+
+
+def test_a_base_is_looked_up_beside_its_file_and_not_in_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "recipes", "[training]\nsteps = 5\n", "common.toml")
+    write(tmp_path / "elsewhere", "[training]\nsteps = 6\n", "common.toml")
+    write(tmp_path / "recipes", 'base = "common.toml"\n')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert read_config("../recipes/run.toml", []).training.steps == 5
+
+
+def test_a_circle_of_bases_is_refused_and_drawn(tmp_path):
+    write(tmp_path, 'base = "b.toml"\n', "a.toml")
+    write(tmp_path, 'base = "c.toml"\n', "b.toml")
+    write(tmp_path, 'base = "b.toml"\n', "c.toml")
+    message = refusal(tmp_path / "a.toml")
+    assert " -> ".join(str(tmp_path / f"{name}.toml") for name in "abcb") in message
+    assert message.startswith(f"{tmp_path / 'c.toml'}: base = 'b.toml' closes a circle")
+
+
+def test_a_file_that_is_its_own_base_is_refused(tmp_path):
+    assert "closes a circle" in refusal(write(tmp_path, 'base = "run.toml"\n'))
+
+
+def test_a_missing_base_is_named_with_the_file_that_names_it(tmp_path):
+    write(tmp_path, 'base = "llama.toml"\n', "middle.toml")
+    path = write(tmp_path, 'base = "middle.toml"\n')
+    message = refusal(path)
+    assert message.startswith(f"{tmp_path / 'llama.toml'}: no such configuration file")
+    assert f"named as base by {tmp_path / 'middle.toml'}" in message
+
+
+def test_a_misspelt_file_name_gets_a_suggestion(tmp_path):
+    write(tmp_path, "", "llama_debug.toml")
+    assert f"did you mean {tmp_path / 'llama_debug.toml'}?" in refusal(tmp_path / "llama_debag.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps = \n", "not valid TOML"),
+        ("[training]\nsteps = 1\nsteps = 2\n", "not valid TOML"),
+        ("base = 3\n", "base = 3: must be the name of a TOML file"),
+        ("training = 3\n", "training = 3: must be a table"),
+        ("[[training]]\nsteps = 3\n", "must be a table"),
+        ("[training.steps]\nx = 1\n", 'training.steps = {"x": 1} (run.toml): must be a valid integer'),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_refused(tmp_path, text, expected):
+    assert expected in refusal(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
+    assert refusal(tmp_path).startswith(f"{tmp_path}: cannot be read")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert refusal(binary).startswith(f"{binary}: cannot be read")
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_all_faults_are_told_at_once_each_with_its_origin(tmp_path):
+    write(tmp_path, '[training]\nsteps = 0\nseq_len = "long"\n', "base.toml")
+    path = write(tmp_path, 'base = "base.toml"\n[training]\nstep = 1\nseed = true\n[trainer]\nx = 1\n[optimizer]\nlr = 0\n')
+    lines = refusal(path, "--optimizer.beta1", "1", "--training.gc_frequency", "3").splitlines()
+    assert lines[0] == f"{path}: 8 faults"
+    assert sorted(lines[1:]) == sorted(
+        [
+            "  --training.gc_frequency: no such option; did you mean --training.gc_freq?",
+            "  [trainer]: no such section; did you mean training?",
+            "  optimizer.beta1 = 1.0 (option): must be less than 1",
+            "  optimizer.lr = 0 (run.toml): must be greater than 0",
+            '  training.seq_len = "long" (base.toml): must be a valid integer',
+            "  training.seed = true (run.toml): must be a valid integer",
+            "  training.step = 1 (run.toml): no such key; did you mean training.steps?",
+            "  training.steps = 0 (base.toml): must be greater than or equal to 1",
+        ]
+    )
+
+
+def test_a_fault_that_an_option_mends_is_none(tmp_path):
+    path = write(tmp_path, "[training]\nsteps = 0\n")
+    assert read_config(path, ["--training.steps", "4"]).training.steps == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[optimizer]\nlearning_rate = 1\n", "no such key; there are: name, lr, beta1"),
+        ("[training]\nlr = 1\n", "training.lr = 1 (run.toml): no such key; did you mean optimizer.lr?"),
+        ("[job]\nfolder = 1\n", "did you mean checkpoint.folder?"),
+        ("[training]\nname = 1\n", "did you mean model.name or optimizer.name?"),
+        ("[optimiser]\nlr = 1\n", "[optimiser]: no such section; did you mean optimizer?"),
+        ("[zzz]\nlr = 1\n", "[zzz]: no such section; there are: job, model, training"),
+        ("steps = 5\n", "steps = 5: stands in no section; did you mean training.steps?"),
+        ('"training.step" = 5\n', "training.step = 5: stands in no section; did you mean training?"),
+        ('["training.steps"]\nx = 1\n', "[training.steps]: no such section; did you mean training?"),
+        ('[model]\n"a.b" = 1\n', "model.a.b = 1 (run.toml): no such key; there are: name, flavor"),
+    ],
+)
+def test_what_the_schema_does_not_know_gets_a_suggestion(tmp_path, text, expected):
+    message = refusal(write(tmp_path, text))
+    assert expected in message
+    assert "1 fault\n" in message
+
+
+def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
+    tables: dict[str, list[str]] = {}
+    for word in INSTEAD:
+        section, _, name = word.partition(".")
+        tables.setdefault(section, []).append(name or "enable")
+    text = "".join(f"[{section}]\n" + "".join(f"{name} = 1\n" for name in names) for section, names in tables.items())
+    words = [word for section, names in tables.items() for name in names for word in (f"--{section}.{name}", "1")]
+    in_file = refusal(write(tmp_path, text)).splitlines()[1:]
+    in_options = refusal(write(tmp_path, ""), *words).splitlines()[1:]
+    assert len(in_file) == len(in_options) == len(INSTEAD)
+    for word, instead in INSTEAD.items():
+        written = f"{word} = 1 (run.toml)" if "." in word else f"[{word}]"
+        assert f"  {written}: not a key of titanlite: {instead}" in in_file
+        option = word if "." in word else f"{word}.enable"
+        assert f"  --{option}: not an option of titanlite: {instead}" in in_options
+
+
+def test_no_key_that_is_refused_as_torchtitans_is_a_key_of_the_schema():
+    assert not set(INSTEAD) & (set(FIELDS) | set(Config.model_fields))
+    assert {word.partition(".")[0] for word in INSTEAD if "." in word} <= set(Config.model_fields)
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "value"),
+    [
+        ("training.steps", "12", 12),
+        ("training.global_batch_size", "-1", -1),
+        ("checkpoint.load_step", "-1", -1),
+        ("optimizer.lr", "3e-4", 3e-4),
+        ("optimizer.lr", "1", 1.0),
+        ("training.max_norm", "inf", math.inf),
+        ("training.deterministic", "true", True),
+        ("training.deterministic", "false", False),
+        ("metrics.enable_tensorboard", "False", False),
+        ("job.description", "two words", "two words"),
+        ("job.description", "", ""),
+        ("job.description", "none", "none"),
+        ("job.description", "5", "5"),
+        ("model.hf_assets_path", "/a b/'c'", "/a b/'c'"),
+        ("optimizer.name", "Adam", "Adam"),
+        ("lr_scheduler.decay_ratio", "0.5", 0.5),
+        ("lr_scheduler.decay_ratio", "none", None),
+        ("lr_scheduler.total_steps", "None", None),
+        ("lr_scheduler.total_steps", "50", 50),
+        ("parallelism.fsdp_reshard_after_forward", "never", "never"),
+        ("parallelism.fsdp_reshard_after_forward", "4", 4),
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
+def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, value, joined):
+    words = [f"--{option}={text}"] if joined else [f"--{option}", text]
+    section, name = option.split(".")
+    found = getattr(getattr(read_config(write(tmp_path, ""), words), section), name)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--training.steps", "-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
+        (["--training.steps=-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
+        (["--training.steps", "5.5"], "training.steps = 5.5 (option): must be a valid integer"),
+        (["--training.steps", "many"], 'training.steps = "many" (option): must be a valid integer'),
+        (["--training.steps", "none"], 'training.steps = "none" (option): must be a valid integer'),
+        (["--training.deterministic", "maybe"], 'training.deterministic = "maybe" (option): must be a valid boolean'),
+        (["--optimizer.lr", "-1e-3"], "optimizer.lr = -0.001 (option): must be greater than 0"),
+        (["--optimizer.lr", "nan"], "optimizer.lr = NaN (option): must be a finite number"),
+        (["--optimizer.name", "SGD"], "optimizer.name = \"SGD\" (option): must be 'AdamW' or 'Adam'"),
+        (["--lr_scheduler.decay_ratio", "2"], "decay_ratio = 2 (option): must be less than or equal to 1"),
+        (["--parallelism.fsdp_reshard_after_forward", "1"], "'never' or greater than or equal to 2"),
+        (["--training.stepz", "5"], "--training.stepz: no such option; did you mean --training.steps?"),
+        (["--steps", "5"], "--steps: no such option; did you mean --training.steps?"),
+        (["--trainer.steps=5"], "--trainer.steps=5: no such option; did you mean --training.steps?"),
+        (["--zzz"], "--zzz: no such option; --help lists them all"),
+        (["stray"], "stray: belongs to no option"),
+        (["--training.steps", "5", "6"], "6: belongs to no option"),
+    ],
+)
+def test_a_wrong_option_is_refused(tmp_path, words, expected):
+    message = refusal(write(tmp_path, ""), *words)
+    assert expected in message
+    assert "1 fault\n" in message
+
+
+def test_options_lie_over_the_file_and_the_last_of_two_holds(tmp_path):
+    path = write(tmp_path, "[training]\nsteps = 1\nseed = 1\n")
+    training = read_config(path, ["--training.steps", "2", "--training.steps", "3"]).training
+    assert (training.steps, training.seed) == (3, 1)
+
+
+def test_an_option_without_a_value_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        read_config(write(tmp_path, ""), ["--training.steps", "--training.seed", "1"])
+    assert ended.value.code == 2
+    assert "--training.steps" in capsys.readouterr().err
+
+
+def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        read_config(write(tmp_path, "[training]\nsteps = 4321\n"), ["--help"])
+    assert ended.value.code == 0
+    # compared without spaces and frames, which depend on the terminal's width
+    shown = "".join(capsys.readouterr().out.replace("│", " ").split())
+    for key, field in FIELDS.items():
+        assert f"--{key}" in shown
+        assert "".join(field.description.split()) in shown, key
+    for meaning in (table.annotation.__doc__ for table in Config.model_fields.values()):
+        assert "".join(meaning.split()) in shown
+    assert shown.count("(now:") == len(FIELDS) + 1  # one in the explanation above
+    assert "(now:4321)" in shown
+
+
+@pytest.mark.parametrize("key", FIELDS)
+def test_every_key_has_a_meaning(key):
+    assert len(FIELDS[key].description or "") > 10
+
+
+# ---------------------------------------------------------------------------------------------------------- round trip
+
+
+def test_the_other_values_are_of_all_keys_and_none_is_its_default():
+    assert {f"{section}.{name}" for section, table in OTHERS.items() for name in table} == set(FIELDS)
+    default = Config().model_dump()
+    assert not [name for section, table in OTHERS.items() for name in table if table[name] == default[section][name]]
+
+
+@pytest.mark.parametrize("config", [Config(), Config.model_validate(OTHERS)], ids=["defaults", "others"])
+def test_the_written_configuration_reads_back_equal(tmp_path, config):
+    again = read_config(write(tmp_path, to_toml(config)), [])
+    assert again == config
+    assert to_toml(again) == to_toml(config)

@@ -1,0 +1,181 @@
+"""The output head: its chunked loss is the plain cross entropy, gradients included, and never holds all logits at once."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.blocks import IGNORE, Head
+
+_BATCH, _SEQ, _DIM, _VOCABULARY, _EPS = 3, 10, 16, 72, 1e-5
+_TOKENS = _BATCH * _SEQ
+
+
+def _head(chunk: int = _TOKENS, seed: int = 0) -> Head:
+    head = Head(_DIM, _VOCABULARY, _EPS, logits_per_chunk=chunk * _VOCABULARY)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        head.norm.weight.normal_(1.0, 0.1)
+        head.output.weight.normal_()
+    return head
+
+
+def _inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Hidden states and labels of which a fifth or so does not count, one of them the first, one the last of a row."""
+    torch.manual_seed(seed)
+    labels = torch.randint(_VOCABULARY, (_BATCH, _SEQ))
+    labels[torch.rand(_BATCH, _SEQ) < 0.2] = IGNORE
+    labels[0, 0] = labels[1, -1] = IGNORE
+    labels[0, 1], labels[0, 2] = 0, _VOCABULARY - 1
+    return torch.randn(_BATCH, _SEQ, _DIM, requires_grad=True), labels
+
+
+def _run(head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradients of hidden, projection and norm."""
+    loss = head(hidden, labels)
+    (loss * scale).backward()
+    return loss.detach(), [hidden.grad, head.output.weight.grad, head.norm.weight.grad]
+
+
+def _reference(head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+    """The same in float64 by the textbook."""
+    hidden = hidden.detach().double().requires_grad_()
+    weight, norm = (p.detach().double().requires_grad_() for p in (head.output.weight, head.norm.weight))
+    normed = hidden * (hidden.square().mean(-1, keepdim=True) + _EPS).rsqrt() * norm
+    logits = (normed @ weight.T).flatten(0, 1)
+    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+    (loss * scale).backward()
+    return loss.detach(), [hidden.grad, weight.grad, norm.grad]
+
+
+def _assert_equal(found: tuple[Tensor, list[Tensor]], wanted: tuple[Tensor, list[Tensor]], tolerance: float) -> None:
+    for mine, theirs in zip([found[0], *found[1]], [wanted[0], *wanted[1]], strict=True):
+        assert (mine.double() - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the name of every operation and the shape of every tensor that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen += [(func.name(), tuple(leaf.shape)) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return result
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 10, 29, 30, 31, 1000])
+@pytest.mark.parametrize("scale", [1.0, 1 / 24])
+def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
+    head, (hidden, labels) = _head(chunk), _inputs()
+    wanted = _reference(head, hidden, labels, scale)
+    found = _run(head, hidden, labels, scale)
+    assert found[0].dtype == torch.float32
+    assert found[0].shape == ()
+    _assert_equal(found, wanted, tolerance=3e-6)
+
+
+def test_a_chunk_of_fewer_logits_than_one_token_has_is_one_token():
+    head, (hidden, labels) = _head(), _inputs()
+    head.logits_per_chunk = 1
+    _assert_equal(_run(head, hidden, labels), _reference(head, hidden, labels), tolerance=3e-6)
+
+
+def test_gradients_accumulate_over_passes():
+    head, (hidden, labels) = _head(7), _inputs()
+    once = [gradient.clone() for gradient in _run(head, hidden, labels)[1]]
+    twice = _run(head, hidden, labels)[1]
+    torch.testing.assert_close(twice, [2 * gradient for gradient in once])
+
+
+@pytest.mark.parametrize("chunk", [4, 30])
+def test_nothing_to_predict_gives_zero_loss_and_zero_gradients(chunk):
+    head, (hidden, labels) = _head(chunk), _inputs()
+    loss, gradients = _run(head, hidden, torch.full_like(labels, IGNORE))
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_large_logits_do_not_overflow():
+    head, (hidden, labels) = _head(7), _inputs()
+    with torch.no_grad():
+        head.output.weight.mul_(1e4)
+    loss, gradients = _run(head, hidden, labels)
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_uniform_logits_lose_the_logarithm_of_the_vocabulary():
+    head, (hidden, labels) = _head(7), _inputs()
+    with torch.no_grad():
+        head.output.weight.zero_()
+    assert head(hidden, labels).item() == pytest.approx((labels != IGNORE).sum().item() * math.log(_VOCABULARY), rel=1e-6)
+
+
+def test_without_gradients_the_loss_is_the_same():
+    head, (hidden, labels) = _head(7), _inputs()
+    with torch.no_grad():
+        loss = head(hidden, labels)
+    assert not loss.requires_grad
+    assert torch.equal(loss, head(hidden, labels).detach())
+
+
+def test_without_gradients_only_the_logits_are_multiplied_out():
+    head, (hidden, labels) = _head(_TOKENS), _inputs()
+    with _Operations() as made, torch.no_grad():
+        head(hidden, labels)
+    assert [name for name, _ in made.seen if name.startswith("aten::mm")] == ["aten::mm"]
+
+
+@pytest.mark.parametrize("frozen", ["output", "norm"])
+def test_a_frozen_part_gets_no_gradient_and_the_others_theirs(frozen):
+    head, (hidden, labels) = _head(7), _inputs()
+    wanted = _reference(head, hidden, labels)[1][0]
+    getattr(head, frozen).weight.requires_grad_(False)
+    _, gradients = _run(head, hidden, labels)
+    assert getattr(head, frozen).weight.grad is None
+    torch.testing.assert_close(gradients[0].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 15])
+def test_logits_exist_one_chunk_at_a_time_forward_and_backward(chunk):
+    head, (hidden, labels) = _head(chunk), _inputs()
+    with _Operations() as made:
+        head(hidden, labels).backward()
+    weight = {(_VOCABULARY, _DIM), (_DIM, _VOCABULARY)}
+    wide = [shape for _, shape in made.seen if _VOCABULARY in shape and shape not in weight]
+    assert max(math.prod(shape) for shape in wide) == chunk * _VOCABULARY
+    assert max(math.prod(shape) for _, shape in made.seen) < _TOKENS * _VOCABULARY
+
+
+def test_the_probe_sees_all_logits_of_one_large_chunk():
+    head, (hidden, labels) = _head(_TOKENS), _inputs()
+    with _Operations() as made:
+        head(hidden, labels).backward()
+    assert max(math.prod(shape) for _, shape in made.seen) == _TOKENS * _VOCABULARY
+
+
+def test_without_labels_the_logits_are_the_projection():
+    head, (hidden, _) = _head(7), _inputs()
+    logits = head(hidden)
+    assert logits.shape == (_BATCH, _SEQ, _VOCABULARY)
+    wide = hidden.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt() * head.norm.weight.double()
+    torch.testing.assert_close(logits.double(), normed @ head.output.weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [7, 30])
+def test_bfloat16_stays_near_float32(chunk):
+    head, (hidden, labels) = _head(chunk), _inputs()
+    wanted = _reference(head, hidden, labels)
+    half = hidden.detach().bfloat16().requires_grad_()
+    loss, gradients = _run(head.bfloat16(), half, labels)
+    assert loss.dtype == torch.float32
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
+    _assert_equal((loss, gradients), wanted, tolerance=0.02)

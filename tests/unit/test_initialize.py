@@ -1,0 +1,281 @@
+"""Initial weights: the right distribution, a function of seed, name and position alone, and nothing left unset."""
+
+import hashlib
+import math
+import types
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from models import llama3
+from models.blocks import Constant, Normal
+from titanlite.errors import UserError
+from titanlite.initialize import _box_index, _hash, _normal, _normal_table, fill, initialize, materialize, named_tensors
+from titanlite.zoo import Family
+
+_CPU = torch.device("cpu")
+_NORMAL = NormalDist()
+_CONFIG = llama3.Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=96)
+
+
+def _filled(*shape: int, name: str = "layers.0.ffn.w1.weight", std: float = 1.0, cutoff: float = 3.0, seed: int = 0):
+    tensor = torch.full(shape, math.nan)
+    fill(tensor, name, Normal(std, cutoff), seed)
+    return tensor
+
+
+# -------------------------------------------------------------------------------------------------------- distribution
+
+
+@pytest.mark.parametrize("cutoff", [1.0, 2.0, 3.0, 5.0])
+def test_mean_and_deviation_are_those_of_the_truncated_normal(cutoff):
+    count, std = 2**20, 0.02
+    values = _filled(1024, 1024, std=std, cutoff=cutoff).double().numpy() / std
+    mass = _NORMAL.cdf(cutoff) - _NORMAL.cdf(-cutoff)
+    variance = 1 - 2 * cutoff * _NORMAL.pdf(cutoff) / mass
+    fourth = 3 - 2 * (cutoff**3 + 3 * cutoff) * _NORMAL.pdf(cutoff) / mass
+    assert abs(values.mean()) < 4 * (variance / count) ** 0.5
+    assert abs(values.var() - variance) < 4 * ((fourth - variance**2) / count) ** 0.5
+    assert np.abs(values).max() <= cutoff * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("cutoff", [1.0, 3.0])
+def test_kolmogorov_smirnov_distance_to_the_truncated_normal(cutoff):
+    values = np.sort(_filled(512, 512, cutoff=cutoff).double().numpy().ravel())
+    count, low, mass = len(values), _NORMAL.cdf(-cutoff), _NORMAL.cdf(cutoff) - _NORMAL.cdf(-cutoff)
+    wanted = (np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in values]) - low) / mass
+    steps = np.arange(count + 1) / count
+    distance = max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max())
+    assert distance < 1.95 / count**0.5  # exceeded by one honest sample in a thousand
+
+
+def test_tails_are_filled():
+    values = _filled(2**20).numpy()
+    for bound in (2.0, 2.5, 2.9):
+        wanted = 2**20 * (_NORMAL.cdf(3.0) - _NORMAL.cdf(bound)) / (2 * _NORMAL.cdf(3.0) - 1)
+        for found in ((values > bound).sum(), (values < -bound).sum()):
+            assert abs(found - wanted) < 4 * wanted**0.5
+
+
+def test_values_are_as_distinct_as_float32_allows():
+    """Two draws are equal by chance with the density squared x the spacing of float32 numbers, integrated."""
+    count = 2**20
+    values = _filled(count).numpy()
+    at = np.linspace(-3, 3, 600_001)
+    density = np.exp(-(at**2) / 2) / math.sqrt(2 * math.pi) / (2 * _NORMAL.cdf(3.0) - 1)
+    spacing = np.spacing(np.abs(at).astype(np.float32)).astype(np.float64)
+    expected_pairs = count**2 / 2 * (density**2 * spacing).sum() * (at[1] - at[0])
+    repeated = count - len(np.unique(values))
+    assert repeated == pytest.approx(expected_pairs, rel=0.05)
+    assert repeated < 0.01 * count
+
+
+def test_deviation_scales_the_same_values():
+    assert torch.equal(_filled(64, 64, std=0.02), _filled(64, 64) * 0.02)
+
+
+def test_neighbours_rows_columns_and_parameters_are_uncorrelated():
+    side = 512
+    values = _filled(side, side).double().numpy()
+    other_name = _filled(side, side, name="layers.1.ffn.w1.weight").double().numpy()
+    other_seed = _filled(side, side, seed=1).double().numpy()
+    pairs = [
+        (values.ravel()[:-1], values.ravel()[1:]),
+        (values[:-1], values[1:]),
+        (values, values.T * (1 - np.eye(side))),
+        (values, other_name),
+        (values, other_seed),
+        (np.abs(values).ravel()[:-1], np.abs(values).ravel()[1:]),
+    ]
+    for a, b in pairs:
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / side
+
+    between_rows = np.corrcoef(values)[np.triu_indices(side, 1)]
+    assert abs(between_rows.std() * side**0.5 - 1) < 0.02
+    assert np.abs(between_rows).max() < 6 / side**0.5
+
+
+# ----------------------------------------------------------------------------------------------- a function of its inputs
+
+
+def _splitmix64(index: int, key: int) -> int:
+    """The reference generator's output number `index` from state `key`, in unbounded integers."""
+    mask = 2**64 - 1
+    z = (key + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def _key(name: str, seed: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF])
+def test_hash_is_splitmix64(key):
+    positions = [0, 1, 2, 3, 1000, 2**31, 2**32 + 1, 2**40 + 7, 2**62 + 1]
+    found = _hash(torch.tensor(positions), key)
+    assert [value % 2**64 for value in found.tolist()] == [_splitmix64(position, key) for position in positions]
+
+
+def test_splitmix64_reference_agrees_with_the_published_sequence():
+    assert [_splitmix64(index, 1234567) for index in (1, 2, 3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+
+
+def test_values_follow_from_the_hash_and_the_table():
+    steps, heights = _normal_table(3.0)
+    values = _filled(5, 7, seed=9).flatten()
+    for position, value in enumerate(values.tolist()):
+        bits = _splitmix64(position, _key("layers.0.ffn.w1.weight", 9))
+        step, fraction = (bits >> 24) % 2**14, np.float32((bits % 2**24) / 2**24)
+        assert value == np.float32(fraction * np.float32(heights[step])) + np.float32(steps[step])
+
+
+def test_table_is_the_inverse_of_the_truncated_distribution():
+    steps, heights = _normal_table(3.0)
+    low, mass = _NORMAL.cdf(-3.0), _NORMAL.cdf(3.0) - _NORMAL.cdf(-3.0)
+    for position in (1, 100, 8192, 16383):
+        assert steps[position].item() == pytest.approx(_NORMAL.inv_cdf(low + mass * position / 2**14), abs=2**-20)
+    assert steps[0] == -3.0
+    assert steps[-1] + heights[-1] == 3.0
+    assert (heights > 0).all()
+    assert torch.equal(steps[1:], -steps[1:].flip(0))
+
+
+def test_values_are_pinned():
+    """Whoever changes these changes the initial weights of every run."""
+    values = _filled(4, name="layers.0.attention.wq.weight", std=0.02)
+    assert [value.hex() for value in values.tolist()] == [
+        "-0x1.85868c0000000p-6",
+        "-0x1.5abd6e0000000p-6",
+        "0x1.8c404c0000000p-5",
+        "0x1.ed03ba0000000p-7",
+    ]
+
+
+def test_values_depend_on_seed_and_name_and_nothing_else():
+    first = _filled(8, 8)
+    torch.manual_seed(1)
+    assert torch.equal(first, _filled(8, 8))
+    assert torch.equal(first.flatten(), _filled(64))
+    assert (first == _filled(8, 8, seed=1)).sum() == 0
+    assert (first == _filled(8, 8, name="layers.0.ffn.w3.weight")).sum() == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
+def test_values_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, chunk):
+    whole = _filled(10, 4, 6)
+    monkeypatch.setattr("titanlite.initialize._CHUNK", chunk)
+    assert torch.equal(_filled(10, 4, 6), whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "box"),
+    [
+        ((10,), (3,), (4,)),
+        ((12, 8), (6, 0), (6, 8)),
+        ((12, 8), (0, 2), (12, 4)),
+        ((13, 9), (7, 4), (5, 3)),
+        ((4, 6, 5), (1, 2, 3), (3, 2, 2)),
+        ((12, 8), (12, 0), (0, 8)),
+    ],
+)
+def test_a_shard_on_its_own_equals_that_part_of_the_whole(shape, offset, box):
+    base, inner = _box_index(shape, offset, box, _CPU)
+    shard = _normal(base[:, None] + inner, _key("layers.0.ffn.w1.weight", 0), *_normal_table(3.0)).reshape(box)
+    part = tuple(slice(first, first + size) for first, size in zip(offset, box, strict=True))
+    assert torch.equal(shard, _filled(*shape)[part])
+
+
+# ------------------------------------------------------------------------------------------------------ a whole model
+
+
+class _Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+_TOY_TABLE = {
+    "linear.weight": Normal(0.5),
+    "linear.bias": Constant(0.0),
+    "count": Constant(3),
+    "s*": Constant(0.25),
+}
+
+
+def _toy(table: dict) -> tuple[nn.Module, Family]:
+    with torch.device("meta"):
+        return _Toy(), Family(types.SimpleNamespace(initial=lambda config: table), None)
+
+
+def _llama(**changes) -> tuple[nn.Module, Family]:
+    family = Family(llama3, llama3.Config(**{**vars(_CONFIG), **changes}))
+    return family.on_meta(), family
+
+
+def test_table_covers_integer_and_other_buffers():
+    model, family = _toy(_TOY_TABLE)
+    initialize(model, family, 0, _CPU)
+    assert model.count == 3
+    assert model.count.dtype == torch.int64
+    assert model.scale.tolist() == model.scratch.tolist() == [0.25, 0.25]
+    assert model.linear.bias.tolist() == [0.0, 0.0, 0.0]
+    assert torch.equal(model.linear.weight, _filled(3, 4, name="linear.weight", std=0.5))
+
+
+@pytest.mark.parametrize("name", ["linear.bias", "count", "linear.weight"])
+def test_a_tensor_that_the_table_does_not_cover_is_named(name):
+    model, family = _toy({pattern: value for pattern, value in _TOY_TABLE.items() if pattern != name})
+    with pytest.raises(UserError, match=f"no pattern matches {name}"):
+        initialize(model, family, 0, _CPU)
+
+
+def test_patterns_that_match_nothing_and_uncovered_tensors_are_named_together():
+    table = {"linear.wieght" if pattern == "linear.weight" else pattern: value for pattern, value in _TOY_TABLE.items()}
+    model, family = _toy(table)
+    with pytest.raises(UserError) as error:
+        initialize(model, family, 0, _CPU)
+    assert "no pattern matches linear.weight" in str(error.value)
+    assert "'linear.wieght' matches nothing" in str(error.value)
+
+
+def test_materialized_is_all_nan_and_initialized_has_none():
+    model, family = _llama()
+    materialize(model, _CPU)
+    assert all(tensor.isnan().all() for _, tensor in named_tensors(model))
+    initialize(model, family, 0, _CPU)
+    assert not any(tensor.isnan().any() for _, tensor in named_tensors(model))
+
+
+def test_a_tensor_that_stays_nan_is_found_out():
+    model, family = _toy({**_TOY_TABLE, "linear.bias": Constant(math.nan)})
+    with pytest.raises(AssertionError, match=r"linear\.bias"):
+        initialize(model, family, 0, _CPU)
+
+
+def test_llama_gets_its_table():
+    model, family = _llama()
+    initialize(model, family, 5, _CPU)
+    parameters = dict(model.named_parameters())
+    for name in ("head.norm.weight", "layers.1.attention_norm.weight", "layers.0.ffn_norm.weight"):
+        assert (parameters[name] == 1).all()
+    for name, std in (("embed.weight", 1.0), ("layers.0.attention.wo.weight", 0.01), ("layers.1.ffn.w2.weight", 0.01)):
+        assert torch.equal(parameters[name], _filled(*parameters[name].shape, name=name, std=std, seed=5))
+
+
+def test_tied_parameters_stay_one_and_are_initialised_under_the_first_name():
+    model, family = _llama(tied_embeddings=True)
+    initialize(model, family, 0, _CPU)
+    assert model.head.output.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, _filled(96, 32, name="embed.weight", std=0.02))

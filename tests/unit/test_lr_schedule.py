@@ -1,0 +1,100 @@
+"""The learning rate's formula: warm-up, stable, decay."""
+
+import itertools
+import math
+
+import pytest
+
+from titanlite.config import Config, LRScheduler, Optimizer, Training
+from titanlite.lr_schedule import Schedule, build_schedule
+
+_SHAPES = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - progress**0.5,
+    "cosine": lambda progress: math.cos(math.pi * progress / 2) ** 2,
+}
+
+
+def _schedule(steps: int, lr: float = 1.0, **keys) -> Schedule:
+    config = Config(training=Training(steps=steps), optimizer=Optimizer(lr=lr), lr_scheduler=LRScheduler(**keys))
+    return build_schedule(config)
+
+
+# Warm-up 4 steps, stable 2, decay 4; at progress 0, 1/4, 1/2, 3/4 of the decay, then the end.
+@pytest.mark.parametrize(
+    ("decay_type", "decay"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("sqrt", [1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+        ("cosine", [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+    ],
+)
+def test_each_decay_type_follows_its_table(decay_type, decay):
+    schedule = _schedule(10, warmup_steps=4, decay_ratio=0.4, decay_type=decay_type)
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, *decay, 0.0, 0.0]
+    assert [schedule.at(step) for step in range(1, 13)] == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("decay_type", _SHAPES)
+@pytest.mark.parametrize("warmup_steps", [0, 1, 7, 60])
+@pytest.mark.parametrize("decay_ratio", [None, 0.0, 0.1, 0.333, 0.4])
+@pytest.mark.parametrize("min_lr_factor", [0.0, 0.1, 1.0])
+def test_every_step_equals_an_independent_formula(decay_type, warmup_steps, decay_ratio, min_lr_factor):
+    total, lr = 100, 3e-4
+    schedule = _schedule(
+        total, lr, warmup_steps=warmup_steps, decay_ratio=decay_ratio, decay_type=decay_type, min_lr_factor=min_lr_factor
+    )
+    decay_steps = total - warmup_steps if decay_ratio is None else round(total * decay_ratio)
+    for step in range(1, 131):
+        done = step - 1 - (total - decay_steps)
+        if step <= warmup_steps:
+            factor = step / warmup_steps
+        elif done < 0 or decay_steps == 0:
+            factor = 1.0
+        else:
+            factor = min_lr_factor + (1 - min_lr_factor) * _SHAPES[decay_type](min(1.0, done / decay_steps))
+        assert schedule.at(step) == pytest.approx(lr * factor, rel=1e-12, abs=1e-18), step
+
+
+@pytest.mark.parametrize("decay_type", _SHAPES)
+@pytest.mark.parametrize("min_lr_factor", [0.0, 1e-9, 0.1])
+def test_rate_is_positive_while_training_and_never_below_the_minimum_once_warm(decay_type, min_lr_factor):
+    schedule = _schedule(1000, warmup_steps=10, decay_ratio=0.9, decay_type=decay_type, min_lr_factor=min_lr_factor)
+    rates = [schedule.at(step) for step in range(1, 1201)]
+    assert min(rates[:1000]) > 0
+    assert min(rates[10:]) >= min_lr_factor
+    assert max(rates) == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
+
+
+def test_boundaries():
+    schedule = _schedule(100, lr=0.5, warmup_steps=10, decay_ratio=0.2, min_lr_factor=0.1)
+    assert schedule == Schedule(0.5, 10, 80, 100, "linear", 0.1)
+    assert schedule.at(1) == 0.05
+    assert schedule.at(10) == schedule.at(11) == schedule.at(80) == schedule.at(81) == 0.5
+    assert schedule.at(82) < 0.5
+    assert schedule.at(100) == pytest.approx(0.5 * (0.1 + 0.9 / 20))
+    assert schedule.at(101) == schedule.at(10**9) == pytest.approx(0.05)
+
+
+def test_no_warm_up_begins_at_the_full_rate():
+    assert _schedule(10, warmup_steps=0, decay_ratio=0.5).at(1) == 1.0
+
+
+def test_without_a_decay_ratio_the_decay_follows_the_warm_up():
+    schedule = _schedule(100, warmup_steps=10)
+    assert schedule.decay_start == 10
+    assert schedule.at(11) == 1.0
+    assert schedule.at(12) == pytest.approx(89 / 90)
+
+
+def test_a_schedule_that_does_not_decay_keeps_the_full_rate_for_good():
+    schedule = _schedule(200, warmup_steps=10, total_steps=100, decay_ratio=0.0, min_lr_factor=0.1)
+    assert [schedule.at(step) for step in (10, 100, 101, 200)] == [1.0] * 4
+
+
+def test_total_steps_decides_the_length_whatever_training_steps_is():
+    keys = {"warmup_steps": 5, "decay_ratio": 0.5, "decay_type": "cosine"}
+    planned, stopped_early = _schedule(100, **keys), _schedule(30, total_steps=100, **keys)
+    assert planned == stopped_early
+    assert [planned.at(step) for step in range(1, 101)] == [stopped_early.at(step) for step in range(1, 101)]

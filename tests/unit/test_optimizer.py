@@ -1,0 +1,216 @@
+"""The optimizer: who is decayed, the step itself, its state for checkpoints, and the clipping of gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models import llama3
+from titanlite.config import Optimizer as Keys
+from titanlite.errors import UserError
+from titanlite.optimizer import build_optimizer, clip_gradients, create_state, named_state, set_lr
+
+_CONFIG = llama3.Config(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
+_IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
+
+
+@pytest.fixture(scope="module")
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _model(seed: int = 0) -> nn.Module:
+    model = llama3.Model(_CONFIG)
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model
+
+
+def _set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = scale * torch.randn_like(p)
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _decayed(model: nn.Module, keys: Keys) -> set[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = build_optimizer(model, keys).param_groups
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    assert {group["weight_decay"] for group in groups} <= {0.0, keys.weight_decay}
+    return {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
+
+
+# ---------------------------------------------------------------------------------------------------------- weight decay
+
+
+def test_matrices_and_embeddings_decay_by_default_and_norms_do_not():
+    model = _model()
+    assert _decayed(model, Keys()) == {name for name, _ in model.named_parameters() if "norm" not in name}
+
+
+def test_decay_parameters_is_searched_in_the_names():
+    attention = {f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
+    assert _decayed(_model(), Keys(decay_parameters=r"attention\.w")) == attention
+    norms = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "head.norm.weight"}
+    assert _decayed(_model(), Keys(decay_parameters="norm")) == norms
+    assert _decayed(_model(), Keys(decay_parameters="")) == _decayed(_model(), Keys())
+
+
+def test_decay_parameters_that_match_nothing_are_refused():
+    with pytest.raises(UserError, match=r"optimizer.decay_parameters = 'mlp'"):
+        build_optimizer(_model(), Keys(decay_parameters="mlp"))
+
+
+def test_a_model_in_which_everything_or_nothing_decays_is_trained():
+    for model, count in ((nn.Linear(2, 2, bias=False), 1), (nn.LayerNorm(2), 0)):
+        assert len(_decayed(model, Keys())) == count
+
+
+# -------------------------------------------------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_steps_equal_those_of_the_plain_loop(name, implementation):
+    keys = Keys(name=name, implementation=implementation, lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
+    ours, theirs = _model(), _model()
+    optimizer = build_optimizer(ours, keys)
+    matrices = [p for p in theirs.parameters() if p.ndim >= 2]
+    vectors = [p for p in theirs.parameters() if p.ndim < 2]
+    reference = getattr(torch.optim, name)(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False,
+    )  # fmt: skip
+    for step in range(5):
+        for model, each in ((ours, optimizer), (theirs, reference)):
+            _set_gradients(model, step)
+            set_lr(each, 1e-2 / (step + 1))
+            each.step()
+        tolerance = 0.0 if implementation == "for-loop" else 1e-6
+        torch.testing.assert_close(_weights(ours), _weights(theirs), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_first_adamw_step_equals_the_formula(implementation):
+    model = _model()
+    optimizer = build_optimizer(model, Keys(implementation=implementation, lr=0.1, weight_decay=0.5, eps=1e-3))
+    _set_gradients(model, 1)
+    expected = []
+    for p in model.parameters():
+        kept = p.double() * (1 - 0.1 * 0.5 if p.ndim >= 2 else 1)
+        expected.append((kept - 0.1 * p.grad.double() / (p.grad.double().abs() + 1e-3)).float().detach())
+    optimizer.step()
+    torch.testing.assert_close(_weights(model), expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- the state
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_creating_the_state_changes_no_weight_and_counts_no_step(name, implementation):
+    model = _model()
+    before = _weights(model)
+    optimizer = build_optimizer(model, Keys(name=name, implementation=implementation, lr=0.25))
+    create_state(optimizer)
+    for old, new in zip(before, _weights(model), strict=True):
+        assert torch.equal(old.view(torch.int32), new.view(torch.int32))
+    assert all(group["lr"] == 0.25 for group in optimizer.param_groups)
+    assert all(p.grad is None for p in model.parameters())
+    state = named_state(optimizer, model)
+    assert all(value == 0 for key, value in state.items() if key.endswith(".step"))
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_created_moments_are_zero(name, implementation):
+    model = _model()
+    optimizer = build_optimizer(model, Keys(name=name, implementation=implementation, weight_decay=0.1))
+    create_state(optimizer)
+    assert all((value == 0).all() for value in named_state(optimizer, model).values())
+
+
+@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
+def test_steps_after_creating_the_state_equal_those_of_a_fresh_optimizer(implementation):
+    fresh, prepared = _model(), _model()
+    keys = Keys(implementation=implementation, lr=1e-2)
+    optimizers = [build_optimizer(fresh, keys), build_optimizer(prepared, keys)]
+    create_state(optimizers[1])
+    for step in range(3):
+        for model, optimizer in zip((fresh, prepared), optimizers, strict=True):
+            _set_gradients(model, step)
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(_weights(fresh), _weights(prepared), strict=True))
+
+
+def test_state_is_named_after_the_parameters():
+    model = _model()
+    optimizer = build_optimizer(model, Keys())
+    create_state(optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    assert set(named_state(optimizer, model)) == {
+        f"{name}.{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert named_state(optimizer, model)["layers.0.ffn.w1.weight.exp_avg"].shape == (24, 16)
+
+
+# ---------------------------------------------------------------------------------------------------------- the gradients
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1000.0])
+def test_clipping_equals_pytorchs(group_of_one, scale, max_norm):
+    ours = _model()
+    _set_gradients(ours, 3, scale)
+    theirs = copy.deepcopy(ours)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        other.grad = mine.grad.clone()
+    norm = clip_gradients(ours.parameters(), max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+def test_an_infinite_bound_measures_and_clips_nothing(group_of_one):
+    model = _model()
+    _set_gradients(model, 3, 100.0)
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = clip_gradients(model.parameters(), math.inf)
+    assert norm.item() == pytest.approx(math.sqrt(sum(g.double().square().sum().item() for g in before)), rel=1e-6)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_parameters_without_gradient_and_zero_gradients_are_no_trouble(group_of_one):
+    model = nn.Linear(3, 3)
+    model.weight.grad = torch.zeros(3, 3)
+    assert clip_gradients(model.parameters(), 1.0) == 0
+    assert (model.weight.grad == 0).all()
+    assert model.bias.grad is None
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(group_of_one, bad):
+    model = _model()
+    _set_gradients(model, 3)
+    next(model.parameters()).grad[0, 0] = bad
+    assert not clip_gradients(model.parameters(), 1.0).isfinite()
+
+
+def test_the_norm_of_a_large_gradient_is_right_to_float32(group_of_one):
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(4096, 1024))
+    parameter.grad = torch.randn(4096, 1024) * 1e-3
+    expected = parameter.grad.double().norm().item()
+    assert clip_gradients([parameter], 1e9).item() == pytest.approx(expected, rel=1e-6)

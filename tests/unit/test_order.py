@@ -1,0 +1,103 @@
+"""The order of samples: every epoch a permutation of its own, any position answered at once."""
+
+import time
+
+import numpy as np
+import pytest
+
+from titanlite.data.order import permute, sample_at
+
+
+def _order(count: int, key: str = "0/0") -> np.ndarray:
+    return permute(np.arange(count), count, key)
+
+
+@pytest.mark.parametrize("counts", [range(1, 301), (1023, 1024, 1025, 4095, 4096, 4097, 16385)])
+def test_every_count_gives_a_bijection(counts):
+    for count in counts:
+        assert np.array_equal(np.sort(_order(count)), np.arange(count)), count
+
+
+def test_order_is_pinned():
+    assert _order(10).tolist() == [3, 2, 9, 1, 7, 0, 5, 8, 4, 6]
+
+
+def test_order_differs_by_epoch_and_seed_and_not_between_calls():
+    first = sample_at(np.arange(1000), 1000, seed=0)
+    assert np.array_equal(first, sample_at(np.arange(1000), 1000, seed=0))
+    for other in (sample_at(np.arange(1000, 2000), 1000, seed=0), sample_at(np.arange(1000), 1000, seed=1)):
+        assert (first == other).mean() < 0.01  # two random permutations agree in one place on average
+
+
+def test_seed_and_epoch_are_not_confused():
+    orders = {sample_at(np.arange(50) + 50 * epoch, 50, seed).tobytes() for seed in range(12) for epoch in range(12)}
+    assert len(orders) == 144
+
+
+def test_every_epoch_holds_every_sample_once():
+    samples = 97
+    order = sample_at(np.arange(5 * samples), samples, seed=3).reshape(5, samples)
+    assert (np.sort(order, axis=1) == np.arange(samples)).all()
+    assert len({row.tobytes() for row in order}) == 5
+
+
+def test_any_slice_equals_that_part_of_the_whole_run():
+    samples = 97
+    whole = sample_at(np.arange(4 * samples), samples, seed=3)
+    for first, count in ((0, 1), (90, 20), (96, 2), (97, 97), (50, 300)):
+        assert np.array_equal(sample_at(np.arange(first, first + count), samples, seed=3), whole[first : first + count])
+
+
+@pytest.mark.parametrize("samples", [7, 1_000_003, 2**41 + 5])
+def test_far_positions_are_answered_at_once(samples):
+    begin = time.perf_counter()
+    together = sample_at(np.arange(2**40, 2**40 + 64), samples, seed=0)
+    seconds = time.perf_counter() - begin
+    one_by_one = [sample_at(np.array([position]), samples, seed=0)[0] for position in range(2**40, 2**40 + 64)]
+    assert together.tolist() == one_by_one
+    assert ((together >= 0) & (together < samples)).all()
+    assert seconds < 1.0
+
+
+@pytest.mark.parametrize("index", [-1, 5, 6])
+def test_index_out_of_range_is_refused(index):
+    with pytest.raises(AssertionError):
+        permute(np.array([0, index]), 5, "0/0")
+
+
+def test_negative_position_and_no_samples_are_refused():
+    with pytest.raises(AssertionError):
+        sample_at(np.array([3, -1]), 5, seed=0)
+    with pytest.raises(AssertionError):
+        sample_at(np.array([0]), 0, seed=0)
+
+
+@pytest.mark.parametrize("count", [10_000, 16_384, 20_000])
+def test_neighbours_are_uncorrelated(count):
+    order = _order(count)
+    bound = 4 / count**0.5  # four deviations of a sample correlation
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < bound
+    assert abs(np.corrcoef(np.arange(count), order)[0, 1]) < bound
+    assert abs(np.corrcoef(order, _order(count, "0/1"))[0, 1]) < bound
+    assert len(np.unique(np.diff(order))) > 0.7 * count  # 0.73 in random orders, 2 with a constant stride
+
+
+@pytest.mark.parametrize("count", [10_000, 16_384, 20_000])
+def test_each_part_of_the_epoch_draws_evenly_from_all_parts_of_the_data(count):
+    buckets = 20
+    seen = np.histogram2d(np.arange(count), _order(count), bins=buckets)[0]
+    expected = count / buckets**2
+    chi_square = ((seen - expected) ** 2 / expected).sum()
+    freedom = (buckets - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_small_counts_reach_every_permutation(count):
+    """Few samples leave a Feistel network few bits: all orders must come up, none far too often."""
+    draws = 2400
+    orders, seen = np.unique([_order(count, f"0/{epoch}") for epoch in range(draws)], axis=0, return_counts=True)
+    every = [1, 1, 2, 6, 24, 120][count]
+    expected = draws / every
+    assert len(orders) == every
+    assert seen.max() < expected + 6 * expected**0.5

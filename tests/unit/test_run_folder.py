@@ -1,0 +1,98 @@
+"""The run directory: one run at a time, a record of every start, files that are whole or unchanged."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from titanlite.config import Config, Job, Training
+from titanlite.config_file import read_config
+from titanlite.errors import UserError
+from titanlite.run_folder import lock_run, other_run, record_start, replace_file
+
+
+def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path):
+    with lock_run(tmp_path / "run"):
+        with pytest.raises(UserError) as error:
+            lock_run(tmp_path / "run")
+        assert "job.dump_folder" in str(error.value)
+        assert f"process {os.getpid()} on " in str(error.value)
+        assert f"process {os.getpid()} on " in other_run(tmp_path / "run")
+    assert other_run(tmp_path / "run") == ""
+    lock_run(tmp_path / "run").close()
+
+
+def test_folders_are_locked_apart(tmp_path):
+    with lock_run(tmp_path / "a"), lock_run(tmp_path / "b"):
+        pass
+
+
+def test_where_nobody_has_trained_there_is_no_other_run(tmp_path):
+    assert other_run(tmp_path) == ""
+    assert other_run(tmp_path / "none") == ""
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from titanlite.run_folder import lock_run
+held = lock_run(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "locked\n"
+            with pytest.raises(UserError, match=f"process {holder.pid} on "):
+                lock_run(tmp_path)
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    assert other_run(tmp_path) == ""
+    with lock_run(tmp_path):
+        assert f"process {os.getpid()} on " in other_run(tmp_path)
+
+
+def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp_path):
+    first = Config(job=Job(description='a "quoted" name'), training=Training(steps=5))
+    second = Config(training=Training(steps=7, seq_len=33))
+    record_start(tmp_path, first, {"resumed_step": 0, "values": {"mesh": "one process"}})
+    assert read_config(tmp_path / "config.toml", []) == first
+    record_start(tmp_path, second, {"resumed_step": 5})
+    assert read_config(tmp_path / "config.toml", []) == second
+
+    starts = json.loads((tmp_path / "provenance.json").read_text())
+    assert [start["resumed_step"] for start in starts] == [0, 5]
+    assert starts[0]["values"] == {"mesh": "one process"}
+    for start in starts:
+        assert start["command"] == sys.argv
+        assert start["versions"]["torch"]
+        assert {"time", "git", "python", "platform", "device"} <= set(start)
+
+
+def test_replaced_file_is_the_new_text(tmp_path):
+    path = tmp_path / "file.json"
+    for text in ("old", "new, größer\n"):
+        replace_file(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert [file.name for file in tmp_path.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize("point", ["fsync", "replace"])
+def test_a_failure_while_replacing_leaves_the_old_file(tmp_path, monkeypatch, point):
+    path = tmp_path / "file.json"
+    replace_file(path, "old")
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(f"titanlite.run_folder.os.{point}", fail)
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
