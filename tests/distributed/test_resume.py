@@ -74,6 +74,17 @@ def test_on_the_same_mesh_weights_moments_and_losses_are_equal_bit_for_bit(pools
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+def test_a_model_that_draws_random_numbers_resumes_bit_for_bit(pools, tmp_path, degrees):
+    own = {"model": {"name": "tests.tiny_dropout"}}
+    run(pools, degrees, tmp_path / "whole", 20, **own)
+    for steps in (7, 20):
+        run(pools, degrees, tmp_path / "parts", steps, **own)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    run(pools, degrees, tmp_path / "without", 20)
+    assert losses(tmp_path / "without") != losses(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("flavor", ["plain", "tied", "uneven"])
 def test_from_one_process_to_two_by_two_and_back_the_losses_agree_within_rounding(pools, tmp_path, flavor):
     run(pools, ONE, tmp_path / "whole", 20, flavor=flavor)

@@ -1,0 +1,79 @@
+"""A process among others: how long it waits for them, and what its random numbers are."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import mesh_of
+from titanlite.config import Comm, Config, Training
+from titanlite.process import finish, rank_and_world, same_everywhere, seed_step, set_timeout, start
+
+HERE = "tests.distributed.test_process"
+
+
+def wait_for_a_late_rank(group: str) -> tuple[float, str]:
+    """(seconds that rank 0 has waited, what it was told); rank 1 comes too late."""
+    mesh = mesh_of({"tp": 2})
+    set_timeout(2)
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return 0.0, ""
+    try:
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("tp") if group == "tp" else None)
+    except RuntimeError as error:
+        return time.monotonic() - begin, str(error)
+    return time.monotonic() - begin, ""
+
+
+@pytest.mark.parametrize("group", ["the default group", "tp"])
+def test_no_group_waits_longer_than_the_timeout_that_was_set(group):
+    pool = Pool(2)
+    try:
+        seconds, message = pool.run(f"{HERE}:wait_for_a_late_rank", group=group)[0]
+    finally:
+        pool.stop()
+    assert "imed out" in message
+    assert 1 < seconds < 6
+
+
+def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_patience(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    config = Config(comm=Comm(init_timeout_seconds=77), training=Training(deterministic=True))
+    try:
+        device = start(config)
+        assert rank_and_world() == (0, 1)
+        assert dist.get_world_size() == 1
+        backend = dist.group.WORLD._get_backend(device)
+        assert backend.options._timeout.total_seconds() == 77
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        finish()
+    assert not dist.is_initialized()
+
+
+def draw(seed: int, step: int, part: int) -> list[float]:
+    seed_step(seed, step, part)
+    return torch.rand(4).tolist()
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_part_alone():
+    first = draw(1, 2, 3)
+    others = [draw(2, 2, 3), draw(1, 3, 3), draw(1, 2, 4)]
+    assert draw(1, 2, 3) == first
+    assert all(other != first for other in others)
+
+
+def is_same(text: str, odd_rank: int) -> bool:
+    return same_everywhere(text if dist.get_rank() != odd_rank else "another")
+
+
+def test_one_rank_with_another_text_is_noticed_by_all(pools: dict[int, Pool], tmp_path: Path):
+    assert pools[4].run(f"{HERE}:is_same", text="data", odd_rank=-1) == [True] * 4
+    assert pools[4].run(f"{HERE}:is_same", text="data", odd_rank=2) == [False] * 4
