@@ -10,7 +10,8 @@
 # From the environment:
 #   NGPU           ranks on this machine; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
 #   NNODES         machines (default 1); start the same command on each
-#   NODE_RANK      this machine's number, from 0; with NNODES > 1 the machine of number 0 hosts the rendezvous
+#   NODE_RANK      this machine's number, from 0; with NNODES > 1 the machine of number 0 hosts the rendezvous. Rank 0 may
+#                  be on any of them: job.dump_folder must be on a disk that all machines share
 #   RDZV_ENDPOINT  host:port of that machine; needed when NNODES > 1
 #   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
 #   MAX_RESTARTS   how often torchrun starts the ranks anew after a failure (default 0)
@@ -18,13 +19,19 @@
 #   OMP_NUM_THREADS  CPU threads a rank; default: this machine's cores shared among its ranks
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+script=${BASH_SOURCE[0]}
+while [[ -L "$script" ]]; do # a link to this script finds what is beside the script
+    link=$(readlink "$script")
+    [[ "$link" == /* ]] && script=$link || script=$(dirname "$script")/$link
+done
+here=$(cd "$(dirname "$script")" && pwd)
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x "$here/.venv/bin/python" ]] && PYTHON="$here/.venv/bin/python"
 fi
 # titanlite and models from here; your own model modules from the folder that you start in
 export PYTHONPATH="$here:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONSAFEPATH=1 # a folder models/ where you stand does not hide the zoo (Python 3.11)
 
 count_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
@@ -67,6 +74,12 @@ if ! [[ "$LOG_RANK" =~ ^[0-9]+(,[0-9]+)*$ ]]; then
     echo "LOG_RANK=$LOG_RANK: must be a rank or a list of them, such as 0 or 0,3" >&2
     exit 2
 fi
+for rank in ${LOG_RANK//,/ }; do
+    if ((rank >= NGPU * NNODES)); then
+        echo "LOG_RANK=$LOG_RANK: there are $((NGPU * NNODES)) ranks, numbered from 0" >&2
+        exit 2
+    fi
+done
 if ((NODE_RANK >= NNODES)); then
     echo "NODE_RANK=$NODE_RANK: there are NNODES=$NNODES machines, numbered from 0" >&2
     exit 2
@@ -83,8 +96,8 @@ for word in "$@"; do # the check has printed the help
     [[ "$word" == "-h" || "$word" == "--help" ]] && exit 0
 done
 
-exec "$PYTHON" -m titanlite.launch \
+exec "$PYTHON" -m titanlite launch \
     --nnodes "$NNODES" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id titanlite \
     --rdzv-conf "is_host=$((NODE_RANK == 0))" \
-    -m titanlite.train "$@"
+    -m titanlite train "$@"

@@ -15,5 +15,7 @@ FLAVORS: dict[str, Config] = {
     "plain": _PLAIN,
     "tied": dataclasses.replace(_PLAIN, tied_embeddings=True),
     "uneven": dataclasses.replace(_PLAIN, vocab_size=515),
+    "deep": dataclasses.replace(_PLAIN, n_layers=4),
+    "large": dataclasses.replace(_PLAIN, vocab_size=4096),  # for the default tokenizer
     "scaled": dataclasses.replace(_PLAIN, rope_scaling=_SCALING),
 }

@@ -1,18 +1,23 @@
 """`titanlite COMMAND ...`: each command is a file of titanlite/tools/, but for `train`, which is the loop itself."""
 
 import importlib
+import os
 import signal
 import sys
 
 COMMANDS = {
     "train": ("titanlite.train", "train in this process (run_train.sh starts several)"),
     "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
+    "launch": ("titanlite.launch", "torchrun, as run_train.sh starts it"),
+    "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
     "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
 }
 
 
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from the first moment: imports take seconds
+    sys.path.append(os.getcwd())  # model modules of the user's own
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
         print("usage: titanlite COMMAND CONFIG.toml [--section.key value ...]\n", file=sys.stderr)

@@ -13,11 +13,11 @@ from titanlite.config_file import report
 from titanlite.data.documents import list_files
 from titanlite.data.tokenizer import DEFAULT_VOCABULARY, load_tokenizer
 from titanlite.errors import UserError
-from titanlite.initialize import named_tensors
+from titanlite.initialize import match_initial
 from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
 from titanlite.parallelize import sharding_faults
-from titanlite.zoo import Family, load_family, match_table
+from titanlite.zoo import Family, load_family, place_of
 
 # Dimensions of a model's Config that every tensor-parallel rank takes an equal share of, where a family has them.
 _SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
@@ -32,6 +32,8 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         *_schedule_faults(config),
         *_data_faults(config),
         *_folder_faults(config),
+        *_device_faults(config),
+        *_recompute_faults(config),
     ]
     if faults:
         raise UserError(report(path, faults))
@@ -81,10 +83,15 @@ def _model_faults(config: Config) -> Iterator[str]:
             f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} "
             f"of {config.model.name} {config.model.flavor}"
         )
-    model = family.on_meta()
-    # the matrices' widths follow from the dimensions: one fault is enough
-    yield from sharding_faults(model, family, 1 if undivided else tensor)
-    yield from match_table(family.module.initial(family.config), [name for name, _ in named_tensors(model)], "initial")[1]
+    try:
+        model = family.on_meta()
+        # the matrices' widths follow from the dimensions: one fault is enough
+        yield from sharding_faults(model, family, 1 if undivided else tensor)
+        yield from match_initial(model, family)[1]
+        family.module.flops(family.config, config.training.seq_len)
+    except Exception as error:  # whatever the user's module raises
+        yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
+        return
     yield from _decay_faults(config, model)
     yield from _vocabulary_faults(config, family)
 
@@ -132,6 +139,19 @@ def _batch_faults(config: Config, world_size: int) -> Iterator[str]:
                 f"training.global_batch_size = {given}: must be a multiple of training.local_batch_size = {local} "
                 f"x {parts} data-parallel ranks = {parts * local}"
             )
+    if degrees and given:
+        yield from _accumulation_faults(config, degrees["dp_replicate"] * degrees["dp_shard"])
+
+
+def _accumulation_faults(config: Config, parts: int) -> Iterator[str]:
+    if (
+        not config.parallelism.reduce_every_microbatch
+        and config.global_batch(parts) == config.training.local_batch_size * parts
+    ):
+        yield (
+            "parallelism.reduce_every_microbatch = false: has no effect without accumulation; raise training.global_batch_size "
+            "or set it to true"
+        )
 
 
 def _schedule_faults(config: Config) -> Iterator[str]:
@@ -153,10 +173,14 @@ def _schedule_faults(config: Config) -> Iterator[str]:
 
 
 def _data_faults(config: Config) -> Iterator[str]:
-    try:
-        list_files(config.training.dataset, config.training.dataset_path)
-    except UserError as error:
-        yield str(error)
+    for section in ("training", *(["validation"] if config.validation.enable else [])):
+        keys = getattr(config, section)
+        try:
+            list_files(keys.dataset, keys.dataset_path, section)
+        except UserError as error:
+            yield str(error)
+    if config.validation.steps == 0:
+        yield "validation.steps = 0: must be -1 (all of the data) or at least 1"
 
 
 def _folder_faults(config: Config) -> Iterator[str]:
@@ -169,9 +193,13 @@ def _folder_faults(config: Config) -> Iterator[str]:
     for key, name in (
         ("checkpoint.folder", config.checkpoint.folder),
         ("metrics.save_tb_folder", config.metrics.save_tb_folder),
+        ("profiling.save_traces_folder", config.profiling.save_traces_folder),
+        ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder),
     ):
-        if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name) == Path() or Path(name).is_absolute() or ".." in Path(name).parts:
             yield f'{key} = "{name}": must be a folder inside job.dump_folder'
+    if Path(config.checkpoint.folder) == Path(config.metrics.save_tb_folder):
+        yield f'checkpoint.folder = "{config.checkpoint.folder}": is metrics.save_tb_folder too; give each a folder of its own'
     keys = config.checkpoint
     if not keys.enable:
         for name in ("load_step", "initial_load_path"):
@@ -184,3 +212,57 @@ def _folder_faults(config: Config) -> Iterator[str]:
     if keys.load_step >= 0 and not step_folder(folder, keys.load_step).is_dir():
         have = ", ".join(str(step) for step in list_steps(folder)) or "none"
         yield f"checkpoint.load_step = {keys.load_step}: not in {folder}, which has: {have}"
+
+
+def _device_faults(config: Config) -> Iterator[str]:
+    if torch.cuda.is_available():
+        return
+    if config.parallelism.cpu_offload:
+        yield "parallelism.cpu_offload = true: has no effect without CUDA: all is in the CPU's memory already; set it to false"
+    if config.profiling.enable_memory_snapshot:
+        yield "profiling.enable_memory_snapshot = true: has no effect without CUDA, whose allocator it records; set it to false"
+    if config.comm.trace_buf_size:
+        yield (
+            f"comm.trace_buf_size = {config.comm.trace_buf_size}: has no effect without CUDA, since only NCCL writes its "
+            "record; set it to 0"
+        )
+
+
+def _recompute_faults(config: Config) -> Iterator[str]:
+    keys, compiled = config.activation_checkpoint, config.compile
+    if keys.mode == "memory_budget" and not (
+        compiled.enable and "model" in compiled.components and compiled.backend != "eager"
+    ):
+        yield (
+            'activation_checkpoint.mode = "memory_budget": the compiler chooses what to keep; it needs compile.enable = true '
+            'with "model" among compile.components, and a compile.backend other than "eager"'
+        )
+    if compiled.enable and compiled.backend not in torch._dynamo.list_backends(exclude_tags=()):
+        backends = ", ".join(torch._dynamo.list_backends())
+        yield f'compile.backend = "{compiled.backend}": no such backend; there are: {backends}'
+    elif compiled.enable and compiled.backend == "inductor" and not torch.cuda.is_available() and not _has_compiler():
+        yield (
+            'compile.backend = "inductor": needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set '
+            "compile.enable = false"
+        )
+    if config.training.mixed_precision_param == "float16" and config.optimizer.implementation != "fused":
+        yield (
+            f'optimizer.implementation = "{config.optimizer.implementation}": training.mixed_precision_param = "float16" needs '
+            '"fused", which skips steps that overflow without waiting for the device'
+        )
+    if config.training.mixed_precision_param == "float16" and config.parallelism.cpu_offload:
+        yield (
+            'parallelism.cpu_offload = true: with training.mixed_precision_param = "float16" gradients and loss scale would be '
+            "on two devices; use bfloat16, or no offload"
+        )
+
+
+def _has_compiler() -> bool:
+    """Whether inductor finds one, by the rules of its own."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imports much, and is seldom needed
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 CountOrDerived = Annotated[int, Field(ge=-1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -26,7 +26,7 @@ class Section(BaseModel):
 class Job(Section):
     """The run and its folder."""
 
-    dump_folder: str = "./outputs"
+    dump_folder: Annotated[str, Field(min_length=1)] = "./outputs"
     """The run directory: resolved configuration, provenance, metrics, TensorBoard logs and checkpoints go there.
     Relative to the folder that the run is started from."""
     description: str = ""
@@ -55,19 +55,20 @@ class Training(Section):
     with a "text" entry on each line, or a folder of either."""
     dataset_path: str = ""
     """A path to read in place of the built-in data that `dataset` names. Refused where `dataset` is a path already."""
-    local_batch_size: Count = 8
+    local_batch_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Sequences in one forward and backward pass of one data-parallel rank."""
     global_batch_size: CountOrDerived = -1
     """Sequences in one optimizer step, over all ranks. More than one pass of every rank means gradient accumulation.
     -1: local_batch_size x data-parallel degree, no accumulation."""
-    seq_len: Count = 2048
+    seq_len: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Tokens in one sequence."""
     steps: Count = 10_000
     """Optimizer steps of the whole run, counted from its very first start."""
     max_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are scaled down to this global L2 norm; inf measures the norm and clips nothing."""
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of parameters and activations in the forward and backward passes; the masters are always float32."""
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of parameters and activations in the forward and backward passes; the masters are always float32. float16,
+    for GPUs without bfloat16, scales the loss so that small gradients survive, and skips steps that overflow."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over ranks."""
     gc_freq: Count = 50
@@ -91,6 +92,39 @@ class Parallelism(Section):
     """What becomes of a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3).
     "default": freed, but for the head, whose backward pass is next. "never": kept for the backward pass (shard-grad-op,
     ZeRO-2). A number N: kept as shards over N ranks, so that the second gather stays inside N; N divides the shard degree."""
+
+    fsdp_prefetch: Count = 1
+    """How many blocks ahead parameters are gathered, in the forward and in the backward pass. 1 is what FSDP2 does by
+    itself; each more holds one more block's parameters and hides slower networks."""
+    reduce_every_microbatch: bool = True
+    """Reduce gradients over ranks after every microbatch. false: only after the last one of a step, which saves traffic
+    under accumulation and keeps the whole model's gradients, in float32, on every rank of a shard group until then."""
+    cpu_offload: bool = False
+    """Keep masters, gradients and optimizer state in the CPU's memory and move a block at a time to the GPU. CUDA only."""
+
+
+class ActivationCheckpoint(Section):
+    """What is computed again in the backward pass instead of being kept from the forward pass."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """"full": of each block only its input is kept. "selective": see selective_ac_option. "memory_budget": the compiler
+    chooses what to keep, see memory_budget; needs compile."""
+    selective_ac_option: Literal["op"] | Count = "op"
+    """With mode "selective". "op": in each block keep the results of attention, of sums over the network and of every
+    second matrix product, and compute the rest again. A number n: every n-th block is treated as in "full"."""
+    memory_budget: Fraction = 0.5
+    """With mode "memory_budget": share of the activations that is kept; 0 keeps inputs only, 1 is the compiler's default."""
+
+
+class Compile(Section):
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile the components, each as one graph; one compilation serves all blocks."""
+    components: Annotated[list[Literal["model", "loss"]], Field(min_length=1)] = ["model", "loss"]
+    """"model": each block. "loss": the head with its loss."""
+    backend: str = "inductor"
+    """torch.compile's backend. On a CPU "inductor" needs a C++ compiler."""
 
 
 class Optimizer(Section):
@@ -118,7 +152,7 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Warm-up, stable, decay: the learning rate as a function of the step."""
 
-    warmup_steps: CountOrNone = 200
+    warmup_steps: NonNegativeInt = 200
     """Steps in which the rate rises linearly from lr / warmup_steps to lr."""
     total_steps: Count | None = None
     """The length of the schedule where it is not training.steps: what a run that is stopped early was planned for."""
@@ -140,10 +174,10 @@ class Checkpoint(Section):
     """Where checkpoints go, inside job.dump_folder."""
     interval: Count = 500
     """A checkpoint every so many steps; one more is written after the last step."""
-    keep_latest_k: CountOrNone = 10
+    keep_latest_k: NonNegativeInt = 10
     """Older checkpoints than the newest k are deleted once a newer one is complete; 0 keeps all."""
     load_step: CountOrDerived = -1
-    """Resume from the checkpoint of this step; -1: from the newest."""
+    """Go back to the checkpoint of this step; later ones are kept under another name, .aside-1. -1: resume from the newest."""
     initial_load_path: str = ""
     """A step folder of another run's checkpoints: a run that has none of its own yet starts at step 0 from those weights."""
 
@@ -159,13 +193,46 @@ class Metrics(Section):
     """Where TensorBoard files go, inside job.dump_folder."""
 
 
+class Profiling(Section):
+    """Traces of time and memory."""
+
+    enable_profiling: bool = False
+    """Write a trace of one step every profile_freq steps, for chrome://tracing or Perfetto."""
+    profile_freq: Annotated[int, Field(ge=3)] = 10
+    """Steps from one trace to the next."""
+    save_traces_folder: str = "profile_traces"
+    """Where traces go, inside job.dump_folder."""
+    enable_memory_snapshot: bool = False
+    """Record every allocation on the GPU, and write a snapshot every profile_freq steps and when memory runs out. CUDA only."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Where memory snapshots go, inside job.dump_folder."""
+
+
+class Validation(Section):
+    """Loss on text that is not trained on."""
+
+    enable: bool = False
+    """Measure the loss, and bits per byte, on the same samples at every round, on any mesh."""
+    dataset: str = "stdlib"
+    """As training.dataset."""
+    dataset_path: str = ""
+    """As training.dataset_path."""
+    freq: Count = 100
+    """A round every so many steps, and one after the last."""
+    steps: CountOrDerived = 10
+    """Batches in a round, each as large as a training step's; the samples are the first ones of the data. -1: all of them."""
+
+
 class Comm(Section):
-    """Patience of the collectives."""
+    """Patience of the collectives, and what is known of them when they hang."""
 
     init_timeout_seconds: Count = 300
     """How long a rank waits for the others until the first step is done (data, compilation and loading fall in it)."""
     train_timeout_seconds: Count = 100
     """How long a rank waits for the others in any later step."""
+    trace_buf_size: NonNegativeInt = 0
+    """On CUDA, how many of the latest collectives NCCL's flight recorder remembers; they are written into the run directory,
+    in comm_traces, when one times out. 0 records nothing."""
 
 
 class Config(Section):
@@ -177,9 +244,13 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
     comm: Comm = Comm()
+    validation: Validation = Validation()
 
     @property
     def schedule_steps(self) -> int:

@@ -10,7 +10,7 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
@@ -77,10 +77,12 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
         circle = " -> ".join(str(file) for file in [*chain, path])
         raise UserError(f"{chain[-1]}: base = {path.name!r} closes a circle: {circle}")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        nearby = sorted(str(file) for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such configuration file{named_by}{_meant(str(path), nearby)}") from None
+        nearby = sorted(file.stem for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.stem, nearby, n=1)
+        hint = f"; did you mean {path.parent / close[0]}.toml?" if close else ""
+        raise UserError(f"{path}: no such configuration file{named_by}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read{named_by}: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -88,7 +90,7 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
     base = values.pop("base", None)
     if base is None:
         merged: dict[str, Any] = {}
-    elif isinstance(base, str):
+    elif isinstance(base, str) and base:
         merged = _load_toml(path.parent / base, [*chain, path], origins)
     else:
         raise UserError(f"{path}: base = {base!r}: must be the name of a TOML file, as a string")
@@ -147,20 +149,23 @@ def _parse_options(options: list[str], file_values: dict[str, Any]) -> tuple[dic
 
 
 def _type_name(annotation: Any) -> str:
+    if get_origin(annotation) is list:
+        return f"{_type_name(get_args(annotation)[0])},..."
     names = {"boolean": "BOOL", "integer": "INT", "number": "FLOAT", "string": "TEXT", "null": "NONE"}
     schema = TypeAdapter(annotation).json_schema()
     parts = []
     for option in schema.get("anyOf", [schema]):
-        parts += option["enum"] if "enum" in option else [names[option["type"]]]
+        parts += option["enum"] if "enum" in option else [option.get("const") or names[option["type"]]]
     return "|".join(parts)
 
 
 def _value_of(section: str, name: str, text: str) -> Any:
     """The text of an option as the key's type; a text that does not fit is left for the validation to report."""
     annotation = Config.model_fields[section].annotation.model_fields[name].annotation
-    optional = type(None) in getattr(annotation, "__args__", ())
-    if optional and text.lower() == "none":
+    if type(None) in get_args(annotation) and text.lower() == "none":
         return None
+    if get_origin(annotation) is list:
+        return text.split(",")
     try:
         return TypeAdapter(annotation).validate_strings(text)
     except ValidationError:

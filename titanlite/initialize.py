@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from models.blocks import Constant, Normal
 from titanlite.errors import UserError
-from titanlite.zoo import Family, match_table, tie
+from titanlite.zoo import Family, every_layer, match_table, tie
 
 _TABLE_BITS = 14  # steps of the tabulated inverse distribution; between them it is interpolated
 _FRACTION_BITS = 24  # as many as a float32 holds
@@ -30,14 +30,31 @@ def initialize(model: nn.Module, family: Family, seed: int, device: torch.device
     Raises UserError naming each parameter or buffer that the family's `initial` table does not cover.
     """
     materialize(model, device)
-    names = [name for name, _ in named_tensors(model)]
-    distributions, faults = match_table(family.module.initial(family.config), names, "initial")
+    distributions, faults = match_initial(model, family)
     if faults:
         raise UserError("\n".join(faults))
     for name, tensor in named_tensors(model):
         fill(tensor, name, distributions[name], seed)
     unset = [name for name, tensor in named_tensors(model) if _local(tensor).isnan().any()]
     assert not unset, f"not initialised: {unset}"
+
+
+def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | Constant], list[str]]:
+    """The distribution of every parameter and buffer by name, and what is wrong with the family's `initial` table.
+
+    A model is built without memory, so whatever a constructor computes into a buffer is lost: a buffer may only be constant.
+    """
+    named = dict(named_tensors(model))
+    distributions, faults = match_table(family.module.initial(family.config), list(named), "initial")
+    for name, tensor in named.items():
+        if not isinstance(tensor, nn.Parameter) and isinstance(distributions.get(name), Normal):
+            faults.append(
+                f"initial: {every_layer(name)} is a buffer, and must be a Constant: what a constructor computes is lost when "
+                "a model is built on the meta device; compute it in forward"
+            )
+        elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
+            faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one, of size 1")
+    return distributions, list(dict.fromkeys(faults))
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

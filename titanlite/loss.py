@@ -21,7 +21,10 @@ def count_labels(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def summed_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Sum of the next-token cross entropies of `tokens` (batch, seq + 1) int64; () float32."""
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    """Sum of the next-token cross entropies of `tokens` (batch, seq + 1) int64; () float32.
+
+    IGNORE in place of a token is no label, and is read as token 0.
+    """
+    inputs, labels = tokens[:, :-1].clamp(min=0), tokens[:, 1:]
     positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
     return model.head(model(inputs, SeqInfo(positions)), labels)

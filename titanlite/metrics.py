@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import resource
 import sys
@@ -123,6 +124,8 @@ class Reporter:
             self.file.flush()
         if self.board is not None:
             for name, value in values.items():
+                if value is None:
+                    continue
                 self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -137,11 +140,19 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < first_step]
+    kept = [line for line in lines if _step_of(line) < first_step]
     if len(kept) < len(lines):
         dropped = len(lines) - len(kept)
         log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
         replace_file(path, "".join(kept))
+
+
+def _step_of(line: str) -> float:
+    """The step of a report; infinite for a line that a killed run has left torn."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
@@ -149,12 +160,15 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         f"loss {values['loss']:.4f}",
-        f"grad norm {values['grad_norm']:.3f}",
+        "overflow, step skipped" if values["grad_norm"] is None else f"grad norm {values['grad_norm']:.3f}",
         f"lr {values['lr']:.2e}",
     ]
     if "tokens_per_second" in values:
         parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"data wait {values['data_wait_fraction']:.1%}")
+    if "validation_loss" in values:
+        bits = values["validation_bits_per_byte"]
+        parts.append(f"validation loss {values['validation_loss']:.4f}, {bits:.4f} bits a byte")
     if "mfu_causal" in values:
         parts.append(f"MFU {values['mfu_causal']:.1%} causal, {values['mfu_palm']:.1%} PaLM")
     parts.append(f"memory {values['peak_memory_gib']:.2f} GiB")

@@ -17,12 +17,13 @@ def build_optimizer(model: nn.Module, keys: Keys) -> torch.optim.Optimizer:
 
     Raises UserError where `optimizer.decay_parameters` finds no parameter.
     """
-    decayed = {name for name, p in model.named_parameters() if is_decayed(name, p, keys)}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = {name for name, p in trained.items() if is_decayed(name, p, keys)}
     if keys.decay_parameters and not decayed:
         raise UserError(f"optimizer.decay_parameters = {keys.decay_parameters!r}: matches no parameter's name")
     groups = [
-        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": keys.weight_decay},
-        {"params": [p for name, p in model.named_parameters() if name not in decayed], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": keys.weight_decay},
+        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
     ]
     return getattr(torch.optim, keys.name)(
         [group for group in groups if group["params"]],
@@ -47,8 +48,10 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, scale: Tensor | None = None) -> Tensor:
     """Scales the gradients down to a global L2 norm of `max_norm` at most; returns the norm before that, () float32.
+
+    scale: what the loss was multiplied by; the gradients are divided by it first, and so is the norm.
 
     Every rank sums the squares of its shards, divided by how many ranks hold the same shard, and one all-reduce over the
     whole mesh gives the norm of the whole model's gradient. Nobody waits for the number.
@@ -60,11 +63,11 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
             by_holders.setdefault(_holders(p.grad), []).append(local)
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_holders.items()]).sum()
     dist.all_reduce(total)
-    norm = total.sqrt()
+    norm = total.sqrt() if scale is None else total.sqrt() / scale
     # inf / norm is inf and clamps to 1; a norm that is not finite makes every gradient NaN, which the loop reports
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for local in by_holders.values():
-        torch._foreach_mul_(local, scale)
+        torch._foreach_mul_(local, factor if scale is None else factor / scale)
     return norm
 
 
@@ -85,7 +88,10 @@ def _holders(tensor: Tensor) -> int:
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the moments of every parameter, zero, as a first step would: what a checkpoint is read into."""
+    """Makes the moments of every trained parameter, zero, as a first step would; one that never gets a gradient has them too.
+
+    So every checkpoint of a run holds the same tensors, and a new process can read them.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -105,5 +111,5 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
     return {
         f"{name}.{key}": value
         for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }

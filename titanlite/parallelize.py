@@ -1,8 +1,8 @@
 """A model on the meta device -> the same model split over a mesh.
 
-The order: tensor parallel, then (when they come) per-operation checkpointing, compile of each block, checkpointing around
-the compiled block, and last FSDP2, which must see the parameters as the layers will use them. The model's `sharding`
-table says which module is split how; this file says what the names mean.
+The order: tensor parallel, per-operation checkpointing, compile of each block, checkpointing around the compiled block, and
+last FSDP2, which must see the parameters as the layers will use them. The model's `sharding` table says which module is
+split how; this file says what the names mean.
 
 Between modules flow plain local tensors: (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...) inside
 attention. Splitting the sequence outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations, set_memory_budget
+from titanlite.compilation import compile_model
 from titanlite.config import Config
 from titanlite.errors import UserError
 from titanlite.mesh import fsdp_mesh
@@ -42,6 +44,8 @@ def _expect_gathered(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
 
 
 def _wrap_features(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    if isinstance(x, DTensor):
+        raise UserError(f"sharding: {name} is 'row' and must read what 'column' modules return, this rank's features")
     return DTensor.from_local(x, tp, [Shard(-1)], run_check=False)
 
 
@@ -82,21 +86,30 @@ _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embed
 
 _STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}  # the modules a style is for
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMesh) -> nn.Module:
-    """Splits a meta-device model in place: tensor parallel where the mesh has it, then always FSDP2.
+    """Splits a meta-device model in place: tensor parallel where the mesh has it, what recomputes and compiles, always FSDP2.
 
     FSDP2 is applied at size 1 too, since it carries the mixed precision. Raises UserError as `sharding_faults` says.
     """
-    styles, faults = _styles(model, family)
-    faults += sharding_faults(model, family, mesh["tp"].size())
-    if faults:
+    if faults := sharding_faults(model, family, mesh["tp"].size()):
         raise UserError("\n".join(faults))
+    styles, _ = _styles(model, family)
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, styles, mesh["tp"])
         tie(model)
+    keys = config.activation_checkpoint
+    if keys.mode == "selective" and keys.selective_ac_option == "op":
+        checkpoint_operations(model, getattr(family.module, "KEEP", ()))
+    if config.compile.enable:
+        set_memory_budget(keys)
+        compile_model(model, config.compile)
+    if keys.mode == "full":
+        checkpoint_blocks(model, every=1)
+    elif keys.mode == "selective" and keys.selective_ac_option != "op":
+        checkpoint_blocks(model, keys.selective_ac_option)
     apply_fsdp(model, config, mesh)
     return model
 
@@ -156,7 +169,8 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     policy = parallelism.fsdp_reshard_after_forward
     of_block = policy if isinstance(policy, int) else policy != "never"
     of_head = False if policy == "default" else of_block
-    options = {"mesh": fsdp_mesh(mesh), "mp_policy": precision}
+    offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
+    options = {"mesh": fsdp_mesh(mesh), "mp_policy": precision, "offload_policy": offload}
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=of_block, **options)
     tied = model.head is not None and model.embed is not None and model.head.output.weight is model.embed.weight
@@ -172,3 +186,12 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    if parallelism.fsdp_prefetch > 1:  # one ahead is FSDP2's own way
+        prefetch(list(model.layers.values()), parallelism.fsdp_prefetch)
+
+
+def prefetch(blocks: list[nn.Module], depth: int) -> None:
+    """Has each block gather the parameters of the `depth` blocks that are used after it, in either direction."""
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])

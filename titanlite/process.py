@@ -1,9 +1,11 @@
 """This process among the others: its rank, device, process group, timeouts, random state, and who logs."""
 
+import ctypes
 import datetime
 import hashlib
 import logging
 import os
+import signal
 import sys
 
 import torch
@@ -33,6 +35,24 @@ def set_up_logging() -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if str(rank) in chosen.split(",") else logging.WARNING)
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def end_with_launcher() -> None:
+    """On Linux, has the kernel end this rank when the launcher dies, even by SIGKILL: no rank trains on without it."""
+    if "RANK" in os.environ and sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+
+
+def is_echo(error: Exception) -> bool:
+    """Whether an error is likely to be what another rank's failure looks like from here: a lost connection or a timeout."""
+    words = ("connection", "gloo", "timed out", "socket")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
 def start(config: Config) -> torch.device:

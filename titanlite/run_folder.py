@@ -36,11 +36,18 @@ def lock_run(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / _LOCK, "a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise UserError(f'job.dump_folder = "{folder}": another run is training in it ({other_run(folder)})') from None
+    for last in (False, True):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if last:
+                file.close()
+                raise UserError(
+                    f'job.dump_folder = "{folder}": another run is training in it ({other_run(folder)}); '
+                    "give this one a folder of its own"
+                ) from None
+            time.sleep(0.5)  # it may only be somebody who looks whether anyone trains here: `other_run`
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -60,17 +67,25 @@ def other_run(folder: Path) -> str:
     return ""
 
 
-def record_start(folder: Path, config: Config, facts: dict[str, Any]) -> None:
-    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
+def record_start(folder: Path, config: Config, model_file: Path, facts: dict[str, Any]) -> None:
+    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`.
+
+    model_file: the module that defines the model, which may be the user's own and in no repository.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.toml", to_toml(config))
     path = folder / "provenance.json"
-    starts = json.loads(path.read_text()) if path.exists() else []
+    try:
+        starts = json.loads(path.read_text()) if path.exists() else []
+    except ValueError:  # not ours to lose: somebody may have edited it
+        path.rename(path.with_suffix(".json.unreadable"))
+        starts = []
     starts.append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": sys.argv,
             "git": _git_state(),
+            "model_source": model_file.read_text(encoding="utf-8"),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),

@@ -5,16 +5,10 @@ Read by `config_file.py` when a key is unknown. A whole section stands here by i
 
 _NO_PIPELINE = "there is no pipeline parallelism yet; use shard and tensor-parallel degrees"
 _NO_CONTEXT = "there is no context parallelism yet; sequences are split by parallelism.tensor_parallel_degree"
-_NO_COMPILE = "torch.compile is not offered yet; remove the key, the mathematics is the same"
-_NO_AC = "activation checkpointing is not offered yet; a smaller training.local_batch_size saves the same memory"
 _SYNC_SAVE = "checkpoints are written synchronously; remove the key"
 
 INSTEAD: dict[str, str] = {
     # sections
-    "compile": _NO_COMPILE,
-    "activation_checkpoint": _NO_AC,
-    "profiling": "there is no profiler section yet; remove it",
-    "validation": "validation during training is not offered yet; remove the section",
     "fault_tolerance": "remove it; a job that is started again resumes from its newest checkpoint",
     "experimental": "custom models go in by model.name, a dotted module name; for pipelines: " + _NO_PIPELINE,
     "float8": "float8 training is not offered; use training.mixed_precision_param",
@@ -23,6 +17,16 @@ INSTEAD: dict[str, str] = {
     "memory_estimation": "use the command `titanlite estimate CONFIG --ranks N`",
     "debug": "training.seed and training.deterministic hold what this section holds",
     # keys
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "a model's KEEP table says what else is kept",
+    "activation_checkpoint.early_stop": "recomputation always stops at the last value that is needed; remove the key",
+    "activation_checkpoint.preserve_rng_state": "the random state is always kept; remove the key",
+    "activation_checkpoint.determinism_check": "PyTorch's check of shapes and types is always on; remove the key",
+    "activation_checkpoint.visualize_memory_budget_pareto": "not offered; remove the key",
+    "activation_checkpoint.debug": "not offered; remove the key",
+    "validation.local_batch_size": "validation uses training.local_batch_size",
+    "validation.seq_len": "validation uses training.seq_len",
+    "profiling.profiler_active": "one step is traced every profiling.profile_freq steps",
+    "profiling.profiler_warmup": "one step is traced every profiling.profile_freq steps",
     "job.config_file": "the configuration file is the first argument of run_train.sh",
     "job.custom_config_module": "custom models go in by model.name, a dotted module name",
     "job.use_for_integration_test": "remove it",
@@ -35,10 +39,10 @@ INSTEAD: dict[str, str] = {
     "training.batch_size": "use training.local_batch_size (per rank) or training.global_batch_size (per step)",
     "training.gradient_accumulation_steps": "use training.global_batch_size",
     "training.warmup_steps": "use lr_scheduler.warmup_steps",
-    "training.compile": _NO_COMPILE,
+    "training.compile": "use compile.enable",
+    "training.enable_cpu_offload": "use parallelism.cpu_offload",
     "training.dtype": "masters are float32; use training.mixed_precision_param for the precision of the computation",
     "training.gc_debug": "remove it",
-    "training.enable_cpu_offload": "CPU offload is not offered yet; use a larger data_parallel_shard_degree",
     "training.dataloader": "the order of the data follows from training.seed alone; remove it",
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
     "training.data_parallel_replicate_degree": "use parallelism.data_parallel_replicate_degree",
@@ -82,6 +86,5 @@ INSTEAD: dict[str, str] = {
     "metrics.rank_0_only": "metrics are global, written by rank 0; the environment variable LOG_RANK picks who logs",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
     "metrics.enable_wandb": "metrics.jsonl and TensorBoard hold all metrics",
-    "comm.trace_buf_size": "the flight recorder is not offered yet; remove the key",
-    "comm.save_traces_folder": "the flight recorder is not offered yet; remove the key",
+    "comm.save_traces_folder": "flight records go to comm_traces in job.dump_folder",
 }

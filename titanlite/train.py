@@ -3,7 +3,7 @@
 TOML -> Config -> mesh -> model on meta -> sharded -> materialised and initialised -> optimizer -> checkpoint restored ->
 the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoint}.
 
-    torchrun ... -m titanlite.train CONFIG.toml [--section.key value ...]     (run_train.sh does this)
+    torchrun ... -m titanlite train CONFIG.toml [--section.key value ...]     (run_train.sh does this)
 """
 
 import gc
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import checkpoint, process
+from titanlite import checkpoint, process, profiling
 from titanlite.checks import check
+from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.data.batches import batches, count_samples
@@ -29,12 +30,14 @@ from titanlite.data.tokens import TokenData, prepare_tokens
 from titanlite.errors import UserError
 from titanlite.initialize import initialize
 from titanlite.loss import count_labels, summed_loss
+from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees, sum_over_data
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
 from titanlite.parallelize import parallelize
 from titanlite.run_folder import lock_run, record_start
+from titanlite.validation import validate
 from titanlite.zoo import Family, load_family
 
 log = logging.getLogger("titanlite")
@@ -45,7 +48,7 @@ _DATA_KEYS = ("seed", "seq_len")
 _HARMLESS = ("steps", "local_batch_size", "gc_freq", "implementation")
 
 # Most faults are met by all ranks alike. Rank 0 tells of them, and within this many seconds the launcher ends the others;
-# what only another rank has met is told by that rank, later by so much.
+# what only another rank has met is told by that rank, later by so much. So is a connection lost to a rank that failed.
 _PATIENCE = 3.0
 
 
@@ -62,35 +65,64 @@ class Progress(NamedTuple):
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
     model = parallelize(family.on_meta(), family, config, mesh)
-    initialize(model, family, config.training.seed, device)
+    home = torch.device("cpu") if config.parallelism.cpu_offload else device
+    initialize(model, family, config.training.seed, home)
     return model
 
 
-def forward_backward(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+def forward_backward(
+    model: nn.Module, tokens: Tensor, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
+) -> Tensor:
     """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
 
     tokens: (microbatches, local_batch, seq + 1) int64, this rank's part of the global batch. The shares of all
-    data-parallel ranks add up to the loss.
+    data-parallel ranks add up to the loss. scale: what the loss is multiplied by for the gradients (float16).
     """
     labels = count_labels(tokens, mesh)
     share = torch.zeros((), device=tokens.device)
-    for microbatch in tokens:
+    for number, microbatch in enumerate(tokens, 1):
+        model.set_requires_gradient_sync(reduce_every_microbatch or number == len(tokens))
         loss = summed_loss(model, microbatch) / labels
-        loss.backward()
+        (loss if scale is None else loss * scale).backward()
         share += loss.detach()
     return share
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float) -> Tensor:
-    """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32."""
-    norm = clip_gradients(model.parameters(), max_norm)
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None
+) -> Tensor:
+    """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
+
+    With a loss scale, a step whose norm is not finite changes nothing but the scale: the fused optimizer sees to it on the
+    device.
+    """
+    norm = clip_gradients(model.parameters(), max_norm, loss_scale and loss_scale.scale)
     set_lr(optimizer, lr)
-    optimizer.step()
+    if loss_scale is not None:
+        optimizer.found_inf = (~norm.isfinite()).float()
+        optimizer.step()
+        loss_scale.update(optimizer.found_inf)
+    else:
+        optimizer.step()
     optimizer.zero_grad()
     return norm
 
 
-def restore(config: Config, data: TokenData, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Progress:
+def warn_of_unused(model: nn.Module) -> None:
+    """Names the trained parameters that the backward pass has not reached; they stay what they are, decay apart."""
+    unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if unused:
+        log.info("no gradient reaches %s: not used in the forward pass?", ", ".join(unused))
+
+
+def restore(
+    config: Config,
+    data: TokenData,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+    folder: Path,
+) -> Progress:
     """Loads the newest checkpoint of this run or the one asked for, or else the weights to begin with.
 
     Raises UserError for a checkpoint of other data, or of another order of them.
@@ -102,7 +134,9 @@ def restore(config: Config, data: TokenData, model: nn.Module, optimizer: torch.
             checkpoint.load_tensors(Path(keys.initial_load_path), checkpoint.model_tensors(model))
             log.info("weights read from %s", keys.initial_load_path)
         return Progress()
-    source = checkpoint.step_folder(folder, keys.load_step if keys.load_step >= 0 else steps[-1])
+    # A run that torchrun has started anew goes on from what it has saved, not once more from load_step.
+    asked = keys.load_step if keys.load_step >= 0 and process.restarts() == 0 else steps[-1]
+    source = checkpoint.step_folder(folder, asked)
     numbers = checkpoint.load_numbers(source)
     before, now = numbers["config"]["training"], config.training.model_dump()
     if numbers["data"] != data.fingerprint:
@@ -113,8 +147,7 @@ def restore(config: Config, data: TokenData, model: nn.Module, optimizer: torch.
                 f"training.{key} = {now[key]}: {source} was trained with {before[key]}, "
                 "and its position in the data has no meaning with another"
             )
-    create_state(optimizer)
-    checkpoint.load_tensors(source, checkpoint.run_tensors(model, optimizer))
+    checkpoint.load_tensors(source, checkpoint.run_tensors(model, optimizer, loss_scale))
     log.info("resumed from %s", source)
     for key, old, new in changes(numbers, config):
         log.info("changed since that checkpoint: %s = %r, was %r", key, new, old)
@@ -134,17 +167,27 @@ def changes(numbers: dict[str, Any], config: Config) -> Iterator[tuple[str, Any,
 # -------------------------------------------------------------------------------------------------------------- the loop
 
 
-def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.device, started: float) -> None:
+def train(
+    config: Config,
+    data: TokenData,
+    validation: TokenData | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    started: float,
+) -> None:
     """Trains from the newest checkpoint, or the beginning, to `training.steps`.
 
+    validation: the data of [validation], or None where that is not enabled.
     started: time.perf_counter() of the program's start, for the report of how long it took to begin.
     Raises UserError when a loss or gradient stops being finite.
     """
     training, folder = config.training, Path(config.job.dump_folder)
     saves = folder / config.checkpoint.folder
     main_rank = torch.distributed.get_rank() == 0
-    if not process.same_everywhere(data.fingerprint):
+    if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
         raise UserError("the ranks read different data: give all nodes the same files and Python version")
+    if validation is not None and validation.fingerprint == data.fingerprint:
+        log.info("validation reads the text that is trained on; [validation] dataset_path names another")
     family = load_family(config.model.name, config.model.flavor)
     schedule = build_schedule(config)
     global_batch = config.global_batch(data_degree(mesh))
@@ -153,7 +196,10 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
 
     model = build_model(family, config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer)
-    progress = restore(config, data, model, optimizer, saves) if config.checkpoint.enable else Progress()
+    create_state(optimizer)
+    loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
+    scale = loss_scale and loss_scale.scale
+    progress = restore(config, data, model, optimizer, loss_scale, saves) if config.checkpoint.enable else Progress()
     facts = derived_values(config, family, data, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
@@ -165,13 +211,19 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
         )  # fmt: skip
         return
     if config.checkpoint.enable:
-        checkpoint.set_aside_later(saves, progress.step)
+        checkpoint.clean_up(saves, progress.step)
     if main_rank:
-        record_start(folder, config, {"values": facts, "data_fingerprint": data.fingerprint, "resumed_step": progress.step})
+        record_start(
+            folder,
+            config,
+            Path(family.module.__file__ or ""),
+            {"values": facts, "data_fingerprint": data.fingerprint, "resumed_step": progress.step},
+        )
     tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
     first = progress.step + 1
     reporter = Reporter(folder, tensorboard, first, active=main_rank)
     part = (data_rank(mesh), data_degree(mesh))
+    seat = part[0] * mesh["tp"].size() + mesh["tp"].get_local_rank()  # no two ranks see the same activations
     source = batches(
         data, progress.samples, global_batch, training.local_batch_size, training.seq_len, training.seed, part,
         pin_memory=device.type == "cuda",
@@ -180,30 +232,45 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
     clock, steps_timed = Clock(), 0
     clock.started = started
     clock.add_pause("startup", time.perf_counter() - started)
+    watch = profiling.Watch(config, device, model, optimizer, global_batch, clock)
+    recompilations = RecompilationWatch()
     gc.disable()  # collections at a time of each rank's own choosing make all others wait
     for step in range(first, training.steps + 1):
         if step % training.gc_freq == 0 or step == first:
             gc.collect(1)
 
-        process.seed_step(training.seed, step, part[0])
-        with clock.waiting_for_data():
-            tokens = next(source)
-        share = forward_backward(model, tokens.to(device, non_blocking=True), mesh)
-        norm = update(model, optimizer, schedule.at(step), training.max_norm)
+        process.seed_step(training.seed, step, seat)
+        with watch.step(step):
+            with clock.waiting_for_data():
+                tokens = next(source)
+            tokens = tokens.to(device, non_blocking=True)
+            share = forward_backward(model, tokens, mesh, scale, config.parallelism.reduce_every_microbatch)
+            if step == first:
+                warn_of_unused(model)
+            norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
         progress = Progress(step, progress.samples + global_batch)
         steps_timed += 1
 
         last = step == training.steps
-        reporting = last or step == first or step % config.metrics.log_freq == 0
+        validating = validation is not None and (last or step % config.validation.freq == 0)
+        reporting = last or validating or step == first or step % config.metrics.log_freq == 0
         saving = config.checkpoint.enable and (last or step % config.checkpoint.interval == 0)
         if reporting or saving:  # the only places where the host waits for the device
-            loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm]).tolist()
-            if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm.to(device)]).tolist()
+            if not math.isfinite(loss) or not (math.isfinite(grad_norm) or loss_scale):
                 raise UserError(
                     f"step {step}: loss {loss}, gradient norm {grad_norm}: training has diverged; nothing was saved"
                 )
+        measured: dict[str, float] = {}
+        if validating:
+            with clock.pause("validation"):
+                measured = validate(model, validation, config, mesh, device)
         if reporting:
-            values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step)}
+            values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step), **measured}
+            if loss_scale is not None:  # a step that overflowed has no norm, and JSON no infinity
+                values |= {"grad_norm": grad_norm if math.isfinite(grad_norm) else None, **loss_scale.report()}
+            if config.compile.enable:
+                values |= {"recompilations": recompilations.recompilations}
             values |= {"tokens_seen": progress.samples * training.seq_len}
             values |= speed(clock, steps_timed * step_tokens, mesh.size(), flops, peak)
             values |= {"peak_memory_gib": peak_memory_gib(device)}
@@ -215,12 +282,17 @@ def train(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.devic
             with clock.pause("save"):
                 numbers = {"samples": progress.samples, "data": data.fingerprint, "schedule": schedule._asdict()}
                 numbers |= {"config": config.model_dump()}
-                tensors = checkpoint.run_tensors(model, optimizer)
-                checkpoint.save(saves, step, tensors, numbers, config.checkpoint.keep_latest_k)
+                tensors = checkpoint.run_tensors(model, optimizer, loss_scale)
+                checkpoint.save(saves, step, tensors, numbers, config.checkpoint.keep_latest_k, config.checkpoint.load_step)
             log.info("saved %s in %.2f s", checkpoint.step_folder(saves, step), clock.pauses["save"])
         if step == first:
             process.set_timeout(config.comm.train_timeout_seconds)
+        if step <= first + 1 or validating:  # the first step, the second with its warm state, and the pass without gradients
+            recompilations.settle()
+        elif reporting:
+            recompilations.check(step)
     gc.enable()
+    watch.close()
     reporter.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
     log.info("done: %d steps in %.1f s, of which %s", training.steps - first + 1, time.perf_counter() - started, pauses)
@@ -237,6 +309,9 @@ def derived_values(
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     flops = family.module.flops(family.config, training.seq_len)
     reshard = config.parallelism.fsdp_reshard_after_forward
+    keys = config.activation_checkpoint
+    detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
+    recomputed = "nothing" if keys.mode == "none" else keys.mode + detail
     decay = schedule.total_steps - schedule.decay_start
     stable = schedule.decay_start - schedule.warmup_steps
     return {
@@ -248,6 +323,10 @@ def derived_values(
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}, masters float32, reduction {training.mixed_precision_reduce}",
+        "again in backward": recomputed,
+        "compiled": f"{' and '.join(config.compile.components)} by {config.compile.backend}"
+        if config.compile.enable
+        else "nothing",
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
@@ -267,6 +346,9 @@ def main() -> None:
     started = time.perf_counter()
     process.set_up_logging()
     rank, world = process.rank_and_world()
+    process.end_with_launcher()
+    if process.restarts():
+        log.info("start %d of this run: the ranks are started anew after a failure", process.restarts() + 1)
     try:
         path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
         if not path or path.startswith("-"):
@@ -274,10 +356,12 @@ def main() -> None:
         config = read_config(path, options)
         check(config, path, world)
         data = prepare_tokens(config)
+        validation = prepare_tokens(config, "validation") if config.validation.enable else None
         held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
+        profiling.record_collectives(config)
         device = process.start(config)
         mesh = build_mesh(resolve_degrees(config.parallelism, world), device.type)
-        train(config, data, mesh, device, started)
+        train(config, data, validation, mesh, device, started)
         process.finish()
         if held:
             held.close()
@@ -287,9 +371,9 @@ def main() -> None:
         log.error("%s", error)
         sys.stderr.flush()
         os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the launcher ends them
-    except KeyboardInterrupt:
-        os._exit(130)
-
-
-if __name__ == "__main__":
-    main()
+    except Exception as error:
+        if process.is_echo(error):
+            time.sleep(_PATIENCE)
+        log.exception("%s", error)
+        sys.stderr.flush()
+        os._exit(1)

@@ -46,15 +46,13 @@ def load_family(name: str, flavor: str) -> Family:
             raise UserError(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
         here = f"models/ has: {', '.join(families)}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
-    except Exception as error:  # whatever the user's module raises while it is imported
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
-        raise UserError(f"model.name = {name!r}: importing {dotted} failed ({where}): {error!r}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+        raise UserError(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
     lacking = [part for part in OFFERS if not hasattr(module, part)]
     if lacking:
         raise UserError(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if flavor not in module.FLAVORS:
-        raise UserError(f"model.flavor = {flavor!r}: {name} has the flavours {', '.join(module.FLAVORS)}")
+        raise UserError(f"model.flavor = {flavor!r}: {name} has the flavours {', '.join(module.FLAVORS) or '(none)'}")
     return Family(module, module.FLAVORS[flavor])
 
 
@@ -75,6 +73,14 @@ def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dic
     faults = [f"{what}: no pattern matches {name}" for name in unmatched]
     faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if pattern not in used]
     return found, faults
+
+
+def place_of(error: BaseException) -> str:
+    """File and line where an error was raised, or where a file's syntax is wrong."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}, line {frame.lineno}"
 
 
 def tie(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, local_numbers, mesh_of, rank_batches
 from titanlite.loss import summed_loss
 from titanlite.parallelize import sharding_faults
-from titanlite.train import build_model
+from titanlite.train import build_model, forward_backward
 from titanlite.zoo import Family, load_family
 
 HERE = "tests.distributed.test_parallelize"
@@ -62,6 +62,46 @@ def test_parameters_are_gathered_as_often_as_the_policy_says_and_gradients_reduc
 def test_replicas_reduce_each_gradient_once_more_between_them(pools):
     counts = pools[4].run(f"{HERE}:step_collectives", degrees={"dp_replicate": 2, "dp_shard": 2}, reshard="never")[0]
     assert counts == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}
+
+
+def prefetched(depth: int) -> list[tuple[int, int]]:
+    """How many blocks each block gathers ahead, in the forward and in the backward pass."""
+    config = config_of({"dp_shard": 2}, "deep", parallelism={"fsdp_prefetch": depth})
+    model = build_model(load_family("tests.tiny", "deep"), config, mesh_of({"dp_shard": 2}), CPU)
+    states = [block._get_fsdp_state() for block in model.layers.values()]
+    return [(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)) for state in states]
+
+
+def test_blocks_gather_as_far_ahead_as_asked(pools):
+    assert pools[2].run(f"{HERE}:prefetched", depth=2)[0] == [(2, 0), (2, 1), (1, 2), (0, 2)]
+    assert pools[2].run(f"{HERE}:prefetched", depth=1)[0] == [(0, 0)] * 4  # FSDP2's own way, which says nothing of it
+
+
+class Reductions(TorchDispatchMode):
+    """Counts reduce-scatters; CommDebugMode fails on a second forward pass."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
+        self.count += "reduce_scatter" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def accumulated(reduce_every_microbatch: bool) -> int:
+    degrees = {"dp_shard": 2}
+    config = config_of(degrees, accumulation=2)
+    mesh = mesh_of(degrees)
+    model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
+    tokens = next(rank_batches(config, mesh))
+    forward_backward(model, tokens, mesh, None, reduce_every_microbatch)
+    with Reductions() as reductions:
+        forward_backward(model, tokens, mesh, None, reduce_every_microbatch)
+    return reductions.count
+
+
+@pytest.mark.parametrize(("every", "reductions"), [(True, 2 * 4), (False, 4)])
+def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, every, reductions):
+    assert pools[2].run(f"{HERE}:accumulated", reduce_every_microbatch=every) == [reductions] * 2
 
 
 def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:

@@ -1,6 +1,9 @@
 """P2: a resumed run is the uninterrupted run, on the same mesh bit for bit, on another one within rounding."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -85,6 +88,18 @@ def test_a_model_that_draws_random_numbers_resumes_bit_for_bit(pools, tmp_path, 
     assert losses(tmp_path / "without") != losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("flavor", ["frozen", "unused", "counting"])
+@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+def test_frozen_and_unused_parameters_and_buffers_resume_bit_for_bit(pools, tmp_path, degrees, flavor):
+    own = {"model": {"name": "tests.tiny_odd", "flavor": flavor}}
+    run(pools, degrees, tmp_path / "whole", 20, **own)
+    for steps in (7, 20):
+        run(pools, degrees, tmp_path / "parts", steps, **own)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    if flavor == "counting":
+        assert stored(tmp_path / "parts", 20)["model.count"].item() == 20
+
+
 @pytest.mark.parametrize("flavor", ["plain", "tied", "uneven"])
 def test_from_one_process_to_two_by_two_and_back_the_losses_agree_within_rounding(pools, tmp_path, flavor):
     run(pools, ONE, tmp_path / "whole", 20, flavor=flavor)
@@ -124,6 +139,47 @@ def test_initial_load_path_starts_at_step_zero_from_the_weights_alone(pools, tmp
     for name in (name for name in first if name.startswith("model.")):
         assert torch.allclose(second[name], first[name], rtol=0, atol=1e-12), name
     assert reports(tmp_path / "second")[0]["step"] == 1
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("__0_0.distcp", truncate, "step-00000005: is damaged: "),
+        ("__0_0.distcp", Path.unlink, "step-00000005: is damaged: "),
+        (".metadata", truncate, r"\.metadata: is damaged: "),
+        (".metadata", Path.unlink, r"there is no \.metadata file in it"),
+        ("state.json", truncate, r"state\.json: cannot be read: "),
+        ("state.json", lambda path: path.write_text('{"format": 1}'), r"state\.json: is damaged: it lacks step, samples"),
+        ("state.json", lambda path: path.write_text("[]"), r"state\.json: is not of format 1"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(pools, tmp_path, file, damage, message):
+    run(pools, ONE, tmp_path, 5)
+    damage(tmp_path / "checkpoint/step-00000005" / file)
+    with pytest.raises(WorkerFailure, match=f"UserError: .*{message}"):
+        run(pools, ONE, tmp_path, 10)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root on Linux can mount a small disk")
+def test_a_full_disk_is_said_and_costs_no_checkpoint_and_the_run_goes_on_when_there_is_room(pools, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
+    try:
+        run(pools, ONE, tmp_path / "whole", 20)
+        with pytest.raises(WorkerFailure, match=r"UserError: .*step-000000\d\d: could not be saved, with .* GiB free"):
+            run(pools, ONE, disk, 20, checkpoint={"keep_latest_k": 0})
+        have = sorted(path.name for path in (disk / "checkpoint").iterdir())
+        assert have and all(name in ("step-00000005", "step-00000010") for name in have)
+        subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
+        run(pools, ONE, disk, 20)
+        assert losses(disk) == losses(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ class Ended(NamedTuple):
     left: list[int]  # processes that were still there
 
 
-def launch(*words: str, folder: Path, **variables: str) -> Launch:
-    """Starts run_train.sh in `folder` with only `variables` for it in the environment, on the CPU."""
+def launch(*words: str, folder: Path, script: Path = ROOT / "run_train.sh", **variables: str) -> Launch:
+    """Starts run_train.sh, or a link to it, in `folder` with only `variables` for it in the environment, on the CPU."""
     mark = uuid.uuid4().hex
     kept = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
     own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", _MARK: mark}
     process = subprocess.Popen(
-        [ROOT / "run_train.sh", *words],
+        [script, *words],
         cwd=folder,
         env=kept | own | variables,
         stdin=subprocess.DEVNULL,

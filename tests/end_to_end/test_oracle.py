@@ -80,7 +80,7 @@ def test_rope_scaling_is_active_in_the_scaled_flavour():
 @pytest.mark.parametrize("flavor", FLAVOR_NAMES)
 def test_ten_steps_equal_a_plain_adamw_loop_around_transformers(pools, flavor):
     config = config_of({}, flavor, training={"steps": 10, "max_norm": 0.5}, lr_scheduler={"warmup_steps": 3})
-    ours = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0]
+    ours = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0][0]
     theirs = their_model(flavor)
     theirs.load_state_dict({their_name(name): weight for name, weight in ours.weights.items()}, strict=False)
     matrices = [p for p in theirs.parameters() if p.ndim > 1]

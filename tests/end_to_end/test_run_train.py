@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
+import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.end_to_end.launcher import Ended, Launch, finish, launch, run
+from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch, run
 from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.lr_schedule import build_schedule
@@ -195,6 +198,15 @@ def test_paths_are_relative_to_where_the_user_stands(tmp_path):
     assert not (folder / "out/checkpoint").exists()
 
 
+def test_a_link_to_the_script_and_a_models_folder_of_ones_own_do_no_harm(tmp_path):
+    folder = working_folder(tmp_path)
+    (folder / "models").mkdir()
+    (folder / "models/__init__.py").write_text("")
+    (folder / "link.sh").symlink_to(ROOT / "run_train.sh")
+    ended = finish(launch("run.toml", "--training.steps", "1", folder=folder, script=folder / "link.sh"))
+    assert (ended.code, ended.left) == (0, []), ended.err
+
+
 def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, tmp_path):
     folder = working_folder(tmp_path)
     ended = run("run.toml", "--parallelism.tensor_parallel_degree", "2", folder=folder, NGPU="2")
@@ -202,8 +214,29 @@ def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, t
     assert "tp 2" in ended.err
     for alone, together in zip(reports(finished[0] / "out"), reports(folder / "out"), strict=True):
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        # on a CPU torch's norm of a matrix this large is itself off by up to 8e-5
         assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path):
+    backend = "inductor" if shutil.which("g++") else "aot_eager"  # on a CPU inductor needs a compiler
+    words = ["--compile.enable", "true", "--compile.backend", backend, "--activation_checkpoint.mode", "selective"]
+    words += [
+        "--training.steps",
+        "6",
+        "--validation.enable",
+        "true",
+        "--validation.freq",
+        "3",
+        "--validation.dataset",
+        "data.txt",
+    ]
+    words += ["--parallelism.tensor_parallel_degree", "2"]
+    ended = run("run.toml", *words, folder=working_folder(tmp_path), NGPU="2", timeout=240)
+    assert (ended.code, ended.out, ended.left) == (0, "", []), ended.err
+    assert [line["recompilations"] for line in reports(tmp_path / "out")] == [0] * 6
+    own = re.compile(r"\d\d:\d\d:\d\d [a-z ]+")
+    assert [line for line in ended.err.splitlines() if not own.match(line)] == []
+    assert "warning" not in ended.err.lower() and "recompiled" not in ended.err
 
 
 # --------------------------------------------------------------------------------------------------- how a run is ended
@@ -237,6 +270,31 @@ def test_sigterm_ends_all_ranks_and_another_run_is_refused_until_then(training):
     assert (ended.code, ended.left) == (143, []), ended.err
     assert "stopped by SIGTERM" in ended.err and "Traceback" not in ended.err
     assert other_run(folder / "out") == ""
+
+
+def test_ctrl_c_ends_all_ranks_with_one_line(training):
+    started, _ = training
+    os.killpg(started.process.pid, signal.SIGINT)
+    ended = finish(started, timeout=40)
+    assert (ended.code, ended.left) == (130, []), ended.err
+    assert "stopped by SIGINT" in ended.err and "Traceback" not in ended.err
+
+
+def test_ctrl_c_in_the_first_second_prints_no_traceback(tmp_path):
+    started = launch("run.toml", folder=working_folder(tmp_path))
+    time.sleep(0.7)
+    os.killpg(started.process.pid, signal.SIGINT)
+    ended = finish(started, timeout=40)
+    assert (ended.code, ended.left) == (130, []), ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel ends a process whose parent has died")
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(training):
+    started, _ = training
+    os.kill(started.process.pid, signal.SIGKILL)
+    ended = finish(started, timeout=40)
+    assert ended.left == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

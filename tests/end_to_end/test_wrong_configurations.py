@@ -41,7 +41,7 @@ FILES = {
     "missing_base.toml": 'base = "nowhere.toml"\n',
     "fault_in_base.toml": 'base = "unknown_key.toml"\n',
     "three_faults.toml": RIGHT + '[optimizer]\nlr = -1\nname = "SGD"\n[metrics]\nlog_frequency = 1\n',
-    "torchtitan.toml": RIGHT + "[activation_checkpoint]\nmode = 'full'\n[checkpoint]\nasync_mode = 'async'\n",
+    "torchtitan.toml": RIGHT + "[experimental]\nmode = 'full'\n[checkpoint]\nasync_mode = 'async'\n",
     "own/half_a_model.py": "class Config: pass\nFLAVORS = {'debug': Config()}\n",
 }
 
@@ -73,13 +73,13 @@ CASES = {
     "unknown key": case("unknown_key.toml", "optimizer.learning_rat = 0.001 (unknown_key.toml): no such key"),
     "key of another section": case("key_of_another_section.toml", "checkpoint.seq_len = 32", "did you mean training.seq_len?"),
     "misspelt section": case("misspelt_section.toml", "[paralelism]: no such section; did you mean parallelism?"),
-    "key without section": case("key_without_section.toml", "steps = 3: stands in no section; did you mean training.steps?"),
+    "key without section": case("key_without_section.toml", "steps = 3: stands in no section; did you mean training.steps or"),
     "text for a number": case("text_for_number.toml", 'optimizer.lr = "3e-4" (text_for_number.toml): must be a valid number'),
     "three faults at once": case(
         "three_faults.toml", "3 faults", "optimizer.lr = -1", 'optimizer.name = "SGD"', "metrics.log_frequency"
     ),
     "keys of torchtitan": case(
-        "torchtitan.toml", "2 faults", "[activation_checkpoint]", "checkpoint.async_mode", "not a key of titanlite"
+        "torchtitan.toml", "2 faults", "[experimental]", "checkpoint.async_mode", "not a key of titanlite"
     ),
     # options
     "unknown option": case("run.toml --training.step 3", "--training.step: no such option; did you mean --training.steps?"),

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests import tiny
+from titanlite import checks
 from titanlite.checks import check
 from titanlite.config import Config
 from titanlite.config_file import read_config
@@ -23,6 +24,13 @@ DATASET, DATASET_PATH, BOARD = "training.dataset", "training.dataset_path", "met
 DECAYED, UNDECAYED, TOKENIZER = "optimizer.decay_parameters", "optimizer.weight_decay", "model.hf_assets_path"
 NAME, FLAVOR = "model.name", "model.flavor"
 DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
+TRACES, SNAPSHOTS = "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
+OFFLOAD = "parallelism.cpu_offload"
+SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
+AC, LAST = "activation_checkpoint.mode", "parallelism.reduce_every_microbatch"
+COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
+PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
+VALIDATE, TEXT, ROUND = "validation.enable", "validation.dataset", "validation.steps"
 SAVE, LOAD_STEP, WEIGHTS = "checkpoint.enable", "checkpoint.load_step", "checkpoint.initial_load_path"
 
 
@@ -113,11 +121,23 @@ CASES = [
     (1, {SAVES: "../saves"}, ['checkpoint.folder = "../saves"'], {SAVES: "..saves"}),
     (1, {SAVES: ""}, ['checkpoint.folder = ""'], {SAVES: "saves"}),
     (1, {BOARD: "a/../../b"}, [f'{BOARD} = "a/../../b"'], {BOARD: "a"}),
+    (1, {TRACES: "/traces"}, [f'{TRACES} = "/traces"', "inside job.dump_folder"], {TRACES: "a/traces"}),
+    (1, {SNAPSHOTS: ".."}, [f'{SNAPSHOTS} = ".."', "inside job.dump_folder"], {SNAPSHOTS: "a"}),
     (1, {LOAD_STEP: 7, DUMP: "saves"}, [f"{LOAD_STEP} = 7", "no effect", f"{SAVE} = false"], {SAVE: True}),
     (1, {LOAD_STEP: 8, SAVE: True, DUMP: "saves"}, [f"{LOAD_STEP} = 8", "which has: 7"], {LOAD_STEP: 7}),
     (1, {LOAD_STEP: 8, SAVE: True, DUMP: "new"}, [f"{LOAD_STEP} = 8", "which has: none"], {LOAD_STEP: -1}),
     (1, {WEIGHTS: "weights"}, [f"{WEIGHTS} = 'weights'", "no effect", f"{SAVE} = false"], {SAVE: True}),
     (1, {WEIGHTS: "empty", SAVE: True}, [f'{WEIGHTS} = "empty"', "not a checkpoint"], {WEIGHTS: "weights"}),
+    (1, {SAVES: "tb"}, ['checkpoint.folder = "tb"', "metrics.save_tb_folder too"], {SAVES: "saves"}),
+
+    (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
+    (1, {AC: "memory_budget", COMPILE: True, BACKEND: "eager"}, [AC, 'other than "eager"'], {BACKEND: "aot_eager"}),
+    (1, {AC: "memory_budget", COMPILE: True, PARTS: ["loss"], BACKEND: "aot_eager"}, [AC, PARTS], {PARTS: ["model"]}),
+    (1, {COMPILE: True, BACKEND: "inducter"}, [f'{BACKEND} = "inducter"', "no such backend", "inductor"], {COMPILE: False}),
+    (1, {PRECISION: "float16", FUSED: "foreach"}, [f'{FUSED} = "foreach"', PRECISION, "skips steps"], {FUSED: "fused"}),
+    (2, {LAST: False, LOCAL: 2}, [f"{LAST} = false", "no effect without accumulation", GLOBAL], {GLOBAL: 8}),
+    (1, {VALIDATE: True, TEXT: "nowhere"}, [f'{TEXT} = "nowhere"', "no such file"], {TEXT: "file"}),
+    (1, {ROUND: 0}, [f"{ROUND} = 0", "-1"], {ROUND: -1}),
 ]
 # fmt: on
 
@@ -143,6 +163,16 @@ def test_more_ranks_than_gpus_are_refused_where_there_are_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert faults({}, ranks=3, local_ranks=3) == ["  NGPU = 3: this machine has 2 visible GPUs"]
     assert faults({}, ranks=4, local_ranks=2) == []
+
+
+@pytest.mark.parametrize(("key", "value", "off"), [(SNAPSHOT, True, False), (RECORD, 2000, 0), (OFFLOAD, True, False)])
+def test_what_only_cuda_can_do_is_refused_without_it(monkeypatch, key, value, off):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (fault,) = faults({key: value})
+    assert f"{key} = {str(value).lower()}: has no effect without CUDA" in fault
+    assert faults({key: off}) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert faults({key: value}) == []
 
 
 def test_a_folder_without_permission_is_refused(monkeypatch):
@@ -172,8 +202,23 @@ def test_a_model_whose_tables_do_not_fit_is_refused_by_the_parameters_name(monke
     assert expected in fault
 
 
-@pytest.mark.parametrize(("recipe", "ranks"), [("llama_debug", 1), ("llama_debug", 2), ("llama_8b", 8)])
+@pytest.mark.parametrize(("recipe", "ranks"), [("llama_debug", 1), ("llama_debug", 2)])
 def test_the_recipes_pass(recipe, ranks):
     root = Path(__file__).parents[2]
     path = root / "train_configs" / f"{recipe}.toml"
     check(read_config(path, []), str(path), ranks)
+
+
+def test_inductor_without_a_c_compiler_is_refused_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(checks, "_has_compiler", lambda: False)
+    (fault,) = faults({COMPILE: True})
+    assert 'compile.backend = "inductor": needs a C++ compiler' in fault
+    monkeypatch.setattr(checks, "_has_compiler", lambda: True)
+    assert faults({COMPILE: True}) == []
+
+
+def test_float16_and_offload_are_refused_together(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (fault,) = faults({PRECISION: "float16", OFFLOAD: True})
+    assert "parallelism.cpu_offload = true" in fault and PRECISION in fault

@@ -313,7 +313,7 @@ def test_data_shorter_than_one_sample_is_refused(config, tokenizer_folder):
     data = Path(config.training.dataset_path)
     count = len(prepare_tokens(config).ids)
     assert count_samples(prepare_tokens(_config(tokenizer_folder, data, seq_len=count - 1)), count - 1) == 1
-    with pytest.raises(UserError, match=f"training.seq_len = {count}: the data has {count} tokens"):
+    with pytest.raises(UserError, match=f"training.seq_len = {count}: the data of .training. has {count} tokens"):
         prepare_tokens(_config(tokenizer_folder, data, seq_len=count))
 
 
@@ -326,7 +326,9 @@ def test_data_of_no_documents_is_refused(tmp_path, tokenizer_folder, monkeypatch
 # ------------------------------------------------------------------------------------------------------------- batches
 
 _SEQ_LEN = 8
-_ROW = TokenData(np.arange(1, 30 * _SEQ_LEN + 2, dtype=np.uint16), vocabulary=2**16, documents=1, fingerprint="")
+_ROW = TokenData(
+    np.arange(1, 30 * _SEQ_LEN + 2, dtype=np.uint16), vocabulary=2**16, documents=1, fingerprint="", byte_lengths=np.ones(2**16)
+)
 
 
 def _take(count: int, consumed: int = 0, local: int = 2, part: tuple[int, int] = (0, 1), seed: int = 0) -> list[torch.Tensor]:

@@ -12,8 +12,19 @@ from torch import nn
 
 from models import llama3
 from models.blocks import Constant, Normal
+from tests import tiny
 from titanlite.errors import UserError
-from titanlite.initialize import _box_index, _hash, _normal, _normal_table, fill, initialize, materialize, named_tensors
+from titanlite.initialize import (
+    _box_index,
+    _hash,
+    _normal,
+    _normal_table,
+    fill,
+    initialize,
+    match_initial,
+    materialize,
+    named_tensors,
+)
 from titanlite.zoo import Family
 
 _CPU = torch.device("cpu")
@@ -279,3 +290,36 @@ def test_tied_parameters_stay_one_and_are_initialised_under_the_first_name():
     initialize(model, family, 0, _CPU)
     assert model.head.output.weight is model.embed.weight
     assert torch.equal(model.embed.weight, _filled(96, 32, name="embed.weight", std=0.02))
+
+
+def _odd_family(change) -> Family:
+    """Tiny Llama whose first block `change` alters."""
+
+    class Module:
+        sharding, initial, flops = tiny.sharding, staticmethod(lambda config: {"*": Normal(0.02)}), tiny.flops
+
+        class Model(tiny.Model):
+            def __init__(self, config):
+                super().__init__(config)
+                change(self.layers["0"])
+
+    return Family(Module, tiny.FLAVORS["plain"])
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (
+            lambda block: block.register_buffer("ids", torch.arange(4)),
+            "initial: layers.*.ids is a buffer, and must be a Constant",
+        ),
+        (
+            lambda block: block.register_parameter("gain", nn.Parameter(torch.ones(()))),
+            "initial: layers.*.gain has no dimension",
+        ),
+    ],
+)
+def test_a_buffer_with_computed_values_and_a_scalar_parameter_are_refused(change, fault):
+    family = _odd_family(change)
+    _, faults = match_initial(family.on_meta(), family)
+    assert [found for found in faults if found.startswith(fault)] and len(faults) == 1

@@ -11,15 +11,15 @@ STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def list_files(dataset: str, dataset_path: str) -> list[Path]:
-    """The files of `training.dataset` and `training.dataset_path`, sorted. Raises UserError where there are none."""
+def list_files(dataset: str, dataset_path: str, section: str = "training") -> list[Path]:
+    """The files of a section's `dataset` and `dataset_path`, sorted. Raises UserError where there are none."""
     if dataset_path and dataset != STDLIB:
         raise UserError(
-            f"training.dataset = {dataset!r} and training.dataset_path = {dataset_path!r} both name data; give one of them"
+            f"{section}.dataset = {dataset!r} and {section}.dataset_path = {dataset_path!r} both name data; give one of them"
         )
     if not dataset_path and dataset == STDLIB:
         return _stdlib_files()
-    key = "training.dataset_path" if dataset_path else "training.dataset"
+    key = f"{section}.dataset_path" if dataset_path else f"{section}.dataset"
     path = Path(dataset_path or dataset)
     if path.is_file():
         return [path]

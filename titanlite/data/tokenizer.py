@@ -1,10 +1,12 @@
 """The tokenizer: a tokenizer.json of the user's, or a small one that is trained on the default data."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.errors import UserError
@@ -63,6 +65,23 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
         raise UserError(f"{source}: has no end-of-text token; looked for {', '.join(names)}")
     tokenizer.encode_special_tokens = True  # a document that spells the token out does not end there
     return LoadedTokenizer(tokenizer, found[0], max(vocabulary.values()) + 1)
+
+
+def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
+    """How many bytes of text each id stands for, (vocabulary,) int64; special tokens stand for none.
+
+    In a byte-level vocabulary every character of an entry is one byte; in others an entry is text, with "▁" for a space and
+    "<0x0A>" for a single byte.
+    """
+    lengths = np.zeros(loaded.vocabulary, np.int64)
+    special = {token.content for token in loaded.tokenizer.get_added_tokens_decoder().values() if token.special}
+    byte_level = '"ByteLevel"' in loaded.tokenizer.to_str()
+    for token, number in loaded.tokenizer.get_vocab(with_added_tokens=True).items():
+        if token in special:
+            continue
+        single = re.fullmatch(r"<0x[0-9A-F]{2}>", token)
+        lengths[number] = len(token) if byte_level else 1 if single else len(token.replace("▁", " ").encode())
+    return lengths
 
 
 def _named_end(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from titanlite.config import Config
 from titanlite.data.documents import STDLIB, list_files, read_documents
-from titanlite.data.tokenizer import LoadedTokenizer, describe, load_tokenizer, train_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, byte_lengths, describe, load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class TokenData(NamedTuple):
     vocabulary: int  # ids are below this
     documents: int
     fingerprint: str  # of texts and tokenizer: equal fingerprints mean equal ids
+    byte_lengths: np.ndarray  # (vocabulary,) int64, bytes of text that each id stands for
 
 
 def cache_folder() -> Path:
@@ -40,12 +41,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TITANLITE_CACHE") or Path(base) / "titanlite")
 
 
-def prepare_tokens(config: Config) -> TokenData:
-    """The token ids of the configured data, from the cache or made now. Safe when several processes ask at once.
+def prepare_tokens(config: Config, section: str = "training") -> TokenData:
+    """The token ids of the data of [training] or [validation], from the cache or made now. Several processes may ask at once.
 
     Raises UserError for data or a tokenizer that cannot be used.
     """
-    files = list_files(config.training.dataset, config.training.dataset_path)
+    keys = getattr(config, section)
+    files = list_files(keys.dataset, keys.dataset_path, section)
     loaded = open_tokenizer(config)
     fingerprint = _digest(_VERSION, loaded.tokenizer.to_str(), _content_key(files))
 
@@ -53,14 +55,13 @@ def prepare_tokens(config: Config) -> TokenData:
         log.info("tokenizing %d files, once; kept in %s", len(files), cache_folder())
         _tokenize(files, loaded, path)
 
-    path = _once(cache_folder() / f"tokens-{fingerprint}.npy", make)
-    ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    ids = _once(cache_folder() / f"tokens-{fingerprint}.npy", make, lambda path: np.load(path, mmap_mode="r"))
     documents = int((ids == loaded.end_of_text).sum())
     if len(ids) <= config.training.seq_len:
         raise UserError(
-            f"training.seq_len = {config.training.seq_len}: the data has {len(ids)} tokens and not one whole sample"
+            f"training.seq_len = {config.training.seq_len}: the data of [{section}] has {len(ids)} tokens, not one whole sample"
         )
-    return TokenData(ids, loaded.vocabulary, documents, fingerprint)
+    return TokenData(ids, loaded.vocabulary, documents, fingerprint, byte_lengths(loaded))
 
 
 def open_tokenizer(config: Config) -> LoadedTokenizer:
@@ -73,8 +74,8 @@ def open_tokenizer(config: Config) -> LoadedTokenizer:
         log.info("training the default tokenizer on %d files, once; kept in %s", len(files), cache_folder())
         train_tokenizer(read_documents(files)).save(str(path))
 
-    path = _once(cache_folder() / f"tokenizer-{_digest(_VERSION, _content_key(files))}.json", make)
-    return describe(Tokenizer.from_file(str(path)), None, str(path))
+    path = cache_folder() / f"tokenizer-{_digest(_VERSION, _content_key(files))}.json"
+    return describe(_once(path, make, lambda path: Tokenizer.from_file(str(path))), None, str(path))
 
 
 def _tokenize(files: list[Path], loaded: LoadedTokenizer, path: Path) -> None:
@@ -88,20 +89,29 @@ def _tokenize(files: list[Path], loaded: LoadedTokenizer, path: Path) -> None:
         np.save(file, np.concatenate(parts))
 
 
-def _once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made by `make` if it is not there: by one process while others wait, and whole or not at all."""
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
-        if not path.exists():
+def _once(path: Path, make: Callable[[Path], None], read: Callable[[Path], Any]) -> Any:
+    """What `read` finds at `path`, which `make` makes if it is not there: one process does, others wait, whole or not at all.
+
+    A file that cannot be read is made again. Raises UserError where the cache folder cannot be written.
+    """
+    with contextlib.suppress(Exception):  # not there, or damaged: both are mended below
+        return read(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            with contextlib.suppress(Exception):  # another process has made it meanwhile
+                return read(path)
             unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
             try:
                 make(unfinished)
+                with open(unfinished, "rb") as file:
+                    os.fsync(file.fileno())
                 os.replace(unfinished, path)
             finally:
                 unfinished.unlink(missing_ok=True)
-    return path
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
+    return read(path)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ def parse_command(command: str, words: list[str]) -> tuple[str, int, int | None,
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-h", "--help")):
         raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
     if rest[0] in ("-h", "--help"):
-        raise UserError(f"usage: titanlite {command} CONFIG.toml [--ranks N] [--section.key value ...]")
+        print(f"usage: titanlite {command} CONFIG.toml [--ranks N] [--section.key value ...]")
+        sys.exit(0)
     if known.ranks < 1:
         raise UserError(f"--ranks {known.ranks}: must be at least 1")
     return rest[0], known.ranks, known.local_ranks, rest[1:]

@@ -1,29 +1,56 @@
-"""titanlite estimate CONFIG.toml --ranks N [--section.key value ...]
+"""titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--section.key value ...]
 
-What rank 0 of a run on N ranks will do before its first step: builds the whole model on the meta device, shards it over a
-mesh of N pretended ranks, and gives one layer its memory and initial weights for real. From the layer it estimates the
-initialisation of the whole model, and counts the bytes that a rank keeps.
+What rank 0 of a run on N ranks will do and hold, found on one machine without a GPU: builds the whole model on the meta
+device, shards it over a mesh of N pretended ranks, gives one layer its memory and initial weights for real, and follows
+every allocation of a training step of a few layers on tensors without memory. The rest is multiplication.
+
+Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """
 
+import argparse
 import sys
 import time
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titanlite.checks import check
-from titanlite.config import Config
+from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
 from titanlite.initialize import fill, materialize
-from titanlite.mesh import build_mesh, resolve_degrees
+from titanlite.loss import summed_loss
+from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallelize import parallelize
 from titanlite.tools.check import parse_command
-from titanlite.zoo import load_family, match_table
+from titanlite.zoo import Family, load_family, match_table, tie
+
+GIB = 2**30
+# What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.
+RESERVE = 4 * GIB
+
+
+class Memory(NamedTuple):
+    """Bytes that rank 0 holds when it holds the most."""
+
+    masters: int
+    gradients: int  # of every parameter, as in the second microbatch of a step and at the end of any
+    moments: int
+    activations: int  # what all layers together keep from the forward pass for the backward pass
+    working: int  # at the worst moment beside all that: gathered parameters, one layer's recomputation, logits, ...
+
+    @property
+    def total(self) -> int:
+        return sum(self)
 
 
 class Estimate(NamedTuple):
@@ -35,20 +62,22 @@ class Estimate(NamedTuple):
     layer_values: int  # values of one layer on rank 0
     layer_seconds: float
     local_values: int  # values of the whole model on rank 0
+    memory: Memory
 
     @property
     def initialize_seconds(self) -> float:
         """For the whole model, at the layer's speed."""
         return self.layer_seconds * self.local_values / self.layer_values
 
-    @property
-    def state_bytes(self) -> int:
-        """Float32 masters, gradients and two moments on rank 0."""
-        return self.local_values * 4 * 4
-
 
 def estimate(config: Config, ranks: int) -> Estimate:
-    """Times rank 0 of `ranks` pretended ones. The process must not have a process group; it has none afterwards."""
+    """Times and measures rank 0 of `ranks` pretended ones. The process must not have a process group; it has none afterwards.
+
+    Compilation is left out: a compiled block keeps less than what is counted here.
+    """
+    offload = config.parallelism.cpu_offload
+    parallelism = config.parallelism.model_copy(update={"cpu_offload": False})
+    config = config.model_copy(update={"compile": Compile(), "parallelism": parallelism})
     family = load_family(config.model.name, config.model.flavor)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -65,12 +94,75 @@ def estimate(config: Config, ranks: int) -> Estimate:
         materialize(layer, torch.device("cpu"))
         for key, (_, parameter) in zip(names, layer.named_parameters(), strict=True):
             fill(parameter, key, distributions[key], config.training.seed)
-        filled = time.perf_counter()
-        return Estimate(
-            parameters, built - begin, sharded - built, _local_values(layer), filled - sharded, _local_values(model)
-        )
+        layer_seconds = time.perf_counter() - sharded
+        local = _local_values(model)
+        activations, working = measure_step(family, config, mesh)
+        microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
+        state = gradients = 0 if offload else local * 4  # float32
+        if microbatches > 1 and not parallelism.reduce_every_microbatch:
+            gradients = parameters * 4 // mesh["tp"].size()  # kept whole until the last microbatch
+        memory = Memory(state, gradients, 2 * state, activations, working)
+        return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory)
     finally:
         dist.destroy_process_group()
+
+
+def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int, int]:
+    """(bytes that all layers keep for the backward pass, bytes beside at the peak) of one microbatch on rank 0.
+
+    As many layers as it takes to see how checkpointing and prefetching repeat go through two microbatches, in the way the
+    training loop does it, but on fake tensors. The second one is measured: gradients are there already. The attention and
+    norm kernels are those of a CPU; CUDA's fused RMSNorm keeps less, which shows without activation checkpointing only.
+    """
+    keys = config.activation_checkpoint
+    every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
+    model = family.on_meta()
+    depth = len(model.layers)
+    every = min(every, depth - 1)
+    shown = min(depth, max(every, config.parallelism.fsdp_prefetch) + 1)
+    for name in list(model.layers)[shown:]:
+        del model.layers[name]
+    parallelize(model, family, config, mesh)
+    follow, entered = Allocations(), []
+    for layer in model.layers.values():
+        layer.register_forward_pre_hook(lambda *_: entered.append(follow.live()))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        tie(model)
+        tokens = torch.zeros(config.training.local_batch_size, config.training.seq_len + 1, dtype=torch.int64)
+        with follow:
+            summed_loss(model, tokens).backward()
+            entered.clear()
+            before = follow.peak = follow.live()
+            summed_loss(model, tokens).backward()
+    # From one block's entry to that of the block `every` later, both with their parameters gathered: what so many keep.
+    kept = (entered[every] - entered[0]) / every if every else 0
+    return round(kept * depth), round(follow.peak - before - kept * shown)
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the memory of all tensors that operations return: `live()` bytes, and the `peak` of it since it was last set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, as operations on the local tensors
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.live())
+        return result
+
+    def live(self) -> int:
+        alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
 
 
 def _local_values(module: nn.Module) -> int:
@@ -78,8 +170,11 @@ def _local_values(module: nn.Module) -> int:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="titanlite estimate", allow_abbrev=False, add_help=False)
+    parser.add_argument("--device-memory-gib", type=float, default=80.0)
+    own, words = parser.parse_known_args()
     try:
-        path, ranks, _, options = parse_command("estimate", sys.argv[1:])
+        path, ranks, _, options = parse_command("estimate", words)
         config = read_config(path, options)
         check(config, path, ranks)
         found = estimate(config, ranks)
@@ -91,7 +186,12 @@ def main() -> None:
     print(f"  sharded                 {found.shard_seconds:8.2f} s")
     print(f"  one layer initialised   {found.layer_seconds:8.2f} s  ({found.layer_values:,} values)")
     print(f"  whole model, estimated  {found.initialize_seconds:8.2f} s  ({found.local_values:,} values)")
-    print(f"  masters, gradients and moments in float32: {found.state_bytes / 2**30:.2f} GiB a rank")
+    rows = {**found.memory._asdict(), "total": found.memory.total, "set aside for CUDA, NCCL": RESERVE}
+    for name, size in rows.items():
+        print(f"  {name:<24}{size / GIB:8.2f} GiB")
+    fits = found.memory.total + RESERVE <= own.device_memory_gib * GIB
+    print(f"  {'fits' if fits else 'does not fit'} a device of {own.device_memory_gib:g} GiB")
+    sys.exit(0 if fits else 1)
 
 
 if __name__ == "__main__":

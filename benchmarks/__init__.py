@@ -1,0 +1,1 @@
+"""What is measured, and how; results/ holds figures with commit, hardware, precision and command."""

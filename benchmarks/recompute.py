@@ -1,0 +1,129 @@
+"""Memory against time of every way to recompute: python -m benchmarks.recompute [--flavor debug] [--rounds 9]
+
+For each mode of activation_checkpoint, compiled and not: bytes that the blocks keep between forward and backward pass, and
+the time of a step (forward and backward pass), each relative to mode "none" without compile. Steps are taken in turn, one of
+each variant a round, and the ratio is the median over rounds of the ratio inside a round, so that a machine whose speed
+drifts measures the same.
+"""
+
+import argparse
+import gc
+import importlib.util
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.blocks import SeqInfo
+from titanlite.config import Config
+from titanlite.loss import summed_loss
+from titanlite.mesh import DIMENSIONS, build_mesh
+from titanlite.train import build_model
+from titanlite.zoo import Family, load_family
+
+MODES: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "every second layer": {"mode": "selective", "selective_ac_option": 2},
+    "selective, op": {"mode": "selective", "selective_ac_option": "op"},
+    "full": {"mode": "full"},
+}
+BUDGETS = {f"memory_budget {share:g}": {"mode": "memory_budget", "memory_budget": share} for share in (0.5, 0.25)}
+
+
+class Storages(TorchDispatchMode):
+    """Remembers every storage that operations make while the mode is on, without keeping any alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # one that only looks on: compiled code stays compiled
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if type(tensor) is Tensor:
+                storage = tensor.untyped_storage()
+                self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def alive(self) -> int:
+        """Bytes of those that somebody still holds."""
+        return sum(size for reference, size in self.seen.values() if not reference.expired())
+
+
+def kept_bytes(model: nn.Module, inputs: Tensor) -> int:
+    """Bytes that a model without its head holds between forward and backward pass, for inputs (batch, seq)."""
+    seq = SeqInfo(torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs))
+    model(inputs, seq).sum().backward()  # what is made at first use is not counted
+    with Storages() as storages:
+        hidden = model(inputs, seq)
+        gc.collect()
+        alive = storages.alive()
+        hidden.sum().backward()
+    return alive
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--flavor", default="debug")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    keys = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
+    original = load_family("llama3", keys.flavor)
+    variants = {name: (mode, False) for name, mode in MODES.items()}
+    variants |= {f"{name}, compiled": (mode, True) for name, mode in (MODES | BUDGETS).items()}
+    tokens = torch.randint(original.config.vocab_size, (keys.batch, keys.seq_len + 1), device=device)
+    models, kept = {}, {}
+    for name, (mode, compiled) in variants.items():
+        values = {
+            "activation_checkpoint": mode,
+            "compile": {"enable": compiled},
+            "training": {"mixed_precision_param": "float32" if device.type == "cpu" else "bfloat16"},
+        }
+        models[name] = build_model(_fresh(original), Config.model_validate(values), mesh, device)
+        kept[name] = kept_bytes(models[name], tokens[:, :-1])
+        summed_loss(models[name], tokens).backward()
+    ratios: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(keys.rounds):
+        seconds = {name: _timed(model, tokens, device) for name, model in models.items()}
+        for name in models:
+            ratios[name].append(seconds[name] / seconds["none"])
+    print(f"llama3 {keys.flavor}, {keys.batch} x {keys.seq_len} tokens, {device}, PyTorch {torch.__version__}")
+    print("| activation_checkpoint.mode | kept activations | step time |\n| --- | --- | --- |")
+    for name in models:
+        print(f"| {name} | {kept[name] / kept['none']:.2f} | {statistics.median(ratios[name]):.2f} |")
+    dist.destroy_process_group()
+
+
+def _fresh(family: Family) -> Family:
+    """The same family from a module of its own: dynamo keeps compiled code by function, and knows no memory budgets."""
+    spec = importlib.util.spec_from_file_location(f"family_{time.perf_counter_ns()}", family.module.__file__)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return Family(module, family.config)
+
+
+def _timed(model: nn.Module, tokens: Tensor, device: torch.device) -> float:
+    begin = time.perf_counter()
+    summed_loss(model, tokens).backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""float16: the loss is scaled, steps that overflow are skipped by all ranks together, and the scale is in the checkpoint."""
+
+import json
+
+import pytest
+import torch
+
+from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
+from titanlite.loss_scale import LossScale
+from titanlite.optimizer import build_optimizer
+from titanlite.train import build_model, forward_backward, update
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_float16"
+TWO_BY_TWO = {"dp_shard": 2, "tp": 2}
+
+
+def steps_with_scale(degrees: dict[str, int], first_scale: float, steps: int) -> list[tuple[float, bool, bool, float]]:
+    """(scale before the step, whether its norm was finite, whether any weight changed, optimizer's step) of each step."""
+    config = config_of(degrees, training={"mixed_precision_param": "float16"})
+    mesh = mesh_of(degrees)
+    model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
+    optimizer, source, loss_scale = build_optimizer(model, config.optimizer), rank_batches(config, mesh), LossScale(CPU)
+    loss_scale.scale.fill_(first_scale)
+    happened = []
+    for _ in range(steps):
+        before = [p.detach().to_local().clone() for p in model.parameters()]
+        scale = loss_scale.scale.item()
+        forward_backward(model, next(source), mesh, loss_scale.scale)
+        norm = update(model, optimizer, 1e-3, 1.0, loss_scale)
+        changed = any(not torch.equal(p.detach().to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+        count = next(iter(optimizer.state.values()))["step"].item()
+        happened.append((scale, bool(norm.isfinite()), changed, count))
+    return happened
+
+
+@pytest.mark.parametrize("degrees", [{}, TWO_BY_TWO], ids=["one process", "2 x 2"])
+def test_steps_that_overflow_are_skipped_by_all_ranks_and_halve_the_scale(pools, degrees):
+    ranks = pools[4 if degrees else 1].run(f"{HERE}:steps_with_scale", degrees=degrees, first_scale=2.0**22, steps=12)
+    for happened in ranks:
+        assert [entry[:2] for entry in happened] == [entry[:2] for entry in ranks[0]]
+        assert not happened[0][1], "the first scale was to overflow"
+        assert happened[-1][1], "the scale never became small enough"
+        taken = 0
+        for (scale, finite, changed, count), following in zip(happened, [*happened[1:], None], strict=True):
+            taken += finite
+            assert changed == finite
+            assert count == taken
+            assert following is None or following[0] == (scale if finite else scale / 2)
+
+
+def test_the_scale_doubles_after_many_good_steps():
+    loss_scale = LossScale(CPU)
+    for _ in range(2000):
+        loss_scale.update(torch.zeros(()))
+    assert loss_scale.report() == {"loss_scale": 2.0**17, "skipped_steps": 0}
+
+
+def test_float16_follows_float32_and_a_resumed_run_keeps_its_scale(pools, tmp_path):
+    def reports(folder: str, precision: str, *lengths: int, degrees: dict[str, int]) -> list[dict]:
+        for steps in lengths:
+            config = config_of(
+                degrees,
+                job={"dump_folder": str(tmp_path / folder)},
+                training={"steps": steps, "mixed_precision_param": precision},
+                lr_scheduler={"total_steps": 12},
+                metrics={"log_freq": 1, "enable_tensorboard": False},
+                checkpoint={"enable": True},
+            )
+            pools[4].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+        return [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
+
+    plain = reports("plain", "float32", 12, degrees=TWO_BY_TWO)
+    whole = reports("whole", "float16", 12, degrees=TWO_BY_TWO)
+    parts = reports("parts", "float16", 5, 12, degrees=TWO_BY_TWO)
+    keys = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+    assert [[report[key] for key in keys] for report in parts] == [[report[key] for key in keys] for report in whole]
+    assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(whole, plain, strict=True)) < 5e-3

@@ -1,0 +1,103 @@
+"""Traces and memory reports of a whole run on several ranks, with sharded parameters."""
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
+from titanlite import train
+from titanlite.errors import UserError
+from titanlite.optimizer import build_optimizer, create_state
+from titanlite.profiling import Memory, held_memory
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_profiling"
+SHARDED = {"dp_shard": 2}
+
+
+def run_config(folder: str, **profiling: Any):
+    return config_of(SHARDED, training={"steps": 7}, profiling=profiling, job={"dump_folder": folder})
+
+
+def test_every_rank_traces_the_same_steps_with_its_own_operations(pools: dict[int, Pool], tmp_path):
+    config = run_config(str(tmp_path), enable_profiling=True, profile_freq=3)
+    pools[2].run("tests.distributed.scenarios:full_run", degrees=SHARDED, config=config)
+    traces = {path.relative_to(tmp_path / "profile_traces"): path for path in tmp_path.rglob("*.json.gz")}
+    assert sorted(map(str, traces)) == [f"step-0000000{step}/rank-{rank}.json.gz" for step in (3, 6) for rank in (0, 1)]
+    for name, path in traces.items():
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        step, rank = int(name.parts[0][5:]), int(name.name[5])
+        assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
+        names = [event["name"] for event in trace["traceEvents"]]
+        assert [found for found in names if found.startswith("step ")] == [f"step {step}"]
+        # the step from its forward pass to the optimizer, with the gathering of parameters over ranks
+        assert {"aten::mm", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "aten::_fused_adamw_"} <= set(names)
+        assert any(found.startswith("FSDP::all_gather") for found in names)
+
+
+def test_a_run_without_profiling_writes_no_traces(pools: dict[int, Pool], tmp_path):
+    config = run_config(str(tmp_path), profile_freq=3)
+    pools[2].run("tests.distributed.scenarios:full_run", degrees=SHARDED, config=config)
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert not list(tmp_path.rglob("*profile*")) and not list(tmp_path.rglob("*.gz"))
+
+
+def count_by_hand(degrees: dict[str, int]) -> tuple[Memory, int, int, int]:
+    """(what is reported, values that this rank holds, values of the whole model, parameters) after a step."""
+    config = config_of(degrees)
+    model = train.build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
+    optimizer = build_optimizer(model, config.optimizer)
+    create_state(optimizer)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    local = 0
+    for p in model.parameters():
+        assert isinstance(p, DTensor)
+        local += p.to_local().shape.numel()
+    return held_memory(model, optimizer, CPU), local, sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("degrees", [SHARDED, {"tp": 2}])
+def test_of_a_sharded_tensor_only_the_local_part_counts(pools: dict[int, Pool], degrees):
+    answers = pools[2].run(f"{HERE}:count_by_hand", degrees=degrees)
+    for held, local, whole, parameters in answers:
+        assert local < 0.6 * whole
+        assert held == Memory(4 * local, 4 * local, 2 * 4 * local + 4 * parameters)
+    if degrees == SHARDED:  # every dimension divides: the ranks hold the model once
+        assert sum(local for _, local, _, _ in answers) == answers[0][2]
+
+
+def run_out_of_memory(folder: str, failing_step: int) -> str:
+    """What a run says whose forward pass runs out of memory at a step."""
+    calls, forward = 0, train.summed_loss
+
+    def failing(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == failing_step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        return forward(model, tokens)
+
+    train.summed_loss = failing
+    try:
+        full_run(SHARDED, run_config(folder))
+    except UserError as error:
+        return str(error)
+    finally:
+        train.summed_loss = forward
+    return ""
+
+
+def test_a_run_that_is_out_of_memory_ends_with_the_step_the_bytes_and_the_remedies(pools: dict[int, Pool], tmp_path):
+    for told in pools[2].run(f"{HERE}:run_out_of_memory", folder=str(tmp_path), failing_step=5):
+        assert told.startswith("step 5: out of memory, 2.00 GiB more were asked for")
+        assert "parameters 0.00 GiB" in told
+        assert '1. activation_checkpoint.mode = "selective"' in told
+        assert "2. training.local_batch_size = 2 with training.global_batch_size = 8" in told
+        assert "3. a larger parallelism.data_parallel_shard_degree" in told

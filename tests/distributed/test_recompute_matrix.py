@@ -1,0 +1,142 @@
+"""P1 goes on: neither torch.compile nor activation checkpointing changes the mathematics, on any mesh."""
+
+import functools
+import itertools
+import math
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.recompute import kept_bytes
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
+from titanlite.loss import summed_loss
+from titanlite.tools.verify import Trajectory, compare
+from titanlite.train import build_model
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_recompute_matrix"
+MESHES = {"one process": {}, "shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}
+MODES = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "every second layer": {"mode": "selective", "selective_ac_option": 2},
+    "per operation": {"mode": "selective", "selective_ac_option": "op"},
+    "budget": {"mode": "memory_budget", "memory_budget": 0.3},
+}
+STEPS = 6
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')
+
+
+@pytest.fixture(scope="module")
+def one_process(pools: dict[int, Pool]) -> Trajectory:
+    """The reference: one process, nothing compiled, nothing computed twice."""
+    return run(pools, {}, "none", None)[0]
+
+
+def run(pools: dict[int, Pool], degrees: dict[str, int], mode: str, backend: str | None) -> tuple[Trajectory, int]:
+    """What happened, and how many graphs were compiled for it."""
+    config = config_of(
+        degrees,
+        training={"steps": STEPS},
+        activation_checkpoint=MODES[mode],
+        compile={"enable": backend is not None, "backend": backend or "inductor"},
+    )
+    ranks = math.prod(degrees.values())
+    return pools[ranks].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0]
+
+
+def assert_equal_within_rounding(found: Trajectory, reference: Trajectory) -> None:
+    result = compare(found, reference)
+    print(result)
+    assert result.equal, result
+
+
+@pytest.mark.parametrize(("mesh", "mode"), list(itertools.product(MESHES, MODES)))
+def test_compiled_and_checkpointed_every_mesh_gives_what_one_plain_process_gives(pools, one_process, mesh, mode):
+    found, graphs = run(pools, MESHES[mesh], mode, "aot_eager")
+    assert_equal_within_rounding(found, one_process)
+    # one graph for all blocks and one for the head, in all steps together
+    assert graphs == 2
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mesh", "mode"),
+    [("one process", "none"), ("shard 2 x tp 2", "per operation"), ("shard 2 x tp 2", "budget"), ("tp 2", "full")],
+)
+def test_inductors_kernels_give_what_one_plain_process_gives(pools, one_process, mesh, mode):
+    found, graphs = run(pools, MESHES[mesh], mode, "inductor")
+    assert_equal_within_rounding(found, one_process)
+    assert graphs == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode"), [(mesh, mode) for mesh in MESHES for mode in ("full", "every second layer", "per operation")]
+)
+def test_checkpointed_without_compile_every_mesh_gives_what_one_plain_process_gives(pools, one_process, mesh, mode):
+    found, graphs = run(pools, MESHES[mesh], mode, None)
+    assert_equal_within_rounding(found, one_process)
+    assert graphs == 0
+
+
+# ------------------------------------------------------------------------------------------- what enters a compiled block
+
+
+def types_at_compiled_parts() -> tuple[set[str], float]:
+    """(types of the tensors that blocks and head are given, norm of the embedding's gradient)."""
+    degrees = {"tp": 2}
+    config = config_of(degrees, compile={"enable": True, "backend": "aot_eager"})
+    mesh = mesh_of(degrees)
+    model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
+    seen: set[str] = set()
+    for part in (*model.layers.values(), model.head):
+        part.register_forward_pre_hook(lambda _, args: seen.add(type(args[0]).__name__))
+    summed_loss(model, next(rank_batches(config, mesh))[0]).backward()
+    return seen, model.embed.weight.grad.full_tensor().norm().item()
+
+
+def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_its_gradient(pools):
+    # an AsyncCollectiveTensor there gives the embedding a zero gradient while the loss looks right
+    for seen, norm in pools[2].run(f"{HERE}:types_at_compiled_parts"):
+        assert seen == {"Tensor"}
+        assert norm > 0.01
+
+
+# ----------------------------------------------------------------------------------------------------------------- memory
+
+
+def saved_bytes(mode: dict[str, object], backend: str | None) -> tuple[int, int]:
+    """(bytes that the blocks leave in memory between forward and backward pass, graphs that were compiled)."""
+    config = config_of(
+        {}, "deep", activation_checkpoint=mode, compile={"enable": backend is not None, "backend": backend or "eager"}
+    )
+    torch._dynamo.reset()
+    counters.clear()
+    model = build_model(load_family("tests.tiny", "deep"), config, mesh_of({}), CPU)
+    tokens = next(rank_batches(config, mesh_of({})))[0]
+    return kept_bytes(model, tokens[:, :-1]), counters["stats"]["unique_graphs"]
+
+
+@functools.cache
+def _measured(pool: Pool) -> dict[str, int]:
+    plain = {mode: (keys, None) for mode, keys in MODES.items() if mode != "budget"}
+    compiled = {f"{mode}, compiled": (keys, "aot_eager") for mode, (keys, _) in plain.items()}
+    budgets = {f"budget {share}": ({"mode": "memory_budget", "memory_budget": share}, "aot_eager") for share in (0.0, 0.3, 1.0)}
+    measured = {}
+    for name, (keys, backend) in (plain | compiled | budgets).items():
+        measured[name], graphs = pool.run(f"{HERE}:saved_bytes", mode=keys, backend=backend)[0]
+        assert (graphs > 0) == (backend is not None)
+    return measured
+
+
+def test_every_mode_keeps_less_for_the_backward_pass_than_the_one_that_computes_less_again(pools):
+    kept = _measured(pools[1])
+    print({mode: f"{size / kept['none']:.2f}" for mode, size in kept.items()})
+    assert kept["full"] < kept["every second layer"] < kept["none"]
+    assert kept["full"] < kept["per operation"] < 0.75 * kept["none"]
+    assert kept["full, compiled"] < kept["per operation, compiled"] < 0.75 * kept["none, compiled"]
+    assert kept["budget 0.0"] < kept["budget 0.3"] < kept["budget 1.0"] < kept["none"]

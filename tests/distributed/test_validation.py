@@ -1,0 +1,89 @@
+"""Validation: the same number at every round and on every mesh, and the training none the wiser."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.blocks import SeqInfo
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, config_of, learnable_data, mesh_of
+from titanlite.config import Config
+from titanlite.train import build_model
+from titanlite.validation import rounds, validate
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_validation"
+MESHES = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
+
+
+def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **sections) -> list[dict]:
+    config = config_of(
+        degrees,
+        accumulation=2,
+        job={"dump_folder": str(folder)},
+        training={"steps": 6, "seq_len": 128},
+        metrics={"log_freq": 1, "enable_tensorboard": False},
+        **sections,
+    )
+    pools[math.prod(degrees.values())].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# The data has 156 samples of this length: 19 batches of 8, and 4 samples in the last, which not all ranks share in.
+ALL = {"enable": True, "freq": 2, "steps": -1}
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tmp_path, degrees):
+    reference = run(pools, {}, tmp_path / "one", validation=ALL)
+    found = run(pools, degrees, tmp_path / "many", validation=ALL)
+    for key in ("validation_loss", "validation_bits_per_byte"):
+        pairs = [(a[key], b[key]) for a, b in zip(found, reference, strict=True) if key in b]
+        assert len(pairs) == 3
+        assert all(abs(a / b - 1) < 1e-5 for a, b in pairs)
+
+
+def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):
+    degrees = {"dp_shard": 2, "tp": 2}
+    looked_at = run(pools, degrees, tmp_path / "with", validation={**ALL, "steps": 3})
+    alone = run(pools, degrees, tmp_path / "without")
+    assert [(r["loss"], r["grad_norm"]) for r in looked_at] == [(r["loss"], r["grad_norm"]) for r in alone]
+
+
+def test_every_round_reads_the_same_samples(pools, tmp_path):
+    reports = run(pools, {}, tmp_path, optimizer={"lr": 1e-30, "weight_decay": 0.0}, validation={**ALL, "steps": 3})
+    measured = [report["validation_loss"] for report in reports if "validation_loss" in report]
+    assert len(measured) == 3
+    assert len(set(measured)) == 1
+
+
+def measured_and_expected(steps: int) -> tuple[dict[str, float], float]:
+    """(what validation says, mean cross entropy of the same samples by PyTorch's own function)."""
+    config = config_of({}, validation={"enable": True, "steps": steps})
+    data, length = learnable_data(512), config.training.seq_len
+    model = build_model(load_family("tests.tiny", "plain"), config, mesh_of({}), CPU)
+    found = validate(model, data, config, mesh_of({}), CPU)
+    count = min(steps * 8, (len(data.ids) - 1) // length) if steps > 0 else (len(data.ids) - 1) // length
+    tokens = torch.stack([torch.from_numpy(data.ids[i * length : (i + 1) * length + 1].astype(int)) for i in range(count)])
+    inputs = tokens[:, :-1]
+    with torch.no_grad():
+        logits = model.head(model(inputs, SeqInfo(torch.arange(length).expand_as(inputs))))
+    return found, F.cross_entropy(logits.flatten(0, 1).double(), tokens[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("steps", [1, 7, -1])
+def test_the_loss_is_the_mean_cross_entropy_of_the_first_samples(pools, steps):
+    found, expected = pools[1].run(f"{HERE}:measured_and_expected", steps=steps)[0]
+    assert found["validation_loss"] == pytest.approx(expected, rel=1e-6)
+    # each token of this data stands for 3 bytes
+    assert found["validation_bits_per_byte"] == pytest.approx(expected / math.log(2) / 3, rel=1e-6)
+
+
+def test_a_round_ends_with_the_data():
+    data = learnable_data(512)
+    config = Config.model_validate({"training": {"seq_len": 32}, "validation": {"steps": 1000}})
+    assert rounds(data, config, 1) == math.ceil(625 / 8)

@@ -1,0 +1,74 @@
+"""Ranks that fail in the middle of a step: what is told, and that nothing is left behind."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launcher import Ended, run
+from tests.end_to_end.test_run_train import reports, working_folder
+
+# Added to the model: what its third step does on each rank, by WAY_<rank> in the environment.
+FAILING = """
+
+def wait_for_the_end_of(pid):
+    import pathlib, time
+    stat = pathlib.Path(f"/proc/{pid}/stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+
+
+class Model(Model):
+    calls = 0
+
+    def forward(self, *args):
+        import os, pathlib, signal, time
+        self.calls += 1
+        way = os.environ.get("WAY_" + os.environ["RANK"])
+        if self.calls == 3 and way == "is killed":
+            pathlib.Path("killed.tmp").write_text(str(os.getpid()))
+            os.rename("killed.tmp", "killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.calls == 3 and way == "fails right after":  # as one that has lost its connection, but faster
+            while not pathlib.Path("killed").exists():
+                time.sleep(0.001)
+            wait_for_the_end_of(pathlib.Path("killed").read_text())
+            os._exit(1)
+        if self.calls == 3 and way == "out of memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+        return super().forward(*args)
+"""
+
+
+def run_failing(folder: Path, ranks: int, **ways: str) -> Ended:
+    """A run that fails in its third step; the pid of a killed rank is in the file "killed"."""
+    working_folder(folder)
+    with open(folder / "own/model.py", "a") as file:
+        file.write(FAILING)
+    return run("run.toml", "--training.steps", "1000000", folder=folder, NGPU=str(ranks), **ways)
+
+
+@pytest.mark.parametrize(
+    ("killed", "ways"),
+    [
+        (0, {"WAY_0": "is killed"}),  # rank 1 is in the forward pass, waiting for rank 0's parameters
+        (1, {"WAY_0": "fails right after", "WAY_1": "is killed"}),
+    ],
+)
+def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path, killed, ways):
+    ended = run_failing(tmp_path, 2, **ways)
+    pid = (tmp_path / "killed").read_text()
+    assert (ended.code, ended.left) == (137, []), ended.err
+    assert f"rank {killed} (process {pid}) was ended by SIGKILL; the run is over" in ended.err
+    assert ended.err.count("the run is over") == 1
+    assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
+
+
+def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_path):
+    ended = run_failing(tmp_path, 1, WAY_0="out of memory")
+    assert (ended.code, ended.left) == (2, []), ended.err
+    assert "step 3: out of memory, 2.00 GiB more were asked for" in ended.err
+    assert "held by this rank: parameters 0.00 GiB" in ended.err
+    assert '1. activation_checkpoint.mode = "selective"' in ended.err
+    assert "2. training.local_batch_size = 1 with training.global_batch_size = 2" in ended.err
+    assert "Traceback" not in ended.err
+    assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]

@@ -1,0 +1,124 @@
+"""Recipes: sound at the number of ranks that their header names, within the memory that it claims. And what estimates count."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from models.blocks import SeqInfo, rope_frequencies, rope_tables
+from tests.tiny import FLAVORS, Model
+from titanlite.checks import check
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.tools import estimate as tool
+from titanlite.tools.estimate import GIB, RESERVE, estimate
+
+FOLDER = Path("train_configs")
+# flavour: ranks, parameters
+RECIPES = {
+    "debug": (1, 5_245_184),
+    "1b": (8, 1_235_814_400),
+    "3b": (8, 3_212_749_824),
+    "8b": (8, 8_030_261_248),
+    "70b": (256, 70_553_706_496),
+    "405b": (512, 405_853_388_800),
+}
+DEVICE_GIB = 80
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """On a busy machine the threads of an operation wait for each other much longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_table_of_this_file_has_every_recipe():
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {f"llama_{flavor}" for flavor in RECIPES}
+
+
+@pytest.mark.parametrize("flavor", RECIPES)
+def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(flavor):
+    path, (ranks, parameters) = FOLDER / f"llama_{flavor}.toml", RECIPES[flavor]
+    header = path.read_text().partition("\n[")[0]
+    config = read_config(str(path), [])
+    check(config, str(path), ranks)
+    assert config.model.flavor == flavor
+    assert re.search(r"^# Ranks: (\d+) ", header, re.MULTILINE)[1] == str(ranks)
+    found = estimate(config, ranks)
+    print(f"{path.name} on {ranks}: {found}")
+    claimed = float(re.search(r"^# Memory a rank: ([\d.]+) GiB", header, re.MULTILINE)[1])
+    assert found.memory.total / GIB == pytest.approx(claimed, rel=0.1)
+    assert found.memory.total + RESERVE < DEVICE_GIB * GIB
+    # masters, gradients and two moments of AdamW, all float32, all sharded over all ranks
+    assert found.parameters == parameters
+    assert sum(found.memory[:3]) == pytest.approx(16 * parameters / ranks, rel=0.001)
+    assert found.local_values == pytest.approx(parameters / ranks, rel=0.001)
+    assert found.layer_values < found.local_values / 4
+    assert found.build_seconds + found.shard_seconds + found.layer_seconds < 30
+
+
+def tiny(**sections: dict) -> Config:
+    """Two layers of dimension 64 in float32, 2 sequences of 512."""
+    training = {"local_batch_size": 2, "seq_len": 512, "mixed_precision_param": "float32"}
+    return Config.model_validate(
+        {"model": {"name": "tests.tiny", "flavor": "plain"}, **sections, "training": training | sections.get("training", {})}
+    )
+
+
+def test_activations_are_those_that_a_block_really_saves():
+    shape = FLAVORS["plain"]
+    seq = SeqInfo(torch.arange(512).expand(2, 512))
+    rope = rope_tables(seq.positions, rope_frequencies(shape.head_dim, shape.rope_theta, None, torch.device("cpu")))
+    block = Model(shape).layers["0"]
+    elsewhere = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *rope)}
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(torch.randn(2, 512, shape.dim, requires_grad=True), rope, seq)
+    kept = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in elsewhere)
+    assert estimate(tiny(), 1).memory.activations == shape.n_layers * kept
+
+
+def test_checkpointing_keeps_less_the_more_it_recomputes():
+    kept = {
+        name: estimate(tiny(activation_checkpoint=keys), 1).memory.activations
+        for name, keys in {
+            "none": {"mode": "none"},
+            "op": {"mode": "selective"},
+            "full": {"mode": "full"},
+        }.items()
+    }
+    assert kept["none"] > 1.5 * kept["op"] > 1.5 * kept["full"]
+    inputs = 2 * 2 * 512 * 64 * 4  # layers, batch, seq, dim, bytes
+    assert inputs <= kept["full"] < 1.1 * inputs  # and the state of the random numbers
+
+
+def test_kept_parameters_and_whole_gradients_are_counted():
+    whole = FLAVORS["plain"]
+    sharded, kept = (
+        estimate(tiny(parallelism={"fsdp_reshard_after_forward": policy}), 4).memory for policy in ("always", "never")
+    )
+    layer = sum(p.numel() for p in Model(whole).layers["0"].parameters()) * 4
+    assert kept.activations - sharded.activations == pytest.approx(whole.n_layers * layer, rel=0.05)
+    late = estimate(tiny(parallelism={"reduce_every_microbatch": False}, training={"global_batch_size": 16}), 4).memory
+    assert late.gradients == 4 * sharded.gradients
+
+
+@pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])
+def test_the_command_says_whether_it_fits(gib, code, verdict, capsys, monkeypatch):
+    words = ["estimate", "train_configs/llama_debug.toml", "--device-memory-gib", str(gib), "--training.seq_len", "64"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == code
+    assert f"{verdict} a device of {gib} GiB" in capsys.readouterr().out

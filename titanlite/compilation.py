@@ -1,0 +1,49 @@
+"""torch.compile of the model's parts, and a watch for recompilations."""
+
+import logging
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters, get_compilation_metrics
+
+from titanlite.config import Compile
+
+log = logging.getLogger(__name__)
+
+
+def compile_model(model: nn.Module, keys: Compile) -> None:
+    """Compiles each block, and head with loss, as one graph each.
+
+    It is `forward` that is compiled: FSDP's hooks stay outside, parameter names stay what they are, and since blocks share
+    one class, dynamo finds the code of the first for all others.
+    """
+    # It tells on every run that checkpointed regions must not write in place, which our blocks do not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    parts = list(model.layers.values()) if "model" in keys.components else []
+    if "loss" in keys.components and model.head is not None:
+        parts.append(model.head)
+    for part in parts:
+        part.forward = torch.compile(part.forward, backend=keys.backend, fullgraph=True)
+
+
+class RecompilationWatch:
+    """Counts what dynamo compiles after a run should have settled, and says why."""
+
+    def __init__(self) -> None:
+        self.expected: int | None = None
+        self.recompilations = 0
+
+    def settle(self) -> None:
+        """What has been compiled until now was to be expected."""
+        self.expected = counters["stats"]["unique_graphs"]
+
+    def check(self, step: int) -> None:
+        """Warns of every compilation since `settle` or the last check, by its cause."""
+        new = 0 if self.expected is None else counters["stats"]["unique_graphs"] - self.expected
+        if new <= 0:
+            return
+        self.recompilations += new
+        for metrics in get_compilation_metrics()[-new:]:
+            cause = metrics.recompile_reason or "another code path"
+            log.warning("step %d: recompiled %s (%s); every one costs a step much time", step, metrics.co_name, cause)
+        self.settle()

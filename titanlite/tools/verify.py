@@ -1,0 +1,252 @@
+"""titanlite verify CONFIG.toml --mesh 1 --mesh "dp_shard=2,tp=2" [--steps 5] [--flavor F] [--section.key value ...]
+
+Trains a few steps of your own configuration on each mesh, in float32, and compares every mesh with the first: initial
+weights, global batches, losses, gradient norms, and the gradient of every parameter. What differs is named. Scale a large
+model down with --flavor or other options: the mesh is what is looked at. Exit code 0: equal; 1: not.
+"""
+
+import argparse
+import math
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.checks import check
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.data.batches import batches
+from titanlite.data.tokens import TokenData, prepare_tokens
+from titanlite.errors import UserError
+from titanlite.lr_schedule import build_schedule
+from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
+from titanlite.optimizer import build_optimizer
+from titanlite.train import build_model, forward_backward, update
+from titanlite.zoo import load_family
+
+# What float32 rounding explains, relative to the first mesh. Rounding grows with the steps, so later norms may differ more.
+LOSS, FIRST_NORM, LATER_NORMS, GRADIENT = 1e-5, 1e-5, 1e-3, 1e-5
+
+
+class Trajectory(NamedTuple):
+    """What a few steps of training did; tensors are whole, and on the CPU."""
+
+    weights: dict[str, Tensor]  # before the first step
+    batches: list[Tensor]  # (global batch, seq + 1) of each step
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]  # of the first step, before clipping
+    dtypes: set[torch.dtype]  # of masters, gradients and moments
+
+
+class Comparison(NamedTuple):
+    """How far a mesh is from the first one; differences are relative."""
+
+    weights: list[str]  # names of the initial weights that differ in any bit
+    batches: list[int]  # steps whose global batches differ in any token
+    loss: float
+    first_norm: float
+    later_norms: float
+    gradient: float
+    worst: str  # the parameter of that gradient
+
+    @property
+    def equal(self) -> bool:
+        close = self.loss < LOSS and self.first_norm < FIRST_NORM and self.later_norms < LATER_NORMS
+        return not self.weights and not self.batches and close and self.gradient < GRADIENT
+
+
+def record(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.device) -> Trajectory:
+    """Trains `training.steps` steps on a mesh by the loop's own functions; all ranks return the same."""
+    training, part = config.training, (data_rank(mesh), data_degree(mesh))
+    size = config.global_batch(data_degree(mesh))
+    model = build_model(load_family(config.model.name, config.model.flavor), config, mesh, device)
+    optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
+    source = batches(data, 0, size, training.local_batch_size, training.seq_len, training.seed, part, pin_memory=False)
+    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    read, losses, norms = [], [], []
+    for step in range(1, training.steps + 1):
+        tokens = next(source).to(device)
+        read.append(_gather_batch(tokens, mesh))
+        share = forward_backward(model, tokens, mesh, None, config.parallelism.reduce_every_microbatch)
+        if step == 1:
+            gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+            dtypes = {parameter.grad.dtype for parameter in model.parameters()}
+        norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
+        losses.append(sum_over_data(share, mesh).item())
+    dtypes |= {parameter.dtype for parameter in model.parameters()}
+    dtypes |= {value.dtype for state in optimizer.state.values() for value in state.values()}
+    return Trajectory(weights, read, losses, norms, gradients, dtypes)
+
+
+def compare(found: Trajectory, reference: Trajectory) -> Comparison:
+    """How far one trajectory is from another."""
+    gradients = {name: _distance(found.gradients[name], gradient) for name, gradient in reference.gradients.items()}
+    worst = max(gradients, key=gradients.__getitem__)
+    losses = [abs(a / b - 1) for a, b in zip(found.losses, reference.losses, strict=True)]
+    norms = [abs(a / b - 1) for a, b in zip(found.norms, reference.norms, strict=True)]
+    return Comparison(
+        [name for name, weight in reference.weights.items() if not torch.equal(found.weights[name], weight)],
+        [step for step, pair in enumerate(zip(found.batches, reference.batches, strict=True), 1) if not torch.equal(*pair)],
+        max(losses),
+        norms[0],
+        max(norms),
+        gradients[worst],
+        worst,
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor on the CPU; a DTensor is gathered."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def _gather_batch(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The global batch of which every data-parallel rank has read a part, in order."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (data_rank(mesh), tokens.flatten(0, 1).cpu()))
+    by_rank = dict(parts)
+    return torch.cat([by_rank[rank] for rank in range(data_degree(mesh))])
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference relative to the expected norm; infinite where only one of the two is not finite or is zero."""
+    difference, size = (found - expected).norm().item(), expected.norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) else math.inf
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def main() -> None:
+    try:
+        path, meshes, config = _parse(sys.argv[1:])
+        configs = [_on_mesh(config, degrees, meshes) for degrees in meshes]
+        for degrees, on_mesh in zip(meshes, configs, strict=True):
+            check(on_mesh, path, math.prod(degrees.values()))
+        prepare_tokens(config)  # now, so that the ranks find them in the cache
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    runs = [_run(on_mesh, degrees) for on_mesh, degrees in zip(configs, meshes, strict=True)]
+    print(f"{config.model.name} {config.model.flavor}, {config.training.steps} steps in float32, every mesh against the first")
+    print(f"{'mesh':<28} {'weights':<9} {'batches':<9} {'losses':<9} {'norms':<17} {'worst gradient'}")
+    equal = True
+    for degrees, found in zip(meshes, runs, strict=True):
+        result = compare(found, runs[0])
+        equal &= result.equal
+        _print_row(degrees, result)
+    print("equal within float32 rounding" if equal else "NOT equal")
+    sys.exit(0 if equal else 1)
+
+
+def _print_row(degrees: dict[str, int], result: Comparison) -> None:
+    name = ",".join(f"{key}={degree}" for key, degree in degrees.items()) or "1"
+    weights, tokens = "differ" if result.weights else "equal", "differ" if result.batches else "equal"
+    norms = f"{result.first_norm:.1e}, {result.later_norms:.1e}"
+    verdict = "" if result.equal else "  <- not equal"
+    print(f"{name:<28} {weights:<9} {tokens:<9} {result.loss:<9.1e} {norms:<17} {result.gradient:.1e} {result.worst}{verdict}")
+    for weight in result.weights:
+        print(f"    initial weight differs: {weight}")
+
+
+def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
+    parser = argparse.ArgumentParser(prog="titanlite verify", allow_abbrev=False, usage=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("--mesh", action="append", required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--flavor")
+    known, options = parser.parse_known_args(words)
+    if known.flavor:
+        options += ["--model.flavor", known.flavor]
+    config = read_config(known.config, options)
+    if known.steps < 1 or len(known.mesh) < 2:
+        raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2, and at least one step")
+    # A schedule for the full run, of which only the first steps are taken; float32, where rounding is all that may differ.
+    training = {"steps": known.steps, "mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
+    schedule = {"total_steps": config.schedule_steps}
+    return (
+        known.config,
+        [_degrees(text) for text in known.mesh],
+        config.model_copy(
+            update={
+                "training": config.training.model_copy(update=training),
+                "lr_scheduler": config.lr_scheduler.model_copy(update=schedule),
+                "checkpoint": type(config.checkpoint)(),
+            }
+        ),
+    )
+
+
+def _degrees(text: str) -> dict[str, int]:
+    """{"dp_shard": 2, "tp": 2} of "dp_shard=2,tp=2", {} of "1"."""
+    if text == "1":
+        return {}
+    degrees = {}
+    for part in text.split(","):
+        name, _, degree = part.partition("=")
+        if name not in ("dp_replicate", "dp_shard", "tp") or not degree.isdecimal() or int(degree) < 1:
+            raise UserError(f'--mesh "{text}": must be 1, or degrees of dp_replicate, dp_shard and tp, such as dp_shard=2,tp=2')
+        degrees[name] = int(degree)
+    return degrees
+
+
+def _on_mesh(config: Config, degrees: dict[str, int], meshes: list[dict[str, int]]) -> Config:
+    """The configuration on one of the meshes, with the global batch that it has on the widest of them."""
+    parts = [mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1) for mesh in meshes]
+    size = config.global_batch(max(parts))
+    share = size // (degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1))
+    local = math.gcd(config.training.local_batch_size, share)
+    sizes = {"global_batch_size": size, "local_batch_size": max(1, local)}
+    parallelism = {
+        "data_parallel_replicate_degree": degrees.get("dp_replicate", 1),
+        "data_parallel_shard_degree": degrees.get("dp_shard", 1),
+        "tensor_parallel_degree": degrees.get("tp", 1),
+    }
+    return config.model_copy(
+        update={
+            "training": config.training.model_copy(update=sizes),
+            "parallelism": config.parallelism.model_copy(update=parallelism),
+        }
+    )
+
+
+def _run(config: Config, degrees: dict[str, int]) -> Trajectory:
+    """A trajectory on a mesh of processes on this machine: on its GPUs if they are enough, else on the CPU."""
+    ranks = math.prod(degrees.values())
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (ranks, config, degrees, folder), nprocs=ranks)
+        return torch.load(Path(folder) / "trajectory", weights_only=False)  # written a moment ago by ourselves
+
+
+def _rank(rank: int, ranks: int, config: Config, degrees: dict[str, int], folder: str) -> None:
+    cuda = torch.cuda.device_count() >= ranks
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    store = dist.FileStore(f"{folder}/store", ranks)
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    mesh = build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
+    found = record(config, prepare_tokens(config), mesh, device)
+    if rank == 0:
+        torch.save(found, Path(folder) / "trajectory")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
