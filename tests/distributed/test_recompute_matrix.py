@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ from torch._dynamo.utils import counters
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, mesh_of, rank_batches
 from titanlite.loss import summed_loss
 from titanlite.tools.verify import Trajectory, compare
 from titanlite.train import build_model
-from titanlite.zoo import load_family
+from titanlite.zoo import Family, load_family
 
 HERE = "tests.distributed.test_recompute_matrix"
 MESHES = {"one process": {}, "shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}
@@ -109,14 +110,17 @@ def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_it
 # ----------------------------------------------------------------------------------------------------------------- memory
 
 
-def saved_bytes(mode: dict[str, object], backend: str | None) -> tuple[int, int]:
+def saved_bytes(mode: dict[str, object], backend: str | None, keep: bool = False) -> tuple[int, int]:
     """(bytes that the blocks leave in memory between forward and backward pass, graphs that were compiled)."""
     config = config_of(
         {}, "deep", activation_checkpoint=mode, compile={"enable": backend is not None, "backend": backend or "eager"}
     )
     torch._dynamo.reset()
     counters.clear()
-    model = build_model(load_family("tests.tiny", "deep"), config, mesh_of({}), CPU)
+    family = load_family("tests.tiny", "deep")
+    if keep:
+        family = Family(SimpleNamespace(**vars(family.module), KEEP=(torch.ops.aten.silu.default,)), family.config)
+    model = build_model(family, config, mesh_of({}), CPU)
     tokens = next(rank_batches(config, mesh_of({})))[0]
     return kept_bytes(model, tokens[:, :-1]), counters["stats"]["unique_graphs"]
 
@@ -140,3 +144,10 @@ def test_every_mode_keeps_less_for_the_backward_pass_than_the_one_that_computes_
     assert kept["full"] < kept["per operation"] < 0.75 * kept["none"]
     assert kept["full, compiled"] < kept["per operation, compiled"] < 0.75 * kept["none, compiled"]
     assert kept["budget 0.0"] < kept["budget 0.3"] < kept["budget 1.0"] < kept["none"]
+
+
+def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
+    without = _measured(pools[1])["per operation"]
+    more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]
+    silu = 4 * GLOBAL_BATCH * 32 * 96 * 4  # layers x sequences x tokens x features x bytes
+    assert more - without == silu
