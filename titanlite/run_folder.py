@@ -56,14 +56,13 @@ def lock_run(folder: Path) -> IO[str]:
 
 def other_run(folder: Path) -> str:
     """Who is training in a run directory, or nothing."""
-    try:
-        with open(folder / _LOCK) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read() or "starting"
-    except OSError:
-        pass  # no lock file: nobody has ever trained here
+    if not (folder / _LOCK).is_file():
+        return ""  # nobody has ever trained here
+    with open(folder / _LOCK) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read() or "starting"
     return ""
 
 
