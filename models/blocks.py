@@ -227,7 +227,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wanted = torch.where(mine, logits.gather(1, column)[:, 0], 0.0)
             if group is not None:
                 normaliser, wanted = _combine(normaliser, wanted, group)
-            loss += torch.where(valid, normaliser - wanted, 0.0).sum()
+            # not in place: PyTorch 2.11 compiles a result that is written in place into one without a gradient
+            loss = loss + torch.where(valid, normaliser - wanted, 0.0).sum()
             if with_gradient:
                 slope = logits.sub_(normaliser[:, None]).exp_()  # softmax, in the logits' own memory
                 slope.scatter_(1, column, slope.gather(1, column) - mine[:, None].float())

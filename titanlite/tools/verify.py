@@ -6,6 +6,7 @@ model down with --flavor or other options: the mesh is what is looked at. Exit c
 """
 
 import argparse
+import logging
 import math
 import sys
 import tempfile
@@ -236,6 +237,8 @@ def _rank(rank: int, ranks: int, config: Config, degrees: dict[str, int], folder
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    # gathering whole tensors for a comparison is slow on purpose
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     store = dist.FileStore(f"{folder}/store", ranks)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
