@@ -1,4 +1,4 @@
-"""What all tests share: the pools of ranks, and a data cache that is kept apart from the user's."""
+"""What all tests share: the pools of ranks."""
 
 from collections.abc import Iterator
 
