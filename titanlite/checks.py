@@ -1,5 +1,7 @@
 """What must hold between several keys, the model, the data and the machine. Every fault is found before any process starts."""
 
+import difflib
+import fnmatch
 import os
 import re
 from collections.abc import Iterator
@@ -7,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint import list_steps, step_folder
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
 from titanlite.config import Config
 from titanlite.config_file import report
 from titanlite.data.documents import list_files
@@ -17,6 +20,7 @@ from titanlite.initialize import match_initial
 from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
 from titanlite.parallelize import sharding_faults
+from titanlite.resume import changeable
 from titanlite.zoo import Family, load_family, place_of
 
 # Dimensions of a model's Config that every tensor-parallel rank takes an equal share of, where a family has them.
@@ -32,6 +36,7 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         *_schedule_faults(config),
         *_data_faults(config),
         *_folder_faults(config),
+        *_checkpoint_faults(config),
         *_device_faults(config),
         *_recompute_faults(config),
     ]
@@ -92,6 +97,9 @@ def _model_faults(config: Config) -> Iterator[str]:
     except Exception as error:  # whatever the user's module raises
         yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
         return
+    if config.checkpoint.enable:
+        folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        yield from filter(None, [room_fault(folder, checkpoint_bytes(model), config.checkpoint)])
     yield from _decay_faults(config, model)
     yield from _vocabulary_faults(config, family)
 
@@ -200,18 +208,45 @@ def _folder_faults(config: Config) -> Iterator[str]:
             yield f'{key} = "{name}": must be a folder inside job.dump_folder'
     if Path(config.checkpoint.folder) == Path(config.metrics.save_tb_folder):
         yield f'checkpoint.folder = "{config.checkpoint.folder}": is metrics.save_tb_folder too; give each a folder of its own'
+
+
+def _checkpoint_faults(config: Config) -> Iterator[str]:
     keys = config.checkpoint
     if not keys.enable:
-        for name in ("load_step", "initial_load_path"):
+        for name in ("load_step", "initial_load_path", "exclude_from_loading", "allow_changes"):
             if getattr(keys, name) != type(keys).model_fields[name].default:
                 yield f"checkpoint.{name} = {getattr(keys, name)!r}: has no effect with checkpoint.enable = false"
+        if config.job.time_limit_minutes:
+            yield (
+                f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: a run that is stopped must have saved what "
+                "it has done; set checkpoint.enable = true"
+            )
+        if config.training.on_nonfinite == "rollback":
+            yield 'training.on_nonfinite = "rollback": needs checkpoints to go back to; set checkpoint.enable = true'
         return
-    if keys.initial_load_path and not (Path(keys.initial_load_path) / ".metadata").is_file():
+    folder = Path(config.job.dump_folder) / keys.folder
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        yield f'checkpoint.folder = "{keys.folder}": no permission to write in {folder}'
+    if keys.initial_load_path and not (Path(keys.initial_load_path) / manifest.FILE).is_file():
         yield f'checkpoint.initial_load_path = "{keys.initial_load_path}": not a checkpoint, such as .../step-00000100'
-    folder = dump / keys.folder
+    if not keys.initial_load_model_only and not keys.initial_load_path:
+        yield "checkpoint.initial_load_model_only = false: has no effect without checkpoint.initial_load_path"
     if keys.load_step >= 0 and not step_folder(folder, keys.load_step).is_dir():
         have = ", ".join(str(step) for step in list_steps(folder)) or "none"
         yield f"checkpoint.load_step = {keys.load_step}: not in {folder}, which has: {have}"
+    if keys.keep_every_n_steps and not keys.keep_latest_k:
+        yield f"checkpoint.keep_every_n_steps = {keys.keep_every_n_steps}: has no effect with keep_latest_k = 0"
+    elif keys.keep_every_n_steps % keys.interval:
+        yield (
+            f"checkpoint.keep_every_n_steps = {keys.keep_every_n_steps}: must be a multiple of "
+            f"checkpoint.interval = {keys.interval}, since only those steps are saved"
+        )
+    known = changeable(config)
+    for pattern in keys.allow_changes:
+        if not fnmatch.filter(known, pattern):
+            close = difflib.get_close_matches(pattern, known, 1)
+            meant = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(known)}"
+            yield f'checkpoint.allow_changes: "{pattern}" is no key that must be allowed to change{meant}'
 
 
 def _device_faults(config: Config) -> Iterator[str]:
@@ -219,6 +254,8 @@ def _device_faults(config: Config) -> Iterator[str]:
         return
     if config.parallelism.cpu_offload:
         yield "parallelism.cpu_offload = true: has no effect without CUDA: all is in the CPU's memory already; set it to false"
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        yield 'checkpoint.async_mode = "async_with_pinned_mem": only copies from a GPU gain by pinned memory; use "async"'
     if config.profiling.enable_memory_snapshot:
         yield "profiling.enable_memory_snapshot = true: has no effect without CUDA, whose allocator it records; set it to false"
     if config.comm.trace_buf_size:

@@ -31,6 +31,9 @@ class Job(Section):
     Relative to the folder that the run is started from."""
     description: str = ""
     """One line that says what this run is for; kept with the run and shown at its start."""
+    time_limit_minutes: NonNegative = 0.0
+    """Stop as on SIGTERM when so many minutes have passed since the command was given: the step is finished, a checkpoint
+    saved, and the exit code is 75. Leave time for a step and a checkpoint. 0: no limit."""
     print_config: bool = False
     """Print the resolved configuration as TOML on standard output before training; that text is a valid TOML file."""
 
@@ -66,6 +69,10 @@ class Training(Section):
     """Optimizer steps of the whole run, counted from its very first start."""
     max_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradients are scaled down to this global L2 norm; inf measures the norm and clips nothing."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a step whose gradient norm is infinite or not a number. The step itself never changes a weight with the
+    fused optimizer. "stop": the run ends. "skip": training goes on with the next batch. "rollback": it goes on from the newest
+    checkpoint with the batch that comes after the one at fault."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of parameters and activations in the forward and backward passes; the masters are always float32. float16,
     for GPUs without bfloat16, scales the loss so that small gradients survive, and skips steps that overflow."""
@@ -174,12 +181,27 @@ class Checkpoint(Section):
     """Where checkpoints go, inside job.dump_folder."""
     interval: Count = 500
     """A checkpoint every so many steps; one more is written after the last step."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """"disabled": training waits until a checkpoint is written. "async": it waits for a copy in the CPU's memory, which is
+    written while training goes on. "async_with_pinned_mem": that copy is in pinned memory, for GPUs."""
     keep_latest_k: NonNegativeInt = 10
-    """Older checkpoints than the newest k are deleted once a newer one is complete; 0 keeps all."""
+    """Older checkpoints than the newest k are deleted once a newer one has been written and read back; 0 keeps all."""
+    keep_every_n_steps: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of this are never deleted. 0: no step is special."""
     load_step: CountOrDerived = -1
-    """Go back to the checkpoint of this step; later ones are kept under another name, .aside-1. -1: resume from the newest."""
+    """Go back to the checkpoint of this step; later ones are kept under another name, .aside-1. -1: resume from the newest
+    sound one."""
     initial_load_path: str = ""
-    """A step folder of another run's checkpoints: a run that has none of its own yet starts at step 0 from those weights."""
+    """A step folder of another run's checkpoints, from which a run that has none of its own yet begins."""
+    initial_load_model_only: bool = True
+    """Of initial_load_path take the weights alone, and begin at step 0. false: also optimizer state, step and position in the
+    data, so that this run is a branch of the other one."""
+    exclude_from_loading: list[str] = []
+    """Patterns of tensor names, such as "optimizer.*" or "model.head.*", that keep their initial values when a checkpoint
+    is loaded that was not itself written under the same patterns."""
+    allow_changes: list[str] = []
+    """Patterns of keys, such as "optimizer.lr" or "lr_scheduler.*", that may differ from those of the checkpoint that a run
+    resumes from although they change the mathematics; "data" stands for the text and its tokenizer."""
 
 
 class Metrics(Section):
@@ -191,6 +213,11 @@ class Metrics(Section):
     """Write TensorBoard event files beside metrics.jsonl, which is always written."""
     save_tb_folder: str = "tb"
     """Where TensorBoard files go, inside job.dump_folder."""
+    spike_window: NonNegativeInt = 100
+    """A loss is compared with the median of so many steps before it; 0 looks for no spikes."""
+    spike_threshold: Positive = 10.0
+    """A loss is a spike, and reported with its sample numbers, when it is above that median by more than so many standard
+    deviations, estimated by the median absolute deviation."""
 
 
 class Profiling(Section):
@@ -230,6 +257,8 @@ class Comm(Section):
     """How long a rank waits for the others until the first step is done (data, compilation and loading fall in it)."""
     train_timeout_seconds: Count = 100
     """How long a rank waits for the others in any later step."""
+    save_timeout_seconds: Count = 1800
+    """How long a rank waits for the others while a checkpoint is written."""
     trace_buf_size: NonNegativeInt = 0
     """On CUDA, how many of the latest collectives NCCL's flight recorder remembers; they are written into the run directory,
     in comm_traces, when one times out. 0 records nothing."""

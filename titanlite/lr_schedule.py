@@ -34,8 +34,11 @@ class Schedule(NamedTuple):
         return self.lr * (self.min_factor + (1 - self.min_factor) * left)
 
 
-def build_schedule(config: Config) -> Schedule:
-    """The schedule of a configuration that `titanlite.checks` has let pass."""
-    keys, total = config.lr_scheduler, config.schedule_steps
+def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
+    """The schedule of a configuration that `titanlite.checks` has let pass.
+
+    total_steps: its length where it is not what the configuration says, as in a run that is extended.
+    """
+    keys, total = config.lr_scheduler, total_steps or config.schedule_steps
     start = keys.warmup_steps if keys.decay_ratio is None else total - round(total * keys.decay_ratio)
     return Schedule(config.optimizer.lr, keys.warmup_steps, start, total, keys.decay_type, keys.min_lr_factor)

@@ -86,9 +86,9 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-def set_timeout(seconds: int) -> None:
-    """The patience of every process group from now on."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+def set_timeout(seconds: int, but: dist.ProcessGroup | None = None) -> None:
+    """The patience of every process group from now on, but for one that has a patience of its own."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not but]:
         _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 

@@ -5,7 +5,6 @@ Read by `config_file.py` when a key is unknown. A whole section stands here by i
 
 _NO_PIPELINE = "there is no pipeline parallelism yet; use shard and tensor-parallel degrees"
 _NO_CONTEXT = "there is no context parallelism yet; sequences are split by parallelism.tensor_parallel_degree"
-_SYNC_SAVE = "checkpoints are written synchronously; remove the key"
 
 INSTEAD: dict[str, str] = {
     # sections
@@ -71,15 +70,12 @@ INSTEAD: dict[str, str] = {
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor",
     "checkpoint.enable_checkpoint": "use checkpoint.enable",
     "checkpoint.interval_type": "checkpoint.interval counts steps",
-    "checkpoint.async_mode": _SYNC_SAVE,
-    "checkpoint.model_weights_only": "a checkpoint always holds everything; checkpoint.initial_load_path reads weights alone",
+    "checkpoint.model_weights_only": "a checkpoint always holds everything; initial_load_path reads the weights alone",
     "checkpoint.last_save_model_only": "a checkpoint always holds everything; remove the key",
     "checkpoint.last_save_in_hf": "conversion to Hugging Face's format is not offered yet; remove the key",
     "checkpoint.initial_load_in_hf": "conversion from Hugging Face's format is not offered yet; remove the key",
-    "checkpoint.initial_load_model_only": "checkpoint.initial_load_path always reads the weights alone",
     "checkpoint.export_dtype": "masters are saved as they are, in float32; remove the key",
     "checkpoint.create_seed_checkpoint": "initial weights are the same on every mesh already; remove the key",
-    "checkpoint.exclude_from_loading": "everything is loaded; remove the key",
     "checkpoint.enable_first_step_checkpoint": "set checkpoint.interval; the last step is always saved",
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",
     "metrics.disable_color_printing": "nothing is coloured; remove the key",

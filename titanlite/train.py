@@ -12,15 +12,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import checkpoint, process, profiling
+from titanlite import process, profiling
+from titanlite.checkpoint.folder import clean_up, try_out
+from titanlite.checkpoint.save import Saver
+from titanlite.checkpoint.tensors import run_tensors
 from titanlite.checks import check
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config
@@ -31,32 +32,21 @@ from titanlite.errors import UserError
 from titanlite.initialize import initialize
 from titanlite.loss import count_labels, summed_loss
 from titanlite.loss_scale import LossScale
-from titanlite.lr_schedule import Schedule, build_schedule
+from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees, sum_over_data
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
 from titanlite.parallelize import parallelize
+from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
 from titanlite.validation import validate
 from titanlite.zoo import Family, load_family
 
 log = logging.getLogger("titanlite")
 
-# These decide which samples a position in the data stands for: a checkpoint of other values has no position to go on from.
-_DATA_KEYS = ("seed", "seq_len")
-# Keys of [training] and [optimizer] that a resumed run may change without a word.
-_HARMLESS = ("steps", "local_batch_size", "gc_freq", "implementation")
-
 # Most faults are met by all ranks alike. Rank 0 tells of them, and within this many seconds the launcher ends the others;
 # what only another rank has met is told by that rank, later by so much. So is a connection lost to a rank that failed.
 _PATIENCE = 3.0
-
-
-class Progress(NamedTuple):
-    """How far a run has come; all there is to know of its position in data and schedule."""
-
-    step: int = 0
-    samples: int = 0
 
 
 # ------------------------------------------------------------------------------------------------------------- the parts
@@ -115,55 +105,6 @@ def warn_of_unused(model: nn.Module) -> None:
         log.info("no gradient reaches %s: not used in the forward pass?", ", ".join(unused))
 
 
-def restore(
-    config: Config,
-    data: TokenData,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss_scale: LossScale | None,
-    folder: Path,
-) -> Progress:
-    """Loads the newest checkpoint of this run or the one asked for, or else the weights to begin with.
-
-    Raises UserError for a checkpoint of other data, or of another order of them.
-    """
-    keys = config.checkpoint
-    steps = checkpoint.list_steps(folder)
-    if not steps:
-        if keys.initial_load_path:
-            checkpoint.load_tensors(Path(keys.initial_load_path), checkpoint.model_tensors(model))
-            log.info("weights read from %s", keys.initial_load_path)
-        return Progress()
-    # A run that torchrun has started anew goes on from what it has saved, not once more from load_step.
-    asked = keys.load_step if keys.load_step >= 0 and process.restarts() == 0 else steps[-1]
-    source = checkpoint.step_folder(folder, asked)
-    numbers = checkpoint.load_numbers(source)
-    before, now = numbers["config"]["training"], config.training.model_dump()
-    if numbers["data"] != data.fingerprint:
-        raise UserError(f"{source}: was trained on other data or with another tokenizer; its position has no meaning here")
-    for key in _DATA_KEYS:
-        if before[key] != now[key]:
-            raise UserError(
-                f"training.{key} = {now[key]}: {source} was trained with {before[key]}, "
-                "and its position in the data has no meaning with another"
-            )
-    checkpoint.load_tensors(source, checkpoint.run_tensors(model, optimizer, loss_scale))
-    log.info("resumed from %s", source)
-    for key, old, new in changes(numbers, config):
-        log.info("changed since that checkpoint: %s = %r, was %r", key, new, old)
-    return Progress(numbers["step"], numbers["samples"])
-
-
-def changes(numbers: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """(key, value in the checkpoint, value now) of what changes the mathematics of the steps to come."""
-    then, now = numbers["config"], config.model_dump()
-    then["schedule"], now["schedule"] = numbers["schedule"], build_schedule(config)._asdict()
-    for section in ("model", "training", "optimizer", "schedule"):
-        for key, value in now[section].items():
-            if key not in _HARMLESS and value != then[section].get(key):
-                yield f"{section}.{key}", then[section].get(key), value
-
-
 # -------------------------------------------------------------------------------------------------------------- the loop
 
 
@@ -189,17 +130,20 @@ def train(
     if validation is not None and validation.fingerprint == data.fingerprint:
         log.info("validation reads the text that is trained on; [validation] dataset_path names another")
     family = load_family(config.model.name, config.model.flavor)
-    schedule = build_schedule(config)
     global_batch = config.global_batch(data_degree(mesh))
     step_tokens = global_batch * training.seq_len
     flops, peak = family.module.flops(family.config, training.seq_len), peak_flops(device, training.mixed_precision_param)
 
+    saver = None
+    if config.checkpoint.enable:
+        try_out(saves)
+        saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
     model = build_model(family, config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer)
     create_state(optimizer)
     loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
     scale = loss_scale and loss_scale.scale
-    progress = restore(config, data, model, optimizer, loss_scale, saves) if config.checkpoint.enable else Progress()
+    progress, schedule = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
     facts = derived_values(config, family, data, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
@@ -210,8 +154,8 @@ def train(
             saves, progress.step, training.steps,
         )  # fmt: skip
         return
-    if config.checkpoint.enable:
-        checkpoint.clean_up(saves, progress.step)
+    if saver:
+        clean_up(saves, progress.step)
     if main_rank:
         record_start(
             folder,
@@ -254,7 +198,7 @@ def train(
         last = step == training.steps
         validating = validation is not None and (last or step % config.validation.freq == 0)
         reporting = last or validating or step == first or step % config.metrics.log_freq == 0
-        saving = config.checkpoint.enable and (last or step % config.checkpoint.interval == 0)
+        saving = saver is not None and (last or step % config.checkpoint.interval == 0)
         if reporting or saving:  # the only places where the host waits for the device
             loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm.to(device)]).tolist()
             if not math.isfinite(loss) or not (math.isfinite(grad_norm) or loss_scale):
@@ -278,20 +222,22 @@ def train(
             log.info(console_line(step, training.steps, values))
             clock.restart()
             steps_timed = 0
-        if saving:
-            with clock.pause("save"):
-                numbers = {"samples": progress.samples, "data": data.fingerprint, "schedule": schedule._asdict()}
-                numbers |= {"config": config.model_dump()}
-                tensors = checkpoint.run_tensors(model, optimizer, loss_scale)
-                checkpoint.save(saves, step, tensors, numbers, config.checkpoint.keep_latest_k, config.checkpoint.load_step)
-            log.info("saved %s in %.2f s", checkpoint.step_folder(saves, step), clock.pauses["save"])
+        if saver and saving:
+            with clock.pause("save"):  # as long as training waits
+                numbers = numbers_of(config, family, data, schedule, progress, global_batch)
+                saver.save(step, run_tensors(model, optimizer, loss_scale), numbers)
+        elif saver:
+            saver.poll()
         if step == first:
-            process.set_timeout(config.comm.train_timeout_seconds)
+            process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
         if step <= first + 1 or validating:  # the first step, the second with its warm state, and the pass without gradients
             recompilations.settle()
         elif reporting:
             recompilations.check(step)
     gc.enable()
+    if saver:
+        with clock.pause("save"):
+            saver.finish()
     watch.close()
     reporter.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())

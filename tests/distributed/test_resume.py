@@ -1,9 +1,6 @@
 """P2: a resumed run is the uninterrupted run, on the same mesh bit for bit, on another one within rounding."""
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -15,8 +12,6 @@ from torch import Tensor
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
 from titanlite.config import Config
-from titanlite.lr_schedule import build_schedule
-from titanlite.train import changes
 
 Degrees = dict[str, int]
 ONE, TWO_BY_TWO = {}, {"dp_shard": 2, "tp": 2}
@@ -141,64 +136,15 @@ def test_initial_load_path_starts_at_step_zero_from_the_weights_alone(pools, tmp
     assert reports(tmp_path / "second")[0]["step"] == 1
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "message"),
-    [
-        ("__0_0.distcp", truncate, "step-00000005: is damaged: "),
-        ("__0_0.distcp", Path.unlink, "step-00000005: is damaged: "),
-        (".metadata", truncate, r"\.metadata: is damaged: "),
-        (".metadata", Path.unlink, r"there is no \.metadata file in it"),
-        ("state.json", truncate, r"state\.json: cannot be read: "),
-        ("state.json", lambda path: path.write_text('{"format": 1}'), r"state\.json: is damaged: it lacks step, samples"),
-        ("state.json", lambda path: path.write_text("[]"), r"state\.json: is not of format 1"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named(pools, tmp_path, file, damage, message):
-    run(pools, ONE, tmp_path, 5)
-    damage(tmp_path / "checkpoint/step-00000005" / file)
-    with pytest.raises(WorkerFailure, match=f"UserError: .*{message}"):
-        run(pools, ONE, tmp_path, 10)
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="only root on Linux can mount a small disk")
-def test_a_full_disk_is_said_and_costs_no_checkpoint_and_the_run_goes_on_when_there_is_room(pools, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=True)
-    try:
-        run(pools, ONE, tmp_path / "whole", 20)
-        with pytest.raises(WorkerFailure, match=r"UserError: .*step-000000\d\d: could not be saved, with .* GiB free"):
-            run(pools, ONE, disk, 20, checkpoint={"keep_latest_k": 0})
-        have = sorted(path.name for path in (disk / "checkpoint").iterdir())
-        assert have and all(name in ("step-00000005", "step-00000010") for name in have)
-        subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
-        run(pools, ONE, disk, 20)
-        assert losses(disk) == losses(tmp_path / "whole")
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"training": {"seed": 1}}, "training.seed = 1"),
-        ({"training": {"seq_len": 16}}, "training.seq_len = 16"),
-        ({"flavor": "uneven"}, r"model.embed.weight: \(512, 64\) in the checkpoint, \(515, 64\) in the model"),
+        ({"training": {"seed": 1}}, r"training.seed = 1, was 0\n.*--checkpoint.allow_changes training.seed"),
+        ({"training": {"seq_len": 16}}, "cannot be resumed from with\n  training.seq_len = 16, was 32: a position"),
+        ({"flavor": "uneven"}, r"another architecture than tests.tiny uneven:\n.*vocab_size = 515, was 512"),
     ],
 )
-def test_a_checkpoint_of_another_order_of_data_or_another_model_is_refused(pools, tmp_path, change, message):
+def test_a_checkpoint_of_another_seed_length_or_model_is_refused(pools, tmp_path, change, message):
     run(pools, ONE, tmp_path, 5)
-    with pytest.raises(WorkerFailure, match=message):
+    with pytest.raises(WorkerFailure, match=f"(?s){message}"):
         run(pools, ONE, tmp_path, 10, **change)
-
-
-def test_what_changes_the_mathematics_is_named_at_a_resume_and_nothing_else(tmp_path):
-    old = run_config(ONE, tmp_path, 5)
-    new = run_config(TWO_BY_TWO, tmp_path, 10, optimizer={"lr": 1e-3, "implementation": "foreach"})
-    numbers = {"config": old.model_dump(), "schedule": build_schedule(old)._asdict()}
-    assert list(changes(numbers, new)) == [("optimizer.lr", 5e-3, 1e-3), ("schedule.lr", 5e-3, 1e-3)]
-    assert list(changes(numbers, old)) == []

@@ -60,7 +60,7 @@ def place(tmp_path, monkeypatch) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "saves/checkpoint/step-00000007").mkdir(parents=True)
     (tmp_path / "weights").mkdir()
-    (tmp_path / "weights/.metadata").touch()
+    (tmp_path / "weights/manifest.json").touch()
     for name, words in {"fits": ["</s>"], "large": ["</s>", *map(str, range(5000))], "endless": ["a", "b"]}.items():
         (tmp_path / name).mkdir()
         model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])

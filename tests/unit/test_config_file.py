@@ -23,6 +23,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "dump_folder": "C:\\runs\\'one' \"two\"",
         "description": "tab\t line\nreturn\r \"\"\" ''' # = [x] \x00\x1f\x7f\x85\u2028 \u00fc\u4e2d\U0001f600",
         "print_config": True,
+        "time_limit_minutes": 1.5,
     },
     "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none"},
     "training": {
@@ -32,6 +33,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "global_batch_size": 12,
         "seq_len": 1,
         "steps": 10**12,
+        "on_nonfinite": "skip",
         "max_norm": math.inf,
         "mixed_precision_param": "float32",
         "mixed_precision_reduce": "bfloat16",
@@ -72,10 +74,21 @@ OTHERS: dict[str, dict[str, Any]] = {
         "folder": "saves",
         "interval": 1,
         "keep_latest_k": 0,
+        "async_mode": "async",
+        "keep_every_n_steps": 3,
         "load_step": 0,
         "initial_load_path": "/elsewhere/step-00000001",
+        "initial_load_model_only": False,
+        "exclude_from_loading": ["optimizer.*", "model.head.*"],
+        "allow_changes": ["optimizer.lr"],
     },
-    "metrics": {"log_freq": 1, "enable_tensorboard": False, "save_tb_folder": "board"},
+    "metrics": {
+        "log_freq": 1,
+        "enable_tensorboard": False,
+        "save_tb_folder": "board",
+        "spike_window": 0,
+        "spike_threshold": 3.5,
+    },
     "profiling": {
         "enable_profiling": True,
         "profile_freq": 3,
@@ -83,7 +96,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "enable_memory_snapshot": True,
         "save_memory_snapshot_folder": "b",
     },
-    "comm": {"init_timeout_seconds": 1, "train_timeout_seconds": 2, "trace_buf_size": 9},
+    "comm": {"init_timeout_seconds": 1, "train_timeout_seconds": 2, "save_timeout_seconds": 3, "trace_buf_size": 9},
     "validation": {"enable": True, "dataset": "d", "dataset_path": "e", "freq": 1, "steps": -1},
 }
 

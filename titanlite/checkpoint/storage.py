@@ -1,0 +1,201 @@
+"""DCP's storage on a file system, with checksums on the way out and no trust on the way in.
+
+DCP pickles `.metadata`, which says where in which file each shard is. It is read here through an unpickler that knows only
+the classes this takes; tensors are read by DCP with `weights_only`; anything that is not a tensor is refused, since DCP would
+unpickle it; and files are opened only by names that the manifest lists.
+"""
+
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from titanlite.checkpoint.manifest import Contents, Damaged, fault
+
+METADATA = ".metadata"
+
+# What the metadata of a checkpoint that holds tensors only is made of (PyTorch 2.11 to 2.13), besides the names of dtypes.
+_ADMITTED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------------- writing
+
+
+class _Checked(io.RawIOBase):
+    """A file that is written from beginning to end, and the checksum of what was written."""
+
+    def __init__(self, file: io.BufferedWriter):
+        self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        written = self._file.write(data)
+        self._size += written
+        return written
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def contents(self) -> Contents:
+        return Contents(self._size, self._digest.hexdigest())
+
+
+class _CheckedFiles(FileSystem):
+    """DCP's file system; `written` has the contents of every file, by name."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Contents] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb"
+        with open(path, mode) as file:
+            checked = _Checked(file)
+            yield checked
+            self.written[Path(path).name] = checked.contents()
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written(WriteResult):
+    """What a rank tells the one that commits: of each shard where it is, and of the files what they hold."""
+
+    files: dict[str, Contents] = dataclasses.field(default_factory=dict)
+
+
+class Writer(FileSystemWriter):
+    """Writes a checkpoint's files, reads them back, and on the coordinating rank hands over to `commit`.
+
+    commit: called once all ranks have written, with the contents of every file; if it raises, the save has failed on all ranks.
+    """
+
+    def __init__(self, folder: Path, name: str, commit: Callable[[dict[str, Contents]], None]):
+        super().__init__(folder, sync_files=True)
+        self.fs = _CheckedFiles()
+        self._name, self._commit = name, commit
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        self._read_back()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([_Written(**vars(r), files=self.fs.written if n == 0 else {}) for n, r in enumerate(results)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._read_back()
+        files = dict(self.fs.written)
+        for result in (result for rank in results for result in rank):
+            assert isinstance(result, _Written)
+            files |= result.files
+        self._commit(files)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self._name)  # the step: no machine's paths, and no two steps' metadata are alike
+
+    def _read_back(self) -> None:
+        for name, contents in self.fs.written.items():
+            if found := fault(Path(self.path), name, contents):
+                raise OSError(found)
+
+
+# ------------------------------------------------------------------------------------------------------------------- reading
+
+
+class Reader(FileSystemReader):
+    """Reads the tensors of a checkpoint whose files are `files`. Raises Damaged for metadata that could not be ours."""
+
+    def __init__(self, folder: Path, files: dict[str, Contents]):
+        super().__init__(folder)
+        self._files = files
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path), self._files)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ADMITTED:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint of ours holds")
+
+
+def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
+    """Where the tensors of a checkpoint are. Raises Damaged where that is not readable, or points out of the checkpoint."""
+    path = folder / METADATA
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except OSError as error:
+        raise Damaged(f"{path}: cannot be read: {error}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise Damaged(f"{path}: is refused: {error}") from None
+    if what := _metadata_fault(metadata, files):
+        raise Damaged(f"{path}: is refused: {what}")
+    return metadata
+
+
+def _metadata_fault(metadata: Any, files: dict[str, Contents]) -> str:
+    tensors, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
+    if not isinstance(metadata, Metadata) or not isinstance(tensors, dict) or not isinstance(storage, dict):
+        return "it is not the metadata of a checkpoint"
+    for name, entry in tensors.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+            return f"{name!r} is not a tensor"
+    for index, place in storage.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+            return f"{index!r} has no place"
+        file, first, length = place.relative_path, place.offset, place.length
+        if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            return f"{index.fqn} is said to be in {file!r}, outside of the checkpoint"
+        if file not in files:
+            return f"{index.fqn} is said to be in {file!r}, which the manifest does not list"
+        if not (0 <= first <= first + length <= files[file].bytes):
+            return f"{index.fqn} is said to be in bytes {first} to {first + length} of {file!r}, which has {files[file].bytes}"
+        if place.transform_descriptors:
+            return f"{index.fqn} is said to be stored by {place.transform_descriptors}"
+    return ""

@@ -1,0 +1,216 @@
+"""Where a run begins: at step 0, at the newest sound checkpoint, or as a branch of another run; what may have changed since.
+
+A resumed run is to be the uninterrupted one. So its configuration is compared with the stored one, key by key: most keys
+change no step that is to come, some do and must be allowed by name, a few make no sense together with the old state.
+"""
+
+import dataclasses
+import fnmatch
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from titanlite import process
+from titanlite.checkpoint import load
+from titanlite.checkpoint.folder import list_steps, step_folder
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.tensors import model_tensors, run_tensors
+from titanlite.config import Config
+from titanlite.data.tokens import TokenData
+from titanlite.errors import UserError
+from titanlite.loss_scale import LossScale
+from titanlite.lr_schedule import Schedule, build_schedule
+from titanlite.zoo import Family
+
+log = logging.getLogger(__name__)
+
+# Keys that change no number of the steps to come, but for rounding. Every other key changes the mathematics.
+HARMLESS = (
+    "job.*",
+    "model.flavor",  # the dimensions are compared
+    "model.hf_assets_path",  # as are text and tokenizer, by fingerprint
+    "training.dataset",
+    "training.dataset_path",
+    "training.local_batch_size",
+    "training.steps",
+    "training.on_nonfinite",
+    "training.gc_freq",
+    "training.deterministic",
+    "parallelism.*",
+    "activation_checkpoint.*",
+    "compile.*",
+    "optimizer.implementation",
+    "checkpoint.*",
+    "metrics.*",
+    "profiling.*",
+    "comm.*",
+    "validation.*",
+)
+# What an old state cannot go on with, and why.
+IMPOSSIBLE = {
+    "training.seq_len": "a position in the data counts samples of that length",
+}
+_DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
+
+
+class Progress(NamedTuple):
+    """How far a run has come; all there is to know of its position in data and schedule."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Change(NamedTuple):
+    """A key whose value is not that of the checkpoint."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.now!r}, was {self.before!r}"
+
+
+def numbers_of(
+    config: Config, family: Family, data: TokenData, schedule: Schedule, progress: Progress, global_batch: int
+) -> dict[str, Any]:
+    """What of a run's state is no tensor; a checkpoint's manifest keeps it."""
+    return {
+        "step": progress.step,
+        "samples": progress.samples,
+        "global_batch": global_batch,
+        "data": data.fingerprint,
+        "schedule": schedule._asdict(),
+        "architecture": _architecture(family),
+        "config": config.model_dump(),
+    }
+
+
+def restore(
+    config: Config,
+    family: Family,
+    data: TokenData,
+    global_batch: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+    folder: Path,
+) -> tuple[Progress, Schedule]:
+    """Loads what the run begins with, and says where it stands and which schedule it follows; all ranks together.
+
+    In this order: the checkpoint that `load_step` names, the newest sound one of this run, what `initial_load_path` names,
+    the initial weights. Raises UserError for a checkpoint that does not fit the run, with all that is wrong with it.
+    """
+    keys = config.checkpoint
+    if not keys.enable:
+        return Progress(), build_schedule(config)
+    if list_steps(folder):
+        # A run that torchrun has started anew goes on from what it has saved, not once more from load_step.
+        if keys.load_step >= 0 and process.restarts() == 0:
+            source = step_folder(folder, keys.load_step)
+            found = load.verified(source)
+        else:
+            newest = load.newest_sound(folder)
+            assert newest is not None
+            source, found = newest
+    elif not keys.initial_load_path:
+        return Progress(), build_schedule(config)
+    else:
+        source = Path(keys.initial_load_path)
+        found = load.verified(source)
+        if keys.initial_load_model_only:
+            load.load_tensors(source, found, model_tensors(model), keys.exclude_from_loading, "model.")
+            log.info("weights read from %s", source)
+            return Progress(), build_schedule(config)
+    schedule = check_changes(config, family, data, global_batch, source, found)
+    excluded = keys.exclude_from_loading
+    if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == excluded:
+        excluded = []  # already done by the run that wrote it
+    load.load_tensors(source, found, run_tensors(model, optimizer, loss_scale), excluded)
+    log.info("resumed from %s", source)
+    return Progress(found.numbers["step"], found.numbers["samples"]), schedule
+
+
+def check_changes(
+    config: Config, family: Family, data: TokenData, global_batch: int, source: Path, found: Manifest
+) -> Schedule:
+    """The schedule that a resumed run follows: the stored one, as long as nothing else is asked for and allowed.
+
+    Raises UserError that lists every change which is impossible or not allowed.
+    """
+    numbers = found.numbers
+    if reshaped := [
+        f"  {name} = {now!r}, was {before!r}"
+        for name, before, now in _differences(numbers["architecture"], _architecture(family))
+    ]:
+        raise UserError(
+            "\n".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
+            + "\nA changed model is another run: give it a job.dump_folder of its own; checkpoint.initial_load_path and "
+            "checkpoint.exclude_from_loading give it what still fits of these weights"
+        )
+    different = list(changes(config, data, global_batch, numbers))
+    if impossible := [change for change in different if change.key in IMPOSSIBLE]:
+        raise UserError(
+            "\n".join([f"{source}: cannot be resumed from with", *(f"  {c}: {IMPOSSIBLE[c.key]}" for c in impossible)])
+            + "\nSet it back, or begin another run from the weights alone: checkpoint.initial_load_path"
+        )
+    allowed = config.checkpoint.allow_changes
+    refused = [c for c in different if not any(fnmatch.fnmatchcase(c.key, pattern) for pattern in allowed)]
+    if refused:
+        raise UserError(
+            "\n".join([f"{source}: what has changed since changes the mathematics of the steps to come:"])
+            + "".join(f"\n  {change}" for change in refused)
+            + f"\nSet it back, or allow it: --checkpoint.allow_changes {' '.join(c.key for c in refused)}"
+        )
+    for change in different:
+        log.info("changed since that checkpoint, as allowed: %s", change)
+    schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
+    if config.training.steps > schedule.total_steps and schedule.at(schedule.total_steps + 1) == 0.0:
+        raise UserError(
+            f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, with a "
+            f"learning rate of 0. To stretch it: --lr_scheduler.total_steps {config.training.steps} "
+            "--checkpoint.allow_changes lr_scheduler.total_steps"
+        )
+    return schedule
+
+
+def changes(config: Config, data: TokenData, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:
+    """What differs between a checkpoint's numbers and a run in a way that changes the mathematics of the steps to come."""
+    before, now = _flat(numbers["config"]), _flat(config.model_dump())
+    # -1 and an unset length mean what followed from them.
+    before["training.global_batch_size"], now["training.global_batch_size"] = numbers["global_batch"], global_batch
+    planned = numbers["schedule"]["total_steps"]
+    before["lr_scheduler.total_steps"] = planned
+    now["lr_scheduler.total_steps"] = config.lr_scheduler.total_steps or planned
+    for key, then, value in _differences(before, now):
+        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in HARMLESS):
+            yield Change(key, then, value)
+    if numbers["data"] != data.fingerprint:
+        yield Change(_DATA, numbers["data"], data.fingerprint)
+
+
+def changeable(config: Config) -> list[str]:
+    """What checkpoint.allow_changes can name."""
+    keys = [key for key in _flat(config.model_dump()) if not any(fnmatch.fnmatchcase(key, p) for p in HARMLESS)]
+    return [*(key for key in keys if key not in IMPOSSIBLE), _DATA]
+
+
+def _architecture(family: Family) -> dict[str, Any]:
+    """The dimensions of a model as JSON gives them back."""
+    return json.loads(json.dumps(dataclasses.asdict(family.config), default=repr))
+
+
+def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value before, value now) of what is not the same; a key that was not there yet is no change."""
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            yield name, before[name], value
