@@ -5,7 +5,10 @@
 #     ./run_train.sh CONFIG.toml --help                     every option with its meaning and value
 #
 # The configuration is checked once, then torchrun starts the ranks. The exit code is the run's: 0 done, 2 a fault in the
-# configuration or data, 128 + n ended by signal n, anything else a failed rank.
+# configuration or data, 75 stopped and to be started again, 128 + n ended by signal n, anything else a failed rank.
+#
+# SIGTERM or SIGUSR1, to this process or to any rank, stops the run: the step is finished, a checkpoint saved, and the exit
+# code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so does SIGINT.
 #
 # From the environment:
 #   NGPU           ranks on this machine; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
@@ -18,6 +21,10 @@
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
 #   OMP_NUM_THREADS  CPU threads a rank; default: this machine's cores shared among its ranks
 set -euo pipefail
+
+trap 'exit 75' TERM USR1 # until torchrun takes over: there is nothing to save
+export TITANLITE_STARTED
+TITANLITE_STARTED=$(date +%s)
 
 script=${BASH_SOURCE[0]}
 while [[ -L "$script" ]]; do # a link to this script finds what is beside the script

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+from titanlite import stop
+
 COMMANDS = {
     "train": ("titanlite.train", "train in this process (run_train.sh starts several)"),
     "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
@@ -24,6 +26,10 @@ def main() -> None:
         for command, (_, meaning) in COMMANDS.items():
             print(f"  {command:<10} {meaning}", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)
+    if name == "train":
+        stop.listen()
+    elif name == "launch":
+        stop.leave_at_once()
     sys.argv = [f"titanlite {name}", *sys.argv[2:]]
     importlib.import_module(COMMANDS[name][0]).main()
 

@@ -189,8 +189,8 @@ class Checkpoint(Section):
     keep_every_n_steps: NonNegativeInt = 0
     """Checkpoints of steps that are multiples of this are never deleted. 0: no step is special."""
     load_step: CountOrDerived = -1
-    """Go back to the checkpoint of this step; later ones are kept under another name, .aside-1. -1: resume from the newest
-    sound one."""
+    """Go back to the checkpoint of this step, once: later ones are kept under another name, .aside-1, and a run that is started
+    again goes on from what it has saved since. -1: resume from the newest sound one."""
     initial_load_path: str = ""
     """A step folder of another run's checkpoints, from which a run that has none of its own yet begins."""
     initial_load_model_only: bool = True

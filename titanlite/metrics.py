@@ -111,11 +111,21 @@ class Reporter:
         Reports of `first_step` and later, left by a run that got further than its last checkpoint, are removed.
         """
         self.file = self.board = None
-        if active:
-            path = folder / "metrics.jsonl"
+        self._folder, self._tensorboard, self._active = folder, tensorboard, active
+        self._open(first_step)
+
+    def _open(self, first_step: int) -> None:
+        if self._active:
+            path = self._folder / "metrics.jsonl"
             _drop_reports_from(path, first_step)
             self.file = open(path, "a", encoding="utf-8")
-            self.board = SummaryWriter(str(folder / tensorboard), purge_step=first_step) if tensorboard else None
+            if self._tensorboard:
+                self.board = SummaryWriter(str(self._folder / self._tensorboard), purge_step=first_step)
+
+    def go_back(self, step: int) -> None:
+        """Removes the reports of the steps after `step`: they are done again."""
+        self.close()
+        self._open(step + 1)
 
     def report(self, step: int, values: dict[str, Any]) -> None:
         """One step's values, unrounded, to metrics.jsonl and TensorBoard."""
@@ -159,8 +169,8 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
     """What a person reads of a report."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
-        f"loss {values['loss']:.4f}",
-        "overflow, step skipped" if values["grad_norm"] is None else f"grad norm {values['grad_norm']:.3f}",
+        "loss not finite" if values["loss"] is None else f"loss {values['loss']:.4f}",
+        "grad norm not finite, step skipped" if values["grad_norm"] is None else f"grad norm {values['grad_norm']:.3f}",
         f"lr {values['lr']:.2e}",
     ]
     if "tokens_per_second" in values:

@@ -50,8 +50,11 @@ def end_with_launcher() -> None:
 
 
 def is_echo(error: Exception) -> bool:
-    """Whether an error is likely to be what another rank's failure looks like from here: a lost connection or a timeout."""
-    words = ("connection", "gloo", "timed out", "socket")
+    """Whether an error is likely to be what another rank's failure looks like from here: a lost connection or a timeout.
+
+    gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
+    """
+    words = ("connection", "gloo", "timed out", "timeout", "socket")
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 

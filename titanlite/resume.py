@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titanlite import process
 from titanlite.checkpoint import load
-from titanlite.checkpoint.folder import list_steps, step_folder
+from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors, run_tensors
+from titanlite.config import Checkpoint as Keys
 from titanlite.config import Config
 from titanlite.data.tokens import TokenData
 from titanlite.errors import UserError
@@ -109,24 +109,17 @@ def restore(
     keys = config.checkpoint
     if not keys.enable:
         return Progress(), build_schedule(config)
-    if list_steps(folder):
-        # A run that torchrun has started anew goes on from what it has saved, not once more from load_step.
-        if keys.load_step >= 0 and process.restarts() == 0:
-            source = step_folder(folder, keys.load_step)
-            found = load.verified(source)
-        else:
-            newest = load.newest_sound(folder)
-            assert newest is not None
-            source, found = newest
-    elif not keys.initial_load_path:
+    begin = _own_checkpoint(keys, folder)
+    if begin is None and not keys.initial_load_path:
         return Progress(), build_schedule(config)
-    else:
+    if begin is None:
         source = Path(keys.initial_load_path)
-        found = load.verified(source)
+        begin = source, load.verified(source)
         if keys.initial_load_model_only:
-            load.load_tensors(source, found, model_tensors(model), keys.exclude_from_loading, "model.")
+            load.load_tensors(*begin, model_tensors(model), keys.exclude_from_loading, "model.")
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
+    source, found = begin
     schedule = check_changes(config, family, data, global_batch, source, found)
     excluded = keys.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == excluded:
@@ -134,6 +127,22 @@ def restore(
     load.load_tensors(source, found, run_tensors(model, optimizer, loss_scale), excluded)
     log.info("resumed from %s", source)
     return Progress(found.numbers["step"], found.numbers["samples"]), schedule
+
+
+def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:
+    """The checkpoint of this run to go on from: the newest sound one, or what `load_step` names.
+
+    That counts once: what a run with the same load_step has saved since is gone on from, so that one which is stopped and
+    started again by a scheduler does not go back every time.
+    """
+    newest = load.newest_sound(folder)
+    if newest is None or keys.load_step < 0:
+        return newest
+    numbers = newest[1].numbers
+    if numbers["step"] >= keys.load_step == numbers["config"]["checkpoint"].get("load_step"):
+        return newest
+    source = step_folder(folder, keys.load_step)
+    return source, load.verified(source)
 
 
 def check_changes(

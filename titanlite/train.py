@@ -8,17 +8,17 @@ the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoi
 
 import gc
 import logging
-import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import process, profiling
+from titanlite import process, profiling, stacks
 from titanlite.checkpoint.folder import clean_up, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
@@ -29,16 +29,18 @@ from titanlite.config_file import read_config
 from titanlite.data.batches import batches, count_samples
 from titanlite.data.tokens import TokenData, prepare_tokens
 from titanlite.errors import UserError
+from titanlite.incidents import Incidents, Steps, finite
 from titanlite.initialize import initialize
 from titanlite.loss import count_labels, summed_loss
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
-from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees, sum_over_data
+from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
 from titanlite.parallelize import parallelize
 from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
+from titanlite.stop import EXIT_CODE, Stop
 from titanlite.validation import validate
 from titanlite.zoo import Family, load_family
 
@@ -47,6 +49,8 @@ log = logging.getLogger("titanlite")
 # Most faults are met by all ranks alike. Rank 0 tells of them, and within this many seconds the launcher ends the others;
 # what only another rank has met is told by that rank, later by so much. So is a connection lost to a rank that failed.
 _PATIENCE = 3.0
+# Where NCCL's flight recorder writes meanwhile: gloo, which the ranks agree on stopping with, loses patience when NCCL does.
+_RECORDER_PATIENCE = 10.0
 
 
 # ------------------------------------------------------------------------------------------------------------- the parts
@@ -83,17 +87,17 @@ def update(
 ) -> Tensor:
     """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
 
-    With a loss scale, a step whose norm is not finite changes nothing but the scale: the fused optimizer sees to it on the
-    device.
+    A fused optimizer changes nothing where that norm is not finite: it sees to it on the device, and nobody waits. So does the
+    loss scale, which then gets smaller.
     """
     norm = clip_gradients(model.parameters(), max_norm, loss_scale and loss_scale.scale)
     set_lr(optimizer, lr)
+    overflow = (~norm.isfinite()).float()
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = overflow
+    optimizer.step()
     if loss_scale is not None:
-        optimizer.found_inf = (~norm.isfinite()).float()
-        optimizer.step()
-        loss_scale.update(optimizer.found_inf)
-    else:
-        optimizer.step()
+        loss_scale.update(overflow)
     optimizer.zero_grad()
     return norm
 
@@ -115,8 +119,8 @@ def train(
     mesh: DeviceMesh,
     device: torch.device,
     started: float,
-) -> None:
-    """Trains from the newest checkpoint, or the beginning, to `training.steps`.
+) -> bool:
+    """Trains from the newest checkpoint, or the beginning, to `training.steps`; -> whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
     started: time.perf_counter() of the program's start, for the report of how long it took to begin.
@@ -138,11 +142,16 @@ def train(
     if config.checkpoint.enable:
         try_out(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
+    stop = Stop(config.job.time_limit_minutes)
+    # The mesh's groups and that of `stop` were made with PyTorch's patience: half an hour, on NCCL ten minutes.
+    process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)
+    stacks.at(0, "building the model")
     model = build_model(family, config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer)
     create_state(optimizer)
     loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
     scale = loss_scale and loss_scale.scale
+    stacks.at(0, "loading the checkpoint")
     progress, schedule = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
     facts = derived_values(config, family, data, mesh, model, schedule, progress)
     for name, value in facts.items():
@@ -153,7 +162,7 @@ def train(
             "job.dump_folder to start anew",
             saves, progress.step, training.steps,
         )  # fmt: skip
-        return
+        return False
     if saver:
         clean_up(saves, progress.step)
     if main_rank:
@@ -161,17 +170,25 @@ def train(
             folder,
             config,
             Path(family.module.__file__ or ""),
-            {"values": facts, "data_fingerprint": data.fingerprint, "resumed_step": progress.step},
+            {
+                "values": facts,
+                "global_batch": global_batch,
+                "data_fingerprint": data.fingerprint,
+                "resumed_step": progress.step,
+            },
         )
-    tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
     first = progress.step + 1
+    tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
     reporter = Reporter(folder, tensorboard, first, active=main_rank)
+    incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
     part = (data_rank(mesh), data_degree(mesh))
     seat = part[0] * mesh["tp"].size() + mesh["tp"].get_local_rank()  # no two ranks see the same activations
-    source = batches(
-        data, progress.samples, global_batch, training.local_batch_size, training.seq_len, training.seed, part,
-        pin_memory=device.type == "cuda",
-    )  # fmt: skip
+
+    def batches_from(samples: int) -> Iterator[Tensor]:
+        sizes = (global_batch, training.local_batch_size, training.seq_len)
+        return batches(data, samples, *sizes, training.seed, part, pin_memory=device.type == "cuda")
+
+    source = batches_from(progress.samples)
 
     clock, steps_timed = Clock(), 0
     clock.started = started
@@ -179,40 +196,57 @@ def train(
     watch = profiling.Watch(config, device, model, optimizer, global_batch, clock)
     recompilations = RecompilationWatch()
     gc.disable()  # collections at a time of each rank's own choosing make all others wait
-    for step in range(first, training.steps + 1):
+    stopping = None
+    while progress.step < training.steps and not stopping:
+        step, sample = progress.step + 1, progress.samples
         if step % training.gc_freq == 0 or step == first:
             gc.collect(1)
 
         process.seed_step(training.seed, step, seat)
         with watch.step(step):
+            stacks.at(step, "reading data")
             with clock.waiting_for_data():
                 tokens = next(source)
             tokens = tokens.to(device, non_blocking=True)
+            stacks.at(step, "forward and backward")
             share = forward_backward(model, tokens, mesh, scale, config.parallelism.reduce_every_microbatch)
             if step == first:
                 warn_of_unused(model)
+            stacks.at(step, "optimizer step")
             norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
-        progress = Progress(step, progress.samples + global_batch)
+        unread.add(step, sample, share, norm)
+        progress = Progress(step, sample + global_batch)
         steps_timed += 1
 
+        stacks.at(step, "metrics")
         last = step == training.steps
+        stopping = None if last else stop.agreed()
         validating = validation is not None and (last or step % config.validation.freq == 0)
-        reporting = last or validating or step == first or step % config.metrics.log_freq == 0
-        saving = saver is not None and (last or step % config.checkpoint.interval == 0)
+        reporting = last or stopping or validating or step == first or step % config.metrics.log_freq == 0
+        saving = saver is not None and (last or stopping or step % config.checkpoint.interval == 0)
         if reporting or saving:  # the only places where the host waits for the device
-            loss, grad_norm = torch.stack([sum_over_data(share, mesh), norm.to(device)]).tolist()
-            if not math.isfinite(loss) or not (math.isfinite(grad_norm) or loss_scale):
-                raise UserError(
-                    f"step {step}: loss {loss}, gradient norm {grad_norm}: training has diverged; nothing was saved"
-                )
+            found = unread.read()
+            newest = saver.newest() if saver and incidents.may_go_back(found) else None
+            if rollback := incidents.judge(found, newest):
+                progress, _ = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
+                incidents.went_back(rollback, progress.step)
+                progress = Progress(progress.step, rollback.next_sample)
+                clean_up(saves, progress.step)
+                reporter.go_back(progress.step)
+                source = batches_from(progress.samples)
+                clock.restart()
+                steps_timed = 0
+                continue
         measured: dict[str, float] = {}
         if validating:
+            stacks.at(step, "validation")
             with clock.pause("validation"):
                 measured = validate(model, validation, config, mesh, device)
         if reporting:
+            loss, grad_norm = finite(found[-1].loss), finite(found[-1].norm)  # JSON has no infinity
             values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step), **measured}
-            if loss_scale is not None:  # a step that overflowed has no norm, and JSON no infinity
-                values |= {"grad_norm": grad_norm if math.isfinite(grad_norm) else None, **loss_scale.report()}
+            if loss_scale is not None:
+                values |= loss_scale.report()
             if config.compile.enable:
                 values |= {"recompilations": recompilations.recompilations}
             values |= {"tokens_seen": progress.samples * training.seq_len}
@@ -223,11 +257,14 @@ def train(
             clock.restart()
             steps_timed = 0
         if saver and saving:
+            stacks.at(step, "saving")
             with clock.pause("save"):  # as long as training waits
                 numbers = numbers_of(config, family, data, schedule, progress, global_batch)
                 saver.save(step, run_tensors(model, optimizer, loss_scale), numbers)
         elif saver:
             saver.poll()
+        if stopping:
+            log.info("stopping after step %d: %s", step, stopping)
         if step == first:
             process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
         if step <= first + 1 or validating:  # the first step, the second with its warm state, and the pass without gradients
@@ -235,13 +272,16 @@ def train(
         elif reporting:
             recompilations.check(step)
     gc.enable()
+    stacks.at(step, "finishing")
+    stop.close()
     if saver:
         with clock.pause("save"):
             saver.finish()
     watch.close()
     reporter.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
-    log.info("done: %d steps in %.1f s, of which %s", training.steps - first + 1, time.perf_counter() - started, pauses)
+    log.info("done: %d steps in %.1f s, of which %s", step - first + 1, time.perf_counter() - started, pauses)
+    return bool(stopping)
 
 
 def derived_values(
@@ -293,8 +333,7 @@ def main() -> None:
     process.set_up_logging()
     rank, world = process.rank_and_world()
     process.end_with_launcher()
-    if process.restarts():
-        log.info("start %d of this run: the ranks are started anew after a failure", process.restarts() + 1)
+    patience = _PATIENCE
     try:
         path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
         if not path or path.startswith("-"):
@@ -305,21 +344,25 @@ def main() -> None:
         validation = prepare_tokens(config, "validation") if config.validation.enable else None
         held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         profiling.record_collectives(config)
+        if torch.cuda.is_available() and config.comm.trace_buf_size:
+            patience = _RECORDER_PATIENCE
         device = process.start(config)
+        stacks.open_dump(Path(config.job.dump_folder), rank)  # not before rank 0 holds the lock, which start waits for
         mesh = build_mesh(resolve_degrees(config.parallelism, world), device.type)
-        train(config, data, validation, mesh, device, started)
+        stopped = train(config, data, validation, mesh, device, started)
         process.finish()
+        stacks.close_dump()
         if held:
             held.close()
     except UserError as error:
+        stacks.close_dump()
         if rank > 0:
             time.sleep(_PATIENCE)
         log.error("%s", error)
         sys.stderr.flush()
         os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the launcher ends them
     except Exception as error:
-        if process.is_echo(error):
-            time.sleep(_PATIENCE)
-        log.exception("%s", error)
+        stacks.report(error, patience if process.is_echo(error) else 0.0)
         sys.stderr.flush()
         os._exit(1)
+    sys.exit(EXIT_CODE if stopped else 0)

@@ -105,7 +105,8 @@ def load_tensors(
     try:
         dcp.load(wanted, storage_reader=Reader(source, found.files))
     except CheckpointException as error:
-        raise Damaged(f"{source}: cannot be read: {str(error).strip().splitlines()[-1]}") from error
+        cause, _ = next(iter(error.failures.values()))
+        raise Damaged(str(cause) if isinstance(cause, Damaged) else f"{source}: cannot be read: {cause!r}") from error
 
 
 def _misfits(wanted: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> Iterator[str]:
@@ -114,5 +115,5 @@ def _misfits(wanted: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]
             yield f"  {name}: not in the checkpoint"
         elif tuple(stored[name].size) != tuple(tensor.shape):
             yield f"  {name}: {tuple(stored[name].size)} in the checkpoint, {tuple(tensor.shape)} here"
-    for name in stored.keys() - wanted.keys():
+    for name in sorted(stored.keys() - wanted.keys()):
         yield f"  {name}: in the checkpoint, not here"

@@ -19,7 +19,15 @@ from titanlite.errors import UserError
 FILE = "manifest.json"
 _FORMAT = 2
 _OWN = "xxh3_128"
-_NUMBERS = {"step": int, "samples": int, "data": str, "schedule": dict, "config": dict, "architecture": dict}
+_NUMBERS = {
+    "step": int,
+    "samples": int,
+    "global_batch": int,
+    "data": str,
+    "schedule": dict,
+    "config": dict,
+    "architecture": dict,
+}
 _CHUNK = 2**22
 
 
@@ -57,7 +65,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # read_text would take other line ends for the same
         found = json.loads(text)
         own = found.pop(_OWN)
     except FileNotFoundError:
@@ -68,12 +76,15 @@ def read(folder: Path) -> Manifest:
         raise Damaged(f"{path}: is damaged: it is not the JSON that was written") from None
     if _text(found) != text:
         raise Damaged(f"{path}: is damaged: its checksum is not {own}")
-    if found["format"] != _FORMAT:
-        raise UserError(f"{path}: is of format {found['format']}; this version reads format {_FORMAT}")
+    if found.get("format") != _FORMAT:
+        raise UserError(f"{path}: is of format {found.get('format')}; this version reads format {_FORMAT}")
     for name, kind in _NUMBERS.items():
         if not isinstance(found.get(name), kind):
             raise Damaged(f"{path}: is damaged: it has no {name}")
-    files = {name: Contents(**contents) for name, contents in found.pop("files").items()}
+    try:
+        files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in found.pop("files").items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise Damaged(f"{path}: is damaged: it has no list of files") from None
     del found["format"]
     return Manifest(found, files)
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.folder import retire, step_folder, sync_folder, unfinished_folder
+from titanlite.checkpoint.folder import list_steps, retire, step_folder, sync_folder, unfinished_folder
 from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.config import Checkpoint as Keys
@@ -83,6 +83,13 @@ class Saver:
             return
         self.failure = ""
         log.info("saved %s in %.2f s", final, time.perf_counter() - begin)
+
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint that there is, after a save that is going on; None where there is none."""
+        self.wait()
+        steps = [list_steps(self._folder)]
+        dist.broadcast_object_list(steps)  # of rank 0, which commits
+        return steps[0][-1] if steps[0] else None
 
     def finish(self) -> None:
         """Waits for the last save. Raises UserError if it has failed."""

@@ -19,7 +19,7 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -155,6 +155,24 @@ class Reader(FileSystemReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[Any]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for file, items in by_file.items():
+            path = Path(self.path) / file
+            try:
+                super().read_data(dataclasses.replace(plan, items=items), planner)
+            except OSError as error:
+                raise Damaged(f"{path}: cannot be read: {error}") from None
+            except pickle.UnpicklingError:  # whose text advises to give up weights_only
+                raise Damaged(f"{path}: is refused: it holds something else than tensors") from None
+            except Exception as error:  # what is no tensor, or another one than the metadata says, fails in many ways
+                raise Damaged(f"{path}: is refused: {type(error).__name__}: {error}") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -170,11 +188,12 @@ def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
     path = folder / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        what = _metadata_fault(metadata, files)
     except OSError as error:
         raise Damaged(f"{path}: cannot be read: {error}") from None
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can raise anything, and so can what a forged one holds
         raise Damaged(f"{path}: is refused: {error}") from None
-    if what := _metadata_fault(metadata, files):
+    if what:
         raise Damaged(f"{path}: is refused: {what}")
     return metadata
 

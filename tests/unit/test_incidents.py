@@ -1,0 +1,238 @@
+"""What counts as an incident, what is done about it, what counts as a spike, and what incidents.jsonl holds afterwards."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.incidents import FILE, Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
+
+NAN, INF = math.nan, math.inf
+BATCH = 8
+
+
+def good(*numbers: int) -> list[Step]:
+    return [Step(n, (n - 1) * BATCH, 3.0 + 0.01 * (n % 7), 1.0) for n in numbers]
+
+
+def bad(*numbers: int, loss: float = NAN, norm: float = NAN) -> list[Step]:
+    return [Step(n, (n - 1) * BATCH, loss, norm) for n in numbers]
+
+
+def incidents_of(folder: Path, policy: str, first_step: int = 1, **sections) -> Incidents:
+    folder.mkdir(exist_ok=True)
+    values = {"job": {"dump_folder": str(folder)}, "training": {"on_nonfinite": policy}, **sections}
+    return Incidents(Config.model_validate(values), BATCH, first_step, active=True)
+
+
+def entries_of(folder: Path) -> list[tuple]:
+    return [(e["kind"], e["step"], e["action"], e["superseded"]) for e in read_entries(folder / FILE)]
+
+
+# --------------------------------------------------------------------------------------------------------- not finite
+
+
+@pytest.mark.parametrize(("loss", "norm", "plain", "scaled"), [
+    (3.0, 1.0, False, False), (3.0, INF, True, False), (3.0, NAN, True, False), (NAN, NAN, True, True), (INF, 1.0, True, True),
+])  # fmt: skip
+def test_with_a_loss_scale_only_the_loss_counts(loss, norm, plain, scaled):
+    step = Step(1, 0, loss, norm)
+    assert (is_bad(step, False), is_bad(step, True)) == (plain, scaled)
+
+
+def test_without_a_bad_step_nothing_is_decided():
+    for policy in ("stop", "skip", "rollback"):
+        assert decide(good(1, 2), policy, False, 3, None, 0) == ([], "", "", 0)
+
+
+@pytest.mark.parametrize("policy", ["stop", "rollback"])
+def test_of_several_bad_steps_the_first_decides_however_many_are_read_at_once(policy):
+    steps = good(11) + bad(12) + good(13) + bad(14, 15)
+    for end in (2, 3, 4, 5):
+        decision = decide(steps[:end], policy, False, 0, 10, 0)
+        assert decision.bad == steps[1:2] and decision.action == policy
+
+
+def test_ten_steps_in_a_row_are_skipped_and_not_eleven_wherever_readings_fall():
+    steps = good(1) + bad(*range(2, 12)) + good(12) + bad(*range(13, 24)) + good(24)
+    for cut in range(1, len(steps)):
+        first = decide(steps[:cut], "skip", False, 0, None, 0)
+        second = decide(steps[cut:], "skip", False, first.streak, None, 0)
+        assert len(first.bad) + len(second.bad) == 21
+        assert [first.action, second.action].count("stop") == 1
+        assert "11 steps in a row" in (first.reason or second.reason) or cut in range(13, 24)
+    assert decide(steps[:12], "skip", False, 0, None, 0).action == "skip"
+
+
+def test_a_rollback_needs_a_checkpoint_and_is_tried_three_times():
+    assert decide(bad(5), "rollback", False, 0, None, 0).reason == "there is no checkpoint yet to go back to"
+    assert decide(bad(5), "rollback", False, 0, 4, 2).action == "rollback"
+    decision = decide(bad(5), "rollback", False, 0, 4, 3)
+    assert decision.action == "stop" and "back to step 4 3 times" in decision.reason
+
+
+def test_stop_says_which_step_with_which_numbers_and_samples_and_how_to_see_it_again(tmp_path):
+    with pytest.raises(UserError) as caught:
+        incidents_of(tmp_path / "a run", "stop").judge(good(1, 2) + bad(3, norm=INF) + bad(4), None)
+    text = str(caught.value)
+    assert text.startswith("step 3: loss nan, gradient norm inf, samples 16 to 23: training has diverged; ")
+    assert text.endswith(f"Again: titanlite replay '{tmp_path}/a run' --step 3")
+    (entry,) = read_entries(tmp_path / "a run" / FILE)
+    assert (entry["loss"], entry["grad_norm"], entry["samples"], entry["action"]) == (None, None, [16, 24], "stop")
+    assert "loss nan, gradient norm inf" in entry["text"]
+
+
+def test_the_file_is_strict_json(tmp_path):
+    incidents_of(tmp_path, "skip").judge(bad(1) + bad(2, loss=INF, norm=2.0), None)
+
+    def refuse(word):
+        raise AssertionError(word)
+
+    for line in (tmp_path / FILE).read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+def test_skipped_steps_are_told_apart_from_one_whose_loss_alone_is_not_finite(tmp_path):
+    incidents = incidents_of(tmp_path, "skip")
+    assert incidents.judge(good(1) + bad(2) + bad(3, loss=INF, norm=2.0), None) is None
+    assert entries_of(tmp_path) == [("nonfinite", 2, "skipped", False), ("nonfinite", 3, "taken", False)]
+
+
+def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with_a_newer_checkpoint(tmp_path):
+    incidents = incidents_of(tmp_path, "rollback")
+    for attempt in (1, 2, 3):
+        rollback = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
+        assert (rollback.bad.number, rollback.found_at, rollback.next_sample) == (7, 8, 56)
+        incidents.went_back(rollback, 4)
+        last = read_entries(tmp_path / FILE)[-1]
+        keys = ("kind", "step", "attempt", "to_step", "found_at", "next_sample")
+        assert [last[key] for key in keys] == ["rollback", 7, attempt, 4, 8, 56]
+    incidents.went_back(incidents.judge(bad(9), 8), 8)
+    assert incidents.judge(bad(9), 8) is not None
+
+
+def test_the_fourth_rollback_to_one_checkpoint_is_not_made(tmp_path):
+    incidents = incidents_of(tmp_path, "rollback")
+    for _ in range(3):
+        incidents.went_back(incidents.judge(bad(7), 4), 4)
+    with pytest.raises(UserError, match=r"back to step 4 3 times.*--step 7 --attempt 4"):
+        incidents.judge(bad(7), 4)
+    assert entries_of(tmp_path)[-1] == ("nonfinite", 7, "stop", False)
+
+
+def test_other_ranks_decide_the_same_and_write_nothing(tmp_path):
+    config = Config.model_validate({"job": {"dump_folder": str(tmp_path)}, "training": {"on_nonfinite": "rollback"}})
+    ranks = [Incidents(config, BATCH, 1, active) for active in (True, False)]
+    rollbacks = [rank.judge(bad(7), 4) for rank in ranks]
+    assert rollbacks[0] == rollbacks[1]
+    written = (tmp_path / FILE).read_text()
+    ranks[1].went_back(rollbacks[1], 4)
+    assert (tmp_path / FILE).read_text() == written
+
+
+# -------------------------------------------------------------------------------------------------------------- starts
+
+
+def test_a_start_keeps_what_earlier_ones_wrote_and_the_same_incident_is_not_there_twice(tmp_path):
+    incidents_of(tmp_path, "skip").judge(good(1) + bad(2, 6, 9), None)
+    resumed = incidents_of(tmp_path, "skip", first_step=6)
+    assert entries_of(tmp_path) == [("nonfinite", n, "skipped", n >= 6) for n in (2, 6, 9)]
+    resumed.judge(bad(6), None)
+    assert entries_of(tmp_path) == [("nonfinite", n, "skipped", n == 9) for n in (2, 9, 6)]
+    before = (tmp_path / FILE).read_text()
+    incidents_of(tmp_path, "skip", first_step=8)  # nothing is superseded by it that was not
+    assert (tmp_path / FILE).read_text() == before
+
+
+def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
+    incidents = incidents_of(tmp_path, "rollback")
+    incidents.went_back(incidents.judge(bad(12), 10), 10)
+    for first_step, counts in ((21, True), (12, True), (11, False), (6, False)):
+        incidents_of(tmp_path, "rollback", first_step)
+        assert ("rollback", 12, "rollback", not counts) in entries_of(tmp_path)
+    assert stretches(read_entries(tmp_path / FILE)) == [(0, INF, None)]
+
+
+def test_stretches_say_which_attempts_a_step_has_had(tmp_path):
+    incidents = incidents_of(tmp_path, "rollback")
+    incidents.went_back(incidents.judge(bad(12) + good(13, 14), 10), 10)
+    incidents.went_back(incidents.judge(bad(13), 10), 10)
+    incidents.went_back(incidents.judge(bad(25), 20), 20)
+    found = stretches(read_entries(tmp_path / FILE))
+    assert found == [(0, 14, None), (10, 13, 96), (10, 25, 104), (20, INF, 200)]
+    expected = {10: [0], 11: [0, 1, 2], 14: [0, 2], 20: [2], 21: [2, 3], 25: [2, 3], 26: [3]}
+    assert {step: attempts_at(step, found) for step in expected} == expected
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"kind": "spike"}'])
+def test_a_line_that_is_not_ours_is_named(tmp_path, line):
+    incidents_of(tmp_path, "skip").judge(bad(1), None)
+    with open(tmp_path / FILE, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match=r"incidents.jsonl: line 2 cannot be read"):
+        incidents_of(tmp_path, "skip")
+
+
+# -------------------------------------------------------------------------------------------------------------- spikes
+
+
+def falling(steps: int, seed: int = 0) -> list[Step]:
+    """Losses as of a real run: from 11 down to 3, with noise."""
+    noise = random.Random(seed)
+    return [Step(n, 0, 3 + 8 * math.exp(-n / 50) + noise.gauss(0, 0.05), 1.0) for n in range(steps)]
+
+
+def test_a_jump_is_found_and_a_falling_loss_is_none():
+    steps = falling(1000)
+    assert Spikes(100, 10.0).find(steps) == []
+    steps[400] = steps[400]._replace(loss=steps[400].loss + 1.0)
+    ((found, phrase),) = Spikes(100, 10.0).find(steps)
+    assert found.number == 400
+    height = float(phrase.split()[0])
+    assert 14 < height < 28  # 1.0 / 0.05 = 20, by an estimate from 100 losses
+
+
+def test_spikes_do_not_depend_on_how_many_steps_are_read_at_once():
+    steps = falling(600)
+    for n in (200, 201, 350, 599):
+        steps[n] = steps[n]._replace(loss=9.0)
+    whole = Spikes(100, 10.0).find(steps)
+    parts = Spikes(100, 10.0)
+    assert [step.number for step, _ in whole] == [200, 201, 350, 599]
+    assert [found for start in range(0, 600, 7) for found in parts.find(steps[start : start + 7])] == whole
+
+
+def test_nothing_is_a_spike_before_half_the_window_is_known_or_with_a_window_of_zero():
+    jump = Step(0, 0, 100.0, 1.0)
+    steps = good(*range(1, 100))
+    assert Spikes(100, 10.0).find([*steps[:49], jump]) == []
+    assert len(Spikes(100, 10.0).find([*steps[:50], jump])) == 1
+    assert Spikes(0, 10.0).find([*steps, jump]) == []
+
+
+def test_losses_that_hardly_differ_make_no_spikes_of_nothing():
+    same = [Step(n, 0, 2.0, 1.0) for n in range(100)]
+    assert Spikes(100, 10.0).find([*same, Step(100, 0, 2.0001, 1.0), Step(101, 0, 2.019, 1.0)]) == []
+    assert len(Spikes(100, 10.0).find([*same, Step(100, 0, 2.021, 1.0)])) == 1
+
+
+def test_a_loss_that_stays_up_is_a_new_level_after_half_a_window():
+    steps = falling(300) + [Step(300 + n, 0, 9.0 + 0.01 * (n % 5), 1.0) for n in range(300)]
+    assert [step.number for step, _ in Spikes(100, 10.0).find(steps)] == list(range(300, 351))
+
+
+def test_what_is_not_finite_is_no_spike_and_not_in_the_window():
+    steps = falling(200) + bad(*range(200, 280)) + [Step(300, 0, 9.0, 1.0)]
+    assert [step.number for step, _ in Spikes(100, 10.0).find(steps)] == [300]
+
+
+def test_a_spike_is_written_with_its_samples_and_the_run_goes_on(tmp_path):
+    incidents = incidents_of(tmp_path, "stop", metrics={"spike_window": 20})
+    assert incidents.judge([*good(*range(1, 21)), Step(21, 160, 9.0, 30.0)], None) is None
+    (entry,) = read_entries(tmp_path / FILE)
+    assert [entry[key] for key in ("kind", "step", "loss", "grad_norm", "samples")] == ["spike", 21, 9.0, 30.0, [160, 168]]
+    assert "deviations above 3.0300, the median before" in entry["text"]
