@@ -12,6 +12,8 @@ COMMANDS = {
     "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
     "launch": ("titanlite.launch", "torchrun, as run_train.sh starts it"),
     "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
+    "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),
+    "replay": ("titanlite.tools.replay", "do one step of a run again, and print its norms layer by layer"),
     "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
 }
 
@@ -22,7 +24,7 @@ def main() -> None:
     sys.path.append(os.getcwd())  # model modules of the user's own
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in COMMANDS:
-        print("usage: titanlite COMMAND CONFIG.toml [--section.key value ...]\n", file=sys.stderr)
+        print("usage: titanlite COMMAND ...; with --help a command says what it takes\n", file=sys.stderr)
         for command, (_, meaning) in COMMANDS.items():
             print(f"  {command:<10} {meaning}", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)

@@ -257,9 +257,9 @@ class Incidents:
                 entry["superseded"] = True
             self._save([])
 
-    def may_go_back(self, steps: list[Step]) -> bool:
-        """Whether `judge` will ask for a rollback of these steps if it can, and has to know the newest checkpoint."""
-        return self.policy == "rollback" and any(is_bad(step, self.scaled) for step in steps)
+    def are_bad(self, steps: list[Step]) -> bool:
+        """Whether one of these steps is an incident by what is not finite, so that `judge` may end the run or ask to go back."""
+        return any(is_bad(step, self.scaled) for step in steps)
 
     def judge(self, steps: list[Step], newest: int | None) -> Rollback | None:
         """Reports what was wrong with the steps of one reading; -> the rollback to make, or None to go on.

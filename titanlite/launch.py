@@ -21,7 +21,8 @@ from torch.distributed import run
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from titanlite import stacks, stop
 from titanlite.config_file import read_config
@@ -60,6 +61,18 @@ def describe(failures: dict[int, ProcessFailure]) -> str:
     code = failure.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} (process {failure.pid}) {how}"
+
+
+class Rendezvous(DynamicRendezvousHandler):
+    """The meeting of the machines before every start of the ranks, with a new store for each.
+
+    PyTorch 2.11 and 2.13 mean to make a new one (pull request 135957) but keep the first: ranks that are started anew find in
+    it at which addresses those before them listened, and wait for them in vain.
+    """
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._bootstrap_store_info = self._shared_tcp_store_server = None
+        return super().next_rendezvous()
 
 
 class Launcher:
@@ -219,6 +232,7 @@ def main() -> None:
     for request in stop.REQUESTS:
         signal.signal(request, launcher.hear)
     multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)
+    dynamic_rendezvous.DynamicRendezvousHandler = Rendezvous
     try:
         _run(arguments, launcher)
     except ChildFailedError as error:

@@ -226,7 +226,7 @@ def train(
         saving = saver is not None and (last or stopping or step % config.checkpoint.interval == 0)
         if reporting or saving:  # the only places where the host waits for the device
             found = unread.read()
-            newest = saver.newest() if saver and incidents.may_go_back(found) else None
+            newest = saver.newest() if saver and incidents.are_bad(found) else None  # a save that goes on is waited for
             if rollback := incidents.judge(found, newest):
                 progress, _ = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
                 incidents.went_back(rollback, progress.step)

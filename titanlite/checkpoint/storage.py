@@ -55,10 +55,15 @@ class _Checked(io.RawIOBase):
 
     def __init__(self, file: io.BufferedWriter):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
+        self.failure: OSError | None = None  # of the disk
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
-        written = self._file.write(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         self._size += written
         return written
 
@@ -89,7 +94,10 @@ class _CheckedFiles(FileSystem):
         assert mode == "wb"
         with open(path, mode) as file:
             checked = _Checked(file)
-            yield checked
+            try:
+                yield checked
+            except Exception as error:  # torch.save may cover the disk's with its own: "unexpected pos 704 vs 598"
+                raise checked.failure or error from None
             self.written[Path(path).name] = checked.contents()
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
