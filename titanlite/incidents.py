@@ -258,7 +258,7 @@ class Incidents:
             self._save([])
 
     def are_bad(self, steps: list[Step]) -> bool:
-        """Whether one of these steps is an incident by what is not finite, so that `judge` may end the run or ask to go back."""
+        """Whether one of these steps is not finite, so that `judge` may end the run or go back."""
         return any(is_bad(step, self.scaled) for step in steps)
 
     def judge(self, steps: list[Step], newest: int | None) -> Rollback | None:

@@ -243,7 +243,7 @@ def main() -> None:
         _say(f"stopped by {signalled.sigval.name}")
         sys.exit(128 + signalled.sigval)
     except RendezvousError as error:
-        _say(f"the machines of this run have lost each other: {error}")
+        _say(f"the launchers of the other machines are gone ({type(error).__name__}); the run is over{launcher.stacks()}")
         sys.exit(1)
     if launcher.stopped:
         sys.exit(stop.EXIT_CODE)

@@ -37,11 +37,6 @@ def set_up_logging() -> None:
     logger.setLevel(logging.INFO if str(rank) in chosen.split(",") else logging.WARNING)
 
 
-def restarts() -> int:
-    """How often torchrun has started the ranks anew."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
 def end_with_launcher() -> None:
     """On Linux, has the kernel end this rank when the launcher dies, even by SIGKILL: no rank trains on without it."""
     if "RANK" in os.environ and sys.platform == "linux":

@@ -28,9 +28,9 @@ from titanlite import process
 log = logging.getLogger("titanlite")
 
 _FOLDER = "stacks"  # inside job.dump_folder
-# How long the launcher waits for the ranks' dumps; they take milliseconds where a core is free.
+# The launcher waits until no rank's dump has grown for 0.2 seconds; they take milliseconds where a core is free.
+_LOOK = 0.2
 _LONGEST = 2.0
-_LOOK = 0.05
 
 _position = (0, "starting")
 _dump: TextIO | None = None

@@ -1,5 +1,6 @@
-"""Ranks that fail in the middle of a step: what is told, and that nothing is left behind."""
+"""Ranks that fail or hang in the middle of a step: what is told, what is left to read, and that no process is left behind."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -33,18 +34,29 @@ class Model(Model):
                 time.sleep(0.001)
             wait_for_the_end_of(pathlib.Path("killed").read_text())
             os._exit(1)
+        if self.calls == 3 and way == "hangs":
+            pathlib.Path("hangs").touch()
+            time.sleep(600)  # the culprit
+        if self.calls == 3 and way == "raises":
+            raise RuntimeError("the culprit")
         if self.calls == 3 and way == "out of memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
         return super().forward(*args)
 """
 
 
-def run_failing(folder: Path, ranks: int, **ways: str) -> Ended:
+def run_failing(folder: Path, ranks: int, *words: str, **ways: str) -> Ended:
     """A run that fails in its third step; the pid of a killed rank is in the file "killed"."""
     working_folder(folder)
     with open(folder / "own/model.py", "a") as file:
         file.write(FAILING)
-    return run("run.toml", "--training.steps", "1000000", folder=folder, NGPU=str(ranks), **ways)
+    return run("run.toml", "--training.steps", "1000000", *words, folder=folder, NGPU=str(ranks), **ways)
+
+
+def line_of(folder: Path, text: str) -> int:
+    """The number of the line of the model's file that ends with a text."""
+    lines = (folder / "own/model.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +73,34 @@ def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path
     assert f"rank {killed} (process {pid}) was ended by SIGKILL; the run is over" in ended.err
     assert ended.err.count("the run is over") == 1
     assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
+    assert not (tmp_path / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing
+
+
+def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_its_stack_is_left(tmp_path):
+    ended = run_failing(tmp_path, 2, "--comm.train_timeout_seconds", "6", WAY_1="hangs")
+    seconds = time.time() - (tmp_path / "hangs").stat().st_mtime
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert seconds < 25  # patience 6, more where it may be an echo 3, stacks 2, on a busy machine
+    assert "rank 0, step 3, forward and backward: waited 6 s for the other ranks" in ended.err
+    assert "the run is over; stacks of all ranks: out/stacks" in ended.err
+    assert "Traceback" not in ended.err
+    stuck, hung = [(tmp_path / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "rank 0, step 3, forward and backward" in stuck and "Timed out waiting 6000ms" in stuck
+    assert "in all_gather_" in stuck  # one name in PyTorch 2.11, another in 2.13
+    assert "rank 1 (process " in hung and "ended because rank 0 (process " in hung
+    assert f'own/model.py", line {line_of(tmp_path, "# the culprit")} in forward' in hung
+
+
+def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_other(tmp_path):
+    ended = run_failing(tmp_path, 2, WAY_1="raises")
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert "rank 1, step 3, forward and backward: the culprit" in ended.err
+    assert ended.err.count("Traceback") == 1
+    assert "rank 1 (process " in ended.err.splitlines()[-1]
+    assert "ended with exit code 1; the run is over; stacks of all ranks: out/stacks" in ended.err.splitlines()[-1]
+    other, failed = [(tmp_path / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "rank 1, step 3, forward and backward (process " in failed and "RuntimeError: the culprit" in failed
+    assert "ended because rank 1 (process " in other and "forward_backward" in other
 
 
 def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_path):

@@ -1,6 +1,7 @@
 """What must hold between keys: a wrong configuration is refused by the name of its key, the right one beside it passes."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backe
 PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
 VALIDATE, TEXT, ROUND = "validation.enable", "validation.dataset", "validation.steps"
 SAVE, LOAD_STEP, WEIGHTS = "checkpoint.enable", "checkpoint.load_step", "checkpoint.initial_load_path"
+ONLY, EXCLUDE, ALLOW = "checkpoint.initial_load_model_only", "checkpoint.exclude_from_loading", "checkpoint.allow_changes"
+KEEP, EVERY, INTERVAL = "checkpoint.keep_latest_k", "checkpoint.keep_every_n_steps", "checkpoint.interval"
+LIMIT, NONFINITE, MODE = "job.time_limit_minutes", "training.on_nonfinite", "checkpoint.async_mode"
 
 
 def configuration(keys: dict[str, Any]) -> Config:
@@ -128,6 +132,19 @@ CASES = [
     (1, {LOAD_STEP: 8, SAVE: True, DUMP: "new"}, [f"{LOAD_STEP} = 8", "which has: none"], {LOAD_STEP: -1}),
     (1, {WEIGHTS: "weights"}, [f"{WEIGHTS} = 'weights'", "no effect", f"{SAVE} = false"], {SAVE: True}),
     (1, {WEIGHTS: "empty", SAVE: True}, [f'{WEIGHTS} = "empty"', "not a checkpoint"], {WEIGHTS: "weights"}),
+    (1, {EXCLUDE: ["model.*"]}, [f"{EXCLUDE} = ['model.*']", "no effect", f"{SAVE} = false"], {SAVE: True}),
+    (1, {ALLOW: ["data"]}, [f"{ALLOW} = ['data']", "no effect", f"{SAVE} = false"], {SAVE: True}),
+    (1, {LIMIT: 90.0}, [f"{LIMIT} = 90", "must have saved", f"{SAVE} = true"], {SAVE: True}),
+    (1, {NONFINITE: "rollback"}, [f'{NONFINITE} = "rollback"', "go back to", f"{SAVE} = true"], {NONFINITE: "skip"}),
+    (1, {NONFINITE: "rollback"}, [f'{NONFINITE} = "rollback"'], {SAVE: True}),
+    (1, {SAVE: True, ONLY: False}, [f"{ONLY} = false", "no effect without checkpoint.initial_load_path"], {WEIGHTS: "weights"}),
+    (1, {SAVE: True, EVERY: 1000, KEEP: 0}, [f"{EVERY} = 1000", "no effect with keep_latest_k = 0"], {KEEP: 1}),
+    (1, {SAVE: True, EVERY: 750}, [f"{EVERY} = 750", f"multiple of {INTERVAL} = 500"], {EVERY: 1500}),
+    (1, {SAVE: True, EVERY: 5, INTERVAL: 10}, [f"{EVERY} = 5", f"multiple of {INTERVAL} = 10"], {INTERVAL: 5}),
+    (1, {SAVE: True, ALLOW: ["optimizer.lrr"]}, [ALLOW, '"optimizer.lrr"', "mean optimizer.lr?"], {ALLOW: ["optimizer.lr"]}),
+    (1, {SAVE: True, ALLOW: ["xyzzy"]}, [ALLOW, '"xyzzy"', "there are: model.name, ", ", data"], {ALLOW: ["data"]}),
+    (1, {SAVE: True, ALLOW: ["training.seq_len"]}, [ALLOW, '"training.seq_len" is no key'], {ALLOW: ["training.*"]}),
+    (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
     (1, {SAVES: "tb"}, ['checkpoint.folder = "tb"', "metrics.save_tb_folder too"], {SAVES: "saves"}),
 
     (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
@@ -173,6 +190,31 @@ def test_what_only_cuda_can_do_is_refused_without_it(monkeypatch, key, value, of
     assert faults({key: off}) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert faults({key: value}) == []
+
+
+def test_pinned_memory_is_refused_where_there_is_no_gpu_to_copy_from(monkeypatch):
+    keys = {SAVE: True, MODE: "async_with_pinned_mem"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (fault,) = faults(keys)
+    assert f'{MODE} = "async_with_pinned_mem": only copies from a GPU' in fault and 'use "async"' in fault
+    assert faults(keys | {MODE: "async"}) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert faults(keys) == []
+
+
+def test_a_disk_without_room_for_checkpoints_is_refused_if_any_are_written(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 0))
+    (fault,) = faults({SAVE: True, DUMP: "empty/run"})
+    assert 'checkpoint.folder = "checkpoint": ' in fault and "has 0.00 GiB free, and 2 checkpoints of this run need" in fault
+    assert faults({DUMP: "empty/run"}) == []
+
+
+def test_a_checkpoint_folder_without_permission_is_refused(monkeypatch, place):
+    saves = place / "saves/checkpoint"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).absolute() != saves)
+    (fault,) = faults({SAVE: True, DUMP: "saves"})
+    assert 'checkpoint.folder = "checkpoint": no permission to write in saves/checkpoint' in fault
+    assert faults({DUMP: "saves"}) == []
 
 
 def test_a_folder_without_permission_is_refused(monkeypatch):

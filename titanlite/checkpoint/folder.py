@@ -1,5 +1,6 @@
 """The folder of a run's checkpoints: names, what is there, room for more, what is kept and what is cleaned up."""
 
+import contextlib
 import itertools
 import logging
 import os
@@ -97,7 +98,9 @@ def try_out(folder: Path) -> None:
     faults: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
     if dist.get_rank() == 0:
-        (folder / _PROBE).unlink(missing_ok=True)
+        for name in (_PROBE, f"{_PROBE}.tmp"):
+            with contextlib.suppress(OSError):  # where nothing could be written there is nothing to remove
+                (folder / name).unlink()
     if first := next(filter(None, faults), ""):
         raise UserError(first)
 
@@ -139,12 +142,10 @@ def superfluous(steps: Iterable[int], keys: Keys) -> list[int]:
 
 def retire(folder: Path, keys: Keys) -> None:
     """Deletes superfluous checkpoints; on one rank. What is half deleted has no final name any more."""
-    for step in superfluous(list_steps(folder), keys):
-        path = step_folder(folder, step)
-        retired = path.with_name(f".{path.name}.retired")
+    left_over = folder.glob(".step-*.retired")
+    for path in [*left_over, *(step_folder(folder, step) for step in superfluous(list_steps(folder), keys))]:
         try:
-            path.rename(retired)
-            shutil.rmtree(retired)
+            shutil.rmtree(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.retired")))
         except OSError as error:  # it costs room, no checkpoint; the next save tries again
             log.warning("%s: cannot be deleted: %s", path, error)
 

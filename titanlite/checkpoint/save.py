@@ -75,8 +75,7 @@ class Saver:
         try:
             done.result()
         except (CheckpointException, OSError) as error:
-            free = shutil.disk_usage(self._folder).free / 2**30
-            self.failure = f"{final}: could not be saved, with {free:.2f} GiB free: {_cause(error)}"
+            self.failure = f"{final}: could not be saved{_room(self._folder)}: {_cause(error)}"
             if dist.get_rank() == 0:
                 log.error("%s", self.failure)
                 shutil.rmtree(unfinished_folder(self._folder, step), ignore_errors=True)
@@ -139,6 +138,14 @@ class _Stager(AsyncStager):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _room(folder: Path) -> str:
+    """How much there is on a disk, which is the usual cause; nothing where not even that can be told."""
+    try:
+        return f", with {shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
+    except OSError:
+        return ""
 
 
 def _cause(error: Exception) -> str:

@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite import incidents, process
-from titanlite.checkpoint import manifest
+from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.tensors import run_tensors
 from titanlite.checks import check
 from titanlite.config import Config, Parallelism, Profiling, Validation
 from titanlite.config_file import read_config
@@ -40,7 +41,7 @@ from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
-from titanlite.resume import Progress, restore
+from titanlite.resume import Progress, check_changes, restore
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import load_family
 
@@ -219,25 +220,28 @@ def begin(
     family, saves = load_family(config.model.name, config.model.flavor), run / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
     dist.broadcast_object_list(listed)  # the run may be saving and deleting meanwhile
-    for number in [*reversed(listed[0]), -1]:
+    size, excluded = config.training.global_batch_size, config.checkpoint.exclude_from_loading
+    for number in [*reversed(listed[0]), None]:
         # anew for each: a checkpoint that is deleted while it is read leaves half of its tensors
         model = build_model(family, config, mesh, device)
         optimizer = build_optimizer(model, config.optimizer)
         create_state(optimizer)
         loss_scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
-        keys = config.checkpoint.model_copy(update={"load_step": number})
-        asked = config.model_copy(update={"checkpoint": keys})
-        folder = saves if number >= 0 else saves / "none"  # where there is none, `restore` begins as a new run does
+        if number is None:  # in a folder without checkpoints `restore` begins as a new run does
+            found = restore(config, family, data, size, model, optimizer, loss_scale, saves / "none")
+            return model, optimizer, loss_scale, *found
+        source = step_folder(saves, number)
         try:
-            found = restore(asked, family, data, config.training.global_batch_size, model, optimizer, loss_scale, folder)
+            stored = load.verified(source)
+            schedule = check_changes(config, family, data, size, source, stored)
+            done = stored.numbers["config"]["checkpoint"].get("exclude_from_loading") == excluded  # by the run that wrote it
+            load.load_tensors(source, stored, run_tensors(model, optimizer, loss_scale), [] if done else excluded)
         except Damaged as error:
-            if number < 0:
-                raise
             log.warning("not used: %s", error)
             continue
         except UserError as error:
             raise UserError(f"{error}\nBut here nothing can be allowed: it would be another step than the run's") from None
-        return model, optimizer, loss_scale, *found
+        return model, optimizer, loss_scale, Progress(number, stored.numbers["samples"]), schedule
     raise AssertionError
 
 

@@ -1,0 +1,331 @@
+"""Steps that are not finite, on meshes: all ranks skip the same one, nobody waits for the device, and a run goes on."""
+
+import json
+import math
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import tiny_poison
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_data, mesh_of
+from titanlite.checkpoint import manifest
+from titanlite.config import Config
+from titanlite.data.batches import batches
+from titanlite.data.order import sample_at
+from titanlite.data.tokens import TokenData
+from titanlite.incidents import FILE, Steps, read_entries
+from titanlite.lr_schedule import build_schedule
+from titanlite.mesh import data_degree, data_rank, sum_over_data
+from titanlite.optimizer import build_optimizer, create_state, named_state
+from titanlite.train import build_model, forward_backward, train, update
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_incidents"
+TWO_BY_TWO = {"dp_shard": 2, "tp": 2}
+MESHES = [{}, TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
+Degrees = dict[str, int]
+
+
+def ranks_of(degrees: Degrees) -> int:
+    return math.prod(degrees.values())
+
+
+def poisoned(steps: dict[int, int], seq_len: int = 32, seed: int = 0) -> TokenData:
+    """The learnable data with a token of tiny_poison in one sample of each of some steps' batches, as first come to."""
+    data = learnable_data(512)
+    ids = data.ids.copy()
+    for step, token in steps.items():
+        position = torch.tensor([(step - 1) * GLOBAL_BATCH + 5]).numpy()
+        ids[sample_at(position, (len(ids) - 1) // seq_len, seed)[0] * seq_len + 3] = token
+    return data._replace(ids=ids)
+
+
+# ------------------------------------------------------------------------------------------- a step that changes nothing
+
+
+def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """This rank's parameters and moments after six steps of which the third is ruined, or does not happen; and the norms."""
+    mesh = mesh_of(degrees)
+    model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
+    optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
+    create_state(optimizer)
+    part, training = (data_rank(mesh), data_degree(mesh)), config.training
+    source = batches(poisoned({3: token}), 0, GLOBAL_BATCH, training.local_batch_size, 32, 0, part, False)
+    norms = []
+    for step in range(1, 7):
+        tokens = next(source)
+        if not (left_out and step == 3):
+            forward_backward(model, tokens, mesh)
+            norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
+    tensors = dict(model.named_parameters()) | named_state(optimizer, model)
+    return {name: getattr(tensor, "_local_tensor", tensor).detach().clone() for name, tensor in tensors.items()}, norms
+
+
+def compare_states(degrees: Degrees, config: Config, token: int) -> tuple[list[float], list[str]]:
+    """(norms of the run with the bad batch, names of what differs in any bit from the run that never saw it)."""
+    found, norms = state_after(degrees, config, token, left_out=False)
+    expected, _ = state_after(degrees, config, token, left_out=True)
+    assert {value.item() for name, value in expected.items() if name.endswith(".step")} == {5.0}
+    return norms, [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("token", [tiny_poison.OF_LOSS, tiny_poison.OF_GRADIENT], ids=["loss", "gradient"])
+@pytest.mark.parametrize(("degrees", "name"), [*((mesh, "AdamW") for mesh in MESHES), ({}, "Adam")], ids=str)
+def test_a_bad_microbatch_of_one_rank_is_skipped_by_all_and_leaves_no_trace(pools, degrees, token, name):
+    config = config_of(degrees, accumulation=2, optimizer={"name": name})
+    ranks = pools[ranks_of(degrees)].run(f"{HERE}:compare_states", degrees=degrees, config=config, token=token)
+    for norms, different in ranks:
+        assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True, True]
+        assert norms[:2] + norms[3:] == ranks[0][0][:2] + ranks[0][0][3:]
+        assert different == []
+
+
+def test_without_the_fused_optimizer_the_weights_would_be_lost(pools):
+    config = config_of({}, accumulation=2, optimizer={"implementation": "foreach"})
+    arguments = {"degrees": {}, "config": config, "token": tiny_poison.OF_GRADIENT}
+    ((_, different),) = pools[1].run(f"{HERE}:compare_states", **arguments)
+    assert any(name.endswith("exp_avg") for name in different)
+
+
+# ----------------------------------------------------------------------------------------------- nobody waits for numbers
+
+
+def _of_the_mesh() -> bool:
+    """Whether a DeviceMesh is at work, whose own table of ranks is on the CPU for good."""
+    return any(frame.filename.endswith("device_mesh.py") for frame in traceback.extract_stack(limit=12))
+
+
+class _Calls(TorchFunctionMode):
+    """Counts what hands numbers of a tensor to Python, as it is written in Python."""
+
+    WAITS = (
+        Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu,
+        Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    )  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in self.WAITS and not _of_the_mesh():
+            self.found[function.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations that do, and collectives, also those inside of a DTensor's."""
+
+    WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # what it does to the tensors inside of it comes here again
+        name = function.overloadpacket._qualified_op_name
+        if name.startswith("c10d") or (name in self.WAITS and not _of_the_mesh()):
+            self.found[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
+    """(what waits in three steps, what happens when they are read)."""
+    mesh = mesh_of(degrees)
+    model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
+    optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
+    create_state(optimizer)
+    part = (data_rank(mesh), data_degree(mesh))
+    data = poisoned({3: tiny_poison.OF_LOSS})
+    source = batches(data, 0, GLOBAL_BATCH, config.training.local_batch_size, 32, 0, part, False)
+
+    def step(number: int) -> None:
+        share = forward_backward(model, next(source), mesh)
+        steps.add(number, (number - 1) * GLOBAL_BATCH, share, update(model, optimizer, 1e-3, 1.0))
+
+    step(1)  # sets up what is set up once
+    steps.read()
+    calls, operations = _Calls(), _Operations()
+    with operations, calls:
+        for number in (2, 3, 4):
+            step(number)
+    waiting = calls.found + Counter({name: n for name, n in operations.found.items() if not name.startswith("c10d")})
+    calls, operations = _Calls(), _Operations()
+    with operations, calls:
+        read = steps.read()
+    assert [math.isfinite(step.loss) for step in read] == [True, False, True]
+    assert steps.read() == []
+    return waiting, calls.found + operations.found
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_between_readings_no_number_is_asked_for_and_a_reading_is_one_collective_and_one_transfer(pools, degrees):
+    config = config_of(degrees, accumulation=2)
+    for waiting, reading in pools[ranks_of(degrees)].run(f"{HERE}:waits", degrees=degrees, config=config):
+        assert waiting == {}
+        assert reading == {"c10d::allreduce_": 1, "tolist": 1}
+
+
+def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
+    """The same 30 steps, read in groups of different sizes; the losses by `sum_over_data` come last."""
+    mesh, random = mesh_of(degrees), torch.Generator().manual_seed(1)
+    every = torch.rand(30, data_degree(mesh), generator=random) * torch.logspace(-3, 3, 30)[:, None]
+    shares, norms = every[:, data_rank(mesh)], torch.rand(30, generator=random)
+    found = []
+    for size in at_once:
+        steps, read = Steps(mesh), []
+        for number in range(30):
+            steps.add(number, number * 8, shares[number], norms[number])
+            if (number + 1) % size == 0:
+                read += steps.read()
+        found.append(read)
+    return [*found, sum_over_data(shares.clone(), mesh).tolist()]
+
+
+@pytest.mark.parametrize("degrees", [*MESHES, {"dp_shard": 4}, {"dp_shard": 8}], ids=str)
+def test_every_rank_reads_the_same_losses_bit_for_bit_however_many_at_once(pools, degrees):
+    ranks = pools[ranks_of(degrees)].run(f"{HERE}:readings", degrees=degrees, at_once=(1, 2, 5, 30))
+    *groups, plain = ranks[0]
+    for *found, _ in ranks:
+        assert all(group == groups[0] for group in found)
+    assert [step.loss for step in groups[0]] == pytest.approx(plain, rel=1e-6)
+    assert [(step.number, step.first_sample) for step in groups[0]] == [(n, n * 8) for n in range(30)]
+
+
+# -------------------------------------------------------------------------------------------------------- the whole loop
+
+
+def run_poisoned(degrees: Degrees, config: Config, steps: dict[int, int]) -> None:
+    """A whole run of the training program on data that ruin some steps."""
+    train(config, poisoned(steps), None, mesh_of(degrees), CPU, 0.0)
+    torch.distributed.barrier()
+
+
+def run(
+    pools: dict[int, Pool], degrees: Degrees, folder: Path, policy: str, bad: dict[int, int], steps: int = 12, **sections
+) -> None:
+    config = config_of(
+        degrees,
+        accumulation=2,
+        model={"name": "tests.tiny_poison"},
+        job={"dump_folder": str(folder)},
+        training={"steps": steps, "on_nonfinite": policy, **sections.pop("training", {})},
+        lr_scheduler={"total_steps": 20},
+        metrics={"log_freq": sections.pop("log_freq", 1), "enable_tensorboard": False},
+        checkpoint={"enable": True, "interval": 5, **sections.pop("checkpoint", {})},
+        **sections,
+    )
+    pools[ranks_of(degrees)].run(f"{HERE}:run_poisoned", degrees=degrees, config=config, steps=bad)
+
+
+def reports(folder: Path) -> list[tuple[int, float, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [(report["step"], report["loss"], report["grad_norm"]) for report in map(json.loads, lines)]
+
+
+def checksums(folder: Path, step: int) -> dict[str, str]:
+    """Of the tensors of a checkpoint."""
+    files = manifest.read(folder / f"checkpoint/step-{step:08d}").files
+    return {name: contents.xxh3_128 for name, contents in files.items() if name.endswith(".distcp")}
+
+
+def skip_to(folder: Path, step: int, samples: int) -> None:
+    """Changes the position in the data of a checkpoint."""
+    path = folder / f"checkpoint/step-{step:08d}"
+    found = manifest.read(path)
+    manifest.write(path, found._replace(numbers=found.numbers | {"samples": samples}))
+
+
+BAD = {8: tiny_poison.OF_LOSS}
+
+
+@pytest.mark.parametrize("log_freq", [1, 4, 100])
+def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, log_freq):
+    with pytest.raises(WorkerFailure, match=r"UserError: step 8: loss nan, gradient norm nan, samples 56 to 63: .*--step 8\n"):
+        run(pools, {}, tmp_path, "stop", BAD, log_freq=log_freq)
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-00000005"]
+    assert [(entry["step"], entry["action"]) for entry in read_entries(tmp_path / FILE)] == [(8, "stop")]
+    assert all(step < 8 for step, *_ in reports(tmp_path))
+
+
+@pytest.mark.parametrize("degrees", [{}, TWO_BY_TWO], ids=str)
+def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees):
+    run(pools, degrees, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT})
+    found = reports(tmp_path)
+    assert [step for step, *_ in found] == list(range(1, 13))
+    assert [step for step, _, norm in found if norm is None] == [8, 10]
+    assert [step for step, loss, _ in found if loss is None] == [8]
+    entries = read_entries(tmp_path / FILE)
+    assert [(e["step"], e["action"], e["samples"]) for e in entries] == [(8, "skipped", [56, 64]), (10, "skipped", [72, 80])]
+
+
+@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 1), ({}, 100), (TWO_BY_TWO, 3)], ids=str)
+def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
+    run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=log_freq)
+    run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, log_freq=log_freq)
+    skip_to(tmp_path / "expected", 5, 64)
+    run(pools, degrees, tmp_path / "expected", "stop", BAD, log_freq=log_freq)
+    assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
+    if log_freq == 1:
+        assert reports(tmp_path / "run") == reports(tmp_path / "expected")
+    assert manifest.read(tmp_path / "run/checkpoint/step-00000012").numbers["samples"] == 64 + 7 * 8
+    last = read_entries(tmp_path / "run" / FILE)[-1]
+    assert [last[key] for key in ("kind", "step", "to_step", "next_sample")] == ["rollback", 8, 5, 64]
+
+
+def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall(pools, tmp_path):
+    bad = {7: tiny_poison.OF_LOSS, 9: tiny_poison.OF_GRADIENT}  # both before the reading of step 10
+    for log_freq in (1, 6, 100):
+        run(pools, {}, tmp_path / str(log_freq), "rollback", bad, log_freq=log_freq)
+    last = [entry["next_sample"] for entry in read_entries(tmp_path / "1" / FILE) if entry["kind"] == "rollback"]
+    assert last == [56, 72]
+    for log_freq in (6, 100):
+        assert checksums(tmp_path / str(log_freq), 12) == checksums(tmp_path / "1", 12)
+
+
+def test_rollback_works_with_any_optimizer_and_restores_moments_and_weights(pools, tmp_path):
+    every = {"optimizer": {"implementation": "foreach"}}
+    run(pools, {}, tmp_path / "run", "rollback", BAD, log_freq=12, **every)
+    run(pools, {}, tmp_path / "expected", "stop", {}, steps=5, **every)
+    skip_to(tmp_path / "expected", 5, 64)
+    run(pools, {}, tmp_path / "expected", "stop", BAD, **every)
+    assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
+
+
+def test_a_rollback_before_any_checkpoint_is_a_stop_that_says_so(pools, tmp_path):
+    with pytest.raises(WorkerFailure, match=r"UserError: step 3: .*there is no checkpoint yet to go back to"):
+        run(pools, {}, tmp_path, "rollback", {3: tiny_poison.OF_LOSS})
+
+
+def test_after_three_rollbacks_to_the_same_checkpoint_the_run_stops(pools, tmp_path):
+    bad = dict.fromkeys((7, 9, 12, 14), tiny_poison.OF_LOSS)
+    with pytest.raises(WorkerFailure, match=r"UserError: step 7: .*back to step 5 3 times"):
+        run(pools, {}, tmp_path, "rollback", bad)
+
+
+def test_a_run_that_ends_between_rollback_and_checkpoint_resumes_to_the_same_weights(pools, tmp_path):
+    run(pools, {}, tmp_path / "whole", "rollback", BAD)
+    run(pools, {}, tmp_path / "parts", "rollback", BAD, steps=9, checkpoint={"interval": 5, "keep_latest_k": 0})
+    (tmp_path / "parts/checkpoint/step-00000009").rename(tmp_path / "parts/away")  # as if it had been killed there
+    run(pools, {}, tmp_path / "parts", "rollback", BAD)
+    assert checksums(tmp_path / "parts", 12) == checksums(tmp_path / "whole", 12)
+    assert reports(tmp_path / "parts") == reports(tmp_path / "whole")
+    entries = [(e["kind"], e["step"], e["superseded"]) for e in read_entries(tmp_path / "parts" / FILE)]
+    assert entries == [("nonfinite", 8, False), ("rollback", 8, False)]
+
+
+def test_in_float16_an_overflow_is_no_incident_and_a_loss_that_is_not_a_number_is(pools, tmp_path):
+    half = {"mixed_precision_param": "float16"}
+    run(pools, TWO_BY_TWO, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
+    assert [step for step, _, norm in reports(tmp_path) if norm is None][-2:] == [8, 10]
+    assert [(e["step"], e["action"]) for e in read_entries(tmp_path / FILE)] == [(8, "skipped")]

@@ -1,0 +1,185 @@
+"""Steps done again: bit for bit on the same mesh, within rounding on one process, and by the right way after rollbacks."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import tiny_poison
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import CPU, mesh_of
+from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, ranks_of, reports, run
+from titanlite.incidents import FILE, read_entries
+from titanlite.tools.replay import Replayed, describe, furthest, layer_of, on_mesh, replay, route_to, setting_of
+
+HERE = "tests.distributed.test_replay"
+
+
+def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]]) -> list[tuple]:
+    """Replays (step, attempt) pairs on a mesh; -> (what was found, what is printed) of each."""
+    found = []
+    for step, attempt in steps:
+        config, global_batch = setting_of(folder, step)
+        route = route_to(step, attempt, read_entries(folder / FILE))
+        config = on_mesh(config, global_batch, ranks_of(degrees) if degrees else None)
+        replayed = replay(config, folder, route, step, poisoned(bad), mesh_of(degrees), CPU)
+        found.append((replayed, describe(replayed, folder, route, config, mesh_of(degrees))))
+        dist.barrier()
+    return found
+
+
+def replays(pools: dict[int, Pool], degrees: Degrees, folder: Path, bad: dict[int, int], *steps: int | tuple[int, int]):
+    pairs = [step if isinstance(step, tuple) else (step, None) for step in steps]
+    answers = pools[ranks_of(degrees)].run(f"{HERE}:again", degrees=degrees, folder=folder, bad=bad, steps=pairs)
+    assert len({repr([found for found, _ in answer]) for answer in answers}) == 1  # by text: NaN is not equal to itself
+    return answers[0]
+
+
+def numbers(found: Replayed) -> tuple[int, float, float]:
+    return found.step.number, found.step.loss, found.step.norm
+
+
+@pytest.mark.parametrize(
+    ("degrees", "flavor"),
+    [({}, "tied"), (TWO_BY_TWO, "tied"), (TWO_BY_TWO, "uneven"), ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "plain")],
+    ids=str,
+)
+def test_a_step_on_the_same_mesh_is_the_run_bit_for_bit_and_on_one_process_within_rounding(pools, tmp_path, degrees, flavor):
+    run(pools, degrees, tmp_path, "stop", {}, flavor=flavor)
+    expected = {report[0]: report for report in reports(tmp_path)}
+    for found, text in replays(pools, degrees, tmp_path, {}, 1, 5, 6, 12):
+        assert numbers(found) == expected[found.step.number]
+        assert "metrics.jsonl  loss equal, gradient norm equal" in text
+        after = {1: "the initial weights", 5: "the initial weights", 6: "the checkpoint of step 5"}
+        assert found.start == after.get(found.step.number, "the checkpoint of step 10")
+        total = math.sqrt(sum(layer.gradient**2 for layer in found.layers.values()))
+        assert total == pytest.approx(found.step.norm, rel=1e-5)
+    assert list(found.layers) == ["embed", "layers.0", "layers.1", "head"]
+    ((alone, _),) = replays(pools, {}, tmp_path, {}, 7)
+    assert numbers(alone) == pytest.approx(expected[7], rel=1e-4)
+    ((found, _),) = replays(pools, degrees, tmp_path, {}, 7)
+    for name, layer in found.layers.items():
+        assert alone.layers[name] == pytest.approx(layer, rel=1e-3), name
+
+
+def test_weights_and_updates_are_those_of_the_checkpoints_around_a_step(pools, tmp_path):
+    run(pools, TWO_BY_TWO, tmp_path, "stop", {}, checkpoint={"interval": 1})
+    ((found, _),) = replays(pools, TWO_BY_TWO, tmp_path, {}, 7)
+    (differences,) = pools[1].run(f"{HERE}:differences", folder=tmp_path, before=6, after=7)
+    for name, (weights, update) in differences.items():
+        assert found.layers[name].weights == pytest.approx(weights, rel=1e-6)
+        assert found.layers[name].update == pytest.approx(update, rel=1e-6)
+
+
+def differences(folder: Path, before: int, after: int) -> dict[str, tuple[float, float]]:
+    """Layer -> norms of weights and of what they have changed by, from two checkpoints."""
+    import torch.distributed.checkpoint as dcp
+
+    states = []
+    for step in (before, after):
+        path = folder / f"checkpoint/step-{step:08d}"
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        states.append({name: torch.empty(entry.size) for name, entry in entries.items() if name.startswith("model.")})
+        dcp.load(states[-1], checkpoint_id=path)
+    found: dict[str, list[float]] = {}
+    for name, tensor in states[0].items():
+        sums = found.setdefault(layer_of(name.removeprefix("model.")), [0.0, 0.0])
+        sums[0] += tensor.double().square().sum().item()
+        sums[1] += (states[1][name].double() - tensor.double()).square().sum().item()
+    return {name: (math.sqrt(a), math.sqrt(b)) for name, (a, b) in found.items()}
+
+
+@pytest.mark.parametrize("degrees", [{}, TWO_BY_TWO], ids=str)
+def test_after_a_rollback_the_last_attempt_is_what_metrics_show_and_the_first_one_is_there_too(pools, tmp_path, degrees):
+    run(pools, degrees, tmp_path / "run", "rollback", BAD)
+    run(pools, degrees, tmp_path / "first", "skip", BAD)
+    expected = {report[0]: report for report in reports(tmp_path / "run")}
+    first = {report[0]: report for report in reports(tmp_path / "first")}
+    last, early, bad, late, same = replays(pools, degrees, tmp_path / "run", BAD, 8, (7, 1), (8, 1), (8, 2), 12)
+    assert numbers(last[0]) == expected[8] == numbers(late[0])
+    assert "attempt 2 of 2" in last[1] and "loss equal, gradient norm equal" in last[1]
+    assert last[0].step.first_sample == 64 + 2 * 8
+    assert numbers(early[0]) == first[7] != expected[7]
+    assert math.isnan(bad[0].step.loss) and bad[0].step.first_sample == 56 and "metrics.jsonl" not in bad[1]
+    assert all(math.isnan(layer.gradient) and layer.update == 0 for layer in bad[0].layers.values())
+    assert numbers(same[0]) == expected[12]
+
+
+def test_the_way_leads_over_several_rollbacks_where_no_checkpoint_is_left_between(pools, tmp_path):
+    bad = {7: tiny_poison.OF_LOSS, 13: tiny_poison.OF_GRADIENT}  # the second is met at step 11, after the checkpoint of step 10
+    run(pools, {}, tmp_path, "rollback", bad, steps=14)
+    expected = {report[0]: report for report in reports(tmp_path)}
+    for step in (5, 10):
+        (tmp_path / f"checkpoint/step-{step:08d}").rename(tmp_path / f"away-{step}")
+    for found, text in replays(pools, {}, tmp_path, bad, 6, 11, 14):
+        assert numbers(found) == expected[found.step.number]
+        assert found.start == "the initial weights" and "loss equal, gradient norm equal" in text
+
+
+def test_an_attempt_does_not_begin_with_a_checkpoint_of_a_later_one(pools, tmp_path):
+    run(pools, {}, tmp_path / "run", "rollback", BAD)
+    run(pools, {}, tmp_path / "first", "skip", BAD)
+    path = tmp_path / "run" / FILE
+    path.write_text(path.read_text().replace('"found_at": 8', '"found_at": 11'))  # as if nobody had looked before
+    ((found, _),) = replays(pools, {}, tmp_path / "run", BAD, (11, 1))
+    assert found.start == "the checkpoint of step 5"
+    assert numbers(found) == reports(tmp_path / "first")[10]
+
+
+def test_a_skipped_step_is_seen_again_and_so_are_those_after_it(pools, tmp_path):
+    run(pools, TWO_BY_TWO, tmp_path, "skip", BAD)
+    expected = {report[0]: report for report in reports(tmp_path)}
+    skipped, after = replays(pools, TWO_BY_TWO, tmp_path, BAD, 8, 9)
+    assert "metrics.jsonl  loss is not finite there either, gradient norm is not finite there either" in skipped[1]
+    assert numbers(after[0]) == expected[9]
+
+
+def test_in_float16_the_scale_is_taken_out_of_the_norms(pools, tmp_path):
+    run(pools, {}, tmp_path, "stop", {}, training={"mixed_precision_param": "float16"})
+    ((found, _),) = replays(pools, {}, tmp_path, {}, 12)
+    assert numbers(found) == reports(tmp_path)[-1]
+    total = math.sqrt(sum(layer.gradient**2 for layer in found.layers.values()))
+    assert total == pytest.approx(found.step.norm, rel=1e-4)
+
+
+def test_a_step_is_done_with_the_rate_that_it_had_and_not_with_that_of_a_later_start(pools, tmp_path):
+    run(pools, {}, tmp_path, "stop", {}, steps=8)
+    later = {"optimizer": {"lr": 1e-3}, "checkpoint": {"allow_changes": ["optimizer.lr"]}}
+    run(pools, {}, tmp_path, "stop", {}, **later)
+    expected = {report[0]: report for report in reports(tmp_path)}
+    for found, _ in replays(pools, {}, tmp_path, {}, 3, 8, 9, 12):
+        assert numbers(found) == expected[found.step.number]
+
+
+def test_steps_of_a_run_that_went_back_with_load_step_are_those_that_it_did_since(pools, tmp_path):
+    run(pools, {}, tmp_path, "stop", {})
+    later = {"optimizer": {"lr": 1e-3}, "checkpoint": {"load_step": 5, "allow_changes": ["optimizer.lr"]}}
+    run(pools, {}, tmp_path, "stop", {}, **later)
+    expected = {report[0]: report for report in reports(tmp_path)}
+    starts = ["the initial weights", "the checkpoint of step 5", "the checkpoint of step 10"]
+    for (found, _), start in zip(replays(pools, {}, tmp_path, {}, 4, 8, 12), starts, strict=True):
+        assert numbers(found) == expected[found.step.number]
+        assert found.start == start
+
+
+def test_a_damaged_checkpoint_is_not_used(pools, tmp_path):
+    run(pools, {}, tmp_path, "stop", {})
+    (tmp_path / "checkpoint/step-00000010/manifest.json").unlink()
+    ((found, _),) = replays(pools, {}, tmp_path, {}, 11)
+    assert found.start == "the checkpoint of step 5"
+    assert numbers(found) == reports(tmp_path)[10]
+
+
+def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
+    with pytest.raises(WorkerFailure):
+        run(pools, {}, tmp_path, "stop", BAD, log_freq=4)
+    config, global_batch = setting_of(tmp_path, 8)
+    assert global_batch == 8
+    assert furthest(tmp_path, config, read_entries(tmp_path / FILE)) == 12
+    split = on_mesh(config.model_copy(update={"parallelism": config.parallelism.model_copy(
+        update={"tensor_parallel_degree": 2, "reduce_every_microbatch": False})}), 8, 8)  # fmt: skip
+    assert (split.training.local_batch_size, split.parallelism.reduce_every_microbatch) == (2, True)
+    alone = on_mesh(split, 8, None)
+    assert (alone.parallelism.tensor_parallel_degree, alone.training.local_batch_size) == (1, 2)

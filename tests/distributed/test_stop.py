@@ -1,0 +1,110 @@
+"""Ranks that agree on stopping: at the same step, and without waiting for each other in the steps before."""
+
+import datetime
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import Pool, WorkerFailure
+from titanlite import stop
+from titanlite.process import set_timeout
+
+HERE = "tests.distributed.test_stop"
+
+
+def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None]:
+    """What this rank is told after each step, up to the first reason. requests: rank -> (step, signal that it gets in it)."""
+    asked = stop.Stop(0.0)
+    told: list[str | None] = []
+    try:
+        for step in range(steps):
+            if requests.get(dist.get_rank(), (-1, 0))[0] == step:
+                stop._heard = signal.Signals(requests[dist.get_rank()][1])
+            told.append(asked.agreed())
+            if told[-1]:
+                break
+        asked.close()
+    finally:
+        stop._heard = None
+    return told
+
+
+@pytest.mark.parametrize(
+    ("requests", "reason"),
+    [
+        ({2: (3, signal.SIGTERM)}, "rank 2 got SIGTERM"),
+        ({0: (3, signal.SIGUSR1)}, "rank 0 got SIGUSR1"),
+        (dict.fromkeys(range(4), (3, signal.SIGUSR2)), "the launcher of rank 3 was asked to stop"),
+        ({1: (3, signal.SIGTERM), 3: (4, signal.SIGTERM)}, "rank 1 got SIGTERM"),
+    ],
+)
+def test_what_one_rank_is_asked_all_are_told_one_step_later(pools: dict[int, Pool], requests, reason):
+    assert pools[4].run(f"{HERE}:answers", requests=requests, steps=9) == [[None, None, None, None, reason]] * 4
+
+
+def test_a_request_in_the_last_step_stops_nothing_and_leaves_nothing_under_way(pools: dict[int, Pool]):
+    assert pools[4].run(f"{HERE}:answers", requests={1: (4, signal.SIGTERM)}, steps=5) == [[None] * 5] * 4
+    assert pools[4].run(f"{HERE}:answers", requests={}, steps=3) == [[None] * 3] * 4
+
+
+def seconds_to_answer(late: int) -> list[float]:
+    """How long each of two calls took, of which rank `late` comes to the first one 2 seconds later."""
+    asked = stop.Stop(0.0)
+    dist.barrier()
+    if dist.get_rank() == late:
+        time.sleep(2)
+    seconds = []
+    for _ in range(2):
+        begin = time.monotonic()
+        asked.agreed()
+        seconds.append(time.monotonic() - begin)
+    asked.close()
+    return seconds
+
+
+def test_a_rank_does_not_wait_for_one_that_has_not_come_to_the_same_step(pools: dict[int, Pool]):
+    first, second = pools[2].run(f"{HERE}:seconds_to_answer", late=1)[0]
+    assert first < 1 < second  # it is one step ahead, and no more
+
+
+def patience() -> tuple[float, float]:
+    """Seconds of the stopping group and of one that is left out, when the default group's were 60."""
+    asked, own = stop.Stop(0.0), dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=11))
+    set_timeout(7, but=own)
+    set_by, left_out = (
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in (asked.group, own)
+    )
+    set_timeout(60)
+    dist.destroy_process_group(own)
+    asked.close()
+    return set_by, left_out
+
+
+def test_the_stopping_group_has_the_patience_of_a_step_and_a_group_with_its_own_keeps_it(pools: dict[int, Pool]):
+    assert pools[2].run(f"{HERE}:patience") == [(7.0, 11.0)] * 2
+
+
+def wait_for_a_rank_that_is_gone() -> None:
+    asked = stop.Stop(0.0)
+    set_timeout(2)
+    if dist.get_rank() == 1:
+        time.sleep(8)
+    asked.agreed()
+    asked.agreed()
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_that():
+    pool = Pool(2)
+    begin = time.monotonic()
+    try:
+        pool.run(f"{HERE}:wait_for_a_rank_that_is_gone")
+    except WorkerFailure as failure:
+        assert "rank 0 of 2" in str(failure) and "Timed out waiting 2000ms" in str(failure)
+    else:
+        raise AssertionError("nobody lost patience")
+    finally:
+        pool.stop()
+    assert time.monotonic() - begin < 60

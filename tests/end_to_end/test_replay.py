@@ -1,0 +1,140 @@
+"""titanlite replay: a step of a run again, on the same ranks bit for bit, and without touching the run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launcher import ROOT, run
+from titanlite.run_folder import lock_run
+
+RUN = """
+[job]
+dump_folder = "out"
+[model]
+name = "tests.tiny"
+flavor = "large"
+[training]
+dataset = "data.txt"
+steps = 7
+seq_len = 32
+global_batch_size = 4
+local_batch_size = 2
+[lr_scheduler]
+warmup_steps = 2
+[checkpoint]
+enable = true
+interval = 3
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+
+
+def replay(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [sys.executable, "-m", "titanlite", "replay", *words],
+        cwd=folder,
+        env=kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def trained(folder: Path, ranks: int, *options: str) -> Path:
+    (folder / "data.txt").write_text("".join(f"Line {i} of the data says {i * i}.\n" for i in range(400)))
+    (folder / "run.toml").write_text(RUN)
+    ended = run("run.toml", *options, folder=folder, NGPU=str(ranks))
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("alone"), 1)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory) -> Path:
+    return trained(tmp_path_factory.mktemp("split"), 2, "--parallelism.tensor_parallel_degree", "2")
+
+
+def report(folder: Path, step: int) -> dict[str, float]:
+    lines = (folder / "out/metrics.jsonl").read_text().splitlines()
+    return next(found for found in map(json.loads, lines) if found["step"] == step)
+
+
+def printed(text: str) -> tuple[float, float]:
+    """(loss, gradient norm)."""
+    found = dict(re.findall(r"^(loss|gradient norm) +(\S+)$", text, re.MULTILINE))
+    return float(found["loss"]), float(found["gradient norm"])
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("step", "start"), [(2, "the initial weights"), (5, "the checkpoint of step 3")])
+def test_a_step_is_the_runs_bit_for_bit_while_the_run_goes_on_and_nothing_is_touched(alone, step, start):
+    before = contents(alone)
+    held = lock_run(alone / "out")  # as a run that is going on has it
+    ended = replay(alone, "out", "--step", str(step))
+    held.close()
+    assert ended.returncode == 0, ended.stderr
+    first = ended.stdout.splitlines()[0]
+    assert first == f"step {step} of out: samples {(step - 1) * 4} to {step * 4 - 1}, from {start}, on one process"
+    assert printed(ended.stdout) == (report(alone, step)["loss"], report(alone, step)["grad_norm"])
+    assert "metrics.jsonl  loss equal, gradient norm equal" in ended.stdout
+    assert [line.split()[0] for line in ended.stdout.splitlines()[5:]] == ["embed", "layers.0", "layers.1", "head"]
+    assert "Traceback" not in ended.stderr and "Warning" not in ended.stderr
+    assert {path.name for path in contents(alone).keys() - before.keys()} <= {".lock"}
+    assert all(contents(alone)[path] == what for path, what in before.items() if path.name != ".lock")
+
+
+def test_on_the_ranks_of_the_run_it_is_the_runs_bit_for_bit_and_on_one_process_within_rounding(split):
+    before = contents(split)
+    ended = replay(split, "out", "--step", "6", "--ranks", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "from the checkpoint of step 3, on tp 2" in ended.stdout
+    assert printed(ended.stdout) == (report(split, 6)["loss"], report(split, 6)["grad_norm"])
+    alone = replay(split, "out", "--step", "6")
+    assert alone.returncode == 0, alone.stderr
+    assert "on one process" in alone.stdout
+    assert printed(alone.stdout) == pytest.approx(printed(ended.stdout), rel=2e-2)  # bfloat16
+    assert contents(split) == before
+
+
+def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_the_same(tmp_path):
+    trained(tmp_path, 2, "--checkpoint.enable", "false", "--training.global_batch_size", "-1", "--training.steps", "3")
+    ended = replay(tmp_path, "out", "--step", "3", "--ranks", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert "from the initial weights, on dp_shard 2" in ended.stdout
+    assert printed(ended.stdout) == (report(tmp_path, 3)["loss"], report(tmp_path, 3)["grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["out"], "the following arguments are required: --step"),
+        (["out", "--step", "x"], "argument --step: invalid int value: 'x'"),
+        (["out", "--step", "0"], "--step 0: must be at least 1"),
+        (["out", "--step", "8"], "--step 8: the run in out has come to step 7 at most"),
+        (["out", "--step", "2", "--attempt", "2"], "--attempt 2: the run has come to step 2 1 times"),
+        (["out", "--step", "2", "--ranks", "6"], "--ranks 6: 3 data-parallel ranks cannot share a global batch of 4 equally"),
+        (["out", "--step", "2", "--ranks", "3"], "does not divide the number of processes, 3"),
+        (["outt", "--step", "2"], "outt: there is no config.toml: not the folder of a run"),
+        (["out/checkpoint", "--step", "2"], "out/checkpoint: there is no config.toml"),
+        (["out", "--step", "2", "--training.steps", "3"], "unrecognized arguments: --training.steps 3"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_a_sentence(split, words, fault):
+    ended = replay(split, *words)
+    assert ended.returncode == 2
+    assert fault in ended.stderr
+    assert "Traceback" not in ended.stderr

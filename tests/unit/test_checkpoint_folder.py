@@ -1,0 +1,303 @@
+"""The folder of a run's checkpoints: what counts as one, what is kept, what a killed run leaves, and whether there is room."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint import folder as folders
+from titanlite.checkpoint import load, manifest
+from titanlite.checkpoint.folder import (
+    checkpoint_bytes,
+    clean_up,
+    list_steps,
+    retire,
+    room_fault,
+    step_folder,
+    superfluous,
+    try_out,
+    unfinished_folder,
+)
+from titanlite.checkpoint.save import Saver
+from titanlite.config import Checkpoint
+from titanlite.errors import UserError
+from titanlite.zoo import load_family
+
+NUMBERS = {"samples": 8, "global_batch": 8, "data": "d", "schedule": {}, "config": {}, "architecture": {}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(folder: Path, *steps: int) -> None:
+    """Folders with the names of checkpoints, and something in each."""
+    for step in steps:
+        step_folder(folder, step).mkdir(parents=True)
+        for name in ("manifest.json", ".metadata", "__0_0.distcp"):
+            (step_folder(folder, step) / name).write_text(str(step))
+
+
+def found(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+# ------------------------------------------------------------------------------------------------------------ what is there
+
+
+def test_the_complete_checkpoints_are_listed_by_number_and_nothing_else_is(tmp_path):
+    make(tmp_path, 100_000_000, 99_999_999, 5, 20)  # nine digits come after eight
+    for name in (
+        ".step-00000030.unfinished",
+        ".step-00000002.retired",
+        "step-00000040.aside-1",
+        "step-41",
+        "step-00000042x",
+        "xstep-00000043",
+        "step--0000044",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000045").write_text("a file")
+    assert list_steps(tmp_path) == [5, 20, 99_999_999, 100_000_000]
+    assert list_steps(tmp_path / "missing") == []
+
+
+def test_what_is_being_written_has_no_name_of_a_checkpoint(tmp_path):
+    unfinished_folder(tmp_path, 7).mkdir()
+    assert list_steps(tmp_path) == []
+
+
+# ----------------------------------------------------------------------------------------------------------------- retention
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "deleted"),
+    [
+        ({"keep_latest_k": 0}, range(0, 100, 5), []),
+        ({"keep_latest_k": 1}, [5], []),
+        ({"keep_latest_k": 1}, [5, 10, 15], [5, 10]),
+        ({"keep_latest_k": 2}, [5, 10, 15], [5]),
+        ({"keep_latest_k": 3}, [5, 10, 15], []),
+        ({"keep_latest_k": 9}, [5, 10, 15], []),
+        ({"keep_latest_k": 1}, [15, 5, 10], [5, 10]),
+        ({"keep_latest_k": 1}, [], []),
+        ({"keep_latest_k": 1, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5, 15]),
+        ({"keep_latest_k": 2, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5, 15]),
+        ({"keep_latest_k": 3, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5]),
+        ({"keep_latest_k": 1, "keep_every_n_steps": 1}, [5, 10, 15], []),
+        ({"keep_latest_k": 1, "keep_every_n_steps": 100}, [5, 10, 15], [5, 10]),
+        ({"keep_latest_k": 1, "load_step": 5}, [5, 10, 15], [10]),
+        ({"keep_latest_k": 1, "load_step": 7}, [5, 10, 15], [5, 10]),
+        ({"keep_latest_k": 1, "load_step": 0}, [0, 5], []),
+        ({"keep_latest_k": 1, "load_step": -1}, [0, 5], [0]),
+        ({"keep_latest_k": 1, "load_step": 15, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5]),
+    ],
+)
+def test_the_newest_the_special_and_the_one_that_load_step_names_are_kept(keys, steps, deleted):
+    assert superfluous(steps, Checkpoint(enable=True, **keys)) == deleted
+
+
+def test_retention_deletes_from_the_disk_what_is_superfluous(tmp_path):
+    make(tmp_path, 5, 10, 15, 20)
+    retire(tmp_path, Checkpoint(enable=True, keep_latest_k=2, keep_every_n_steps=10))
+    assert found(tmp_path) == names(10, 15, 20)
+
+
+def stop_deleting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleting fails after the first file, as when a run is killed or a disk fails in the middle of it."""
+
+    def half(path: Path, **keys: Any) -> None:
+        next(path.iterdir()).unlink()
+        raise OSError("killed")
+
+    monkeypatch.setattr(folders.shutil, "rmtree", half)
+
+
+def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_later(tmp_path, monkeypatch, caplog):
+    make(tmp_path, 5, 10, 15)
+    keys = Checkpoint(enable=True, keep_latest_k=2)
+    with monkeypatch.context() as patched:
+        stop_deleting(patched)
+        retire(tmp_path, keys)
+    assert found(tmp_path) == [".step-00000005.retired", *names(10, 15)]
+    assert list_steps(tmp_path) == [10, 15]
+    assert "step-00000005: cannot be deleted: killed" in caplog.text
+    with monkeypatch.context() as patched:
+        stop_deleting(patched)
+        make(tmp_path, 20)
+        retire(tmp_path, keys)
+    assert list_steps(tmp_path) == [15, 20]  # one failure does not keep the next one from having its turn
+    retire(tmp_path, keys)
+    assert found(tmp_path) == names(15, 20)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
+    make(tmp_path, 5)
+    stop_deleting(monkeypatch)
+    saver = Saver(tmp_path, Checkpoint(enable=True, keep_latest_k=1), 60)
+    saver.save(10, {"a": torch.ones(2)}, NUMBERS)
+    saver.finish()
+    assert list_steps(tmp_path) == [10]
+
+
+# ---------------------------------------------------------------------------------------------------------------- cleaning up
+
+
+def test_before_a_run_goes_on_what_is_unfinished_goes_and_what_is_later_is_set_aside(tmp_path):
+    make(tmp_path, 5, 10, 15, 20)
+    for name in (".step-00000025.unfinished", ".step-00000001.retired"):
+        shutil.copytree(step_folder(tmp_path, 5), tmp_path / name)
+    (tmp_path / "step-00000020.aside-1").mkdir()
+    (tmp_path / "step-00000020.aside-2").mkdir()
+    (tmp_path / "notes.txt").write_text("of the user's")
+    clean_up(tmp_path, 10)
+    aside = ["step-00000015.aside-1", *(f"step-00000020.aside-{n}" for n in (1, 2, 3))]
+    assert found(tmp_path) == ["notes.txt", *names(5, 10), *aside]
+    assert (tmp_path / "step-00000020.aside-3/manifest.json").read_text() == "20"
+    clean_up(tmp_path, 10)
+    assert found(tmp_path) == ["notes.txt", *names(5, 10), *aside]
+
+
+def test_a_run_from_the_beginning_sets_every_checkpoint_aside(tmp_path):
+    make(tmp_path, 5, 10)
+    clean_up(tmp_path, 0)
+    assert list_steps(tmp_path) == []
+    clean_up(tmp_path / "missing", 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- room
+
+
+@pytest.mark.parametrize(
+    ("keep", "have", "needed"),
+    [(10, 0, 2), (10, 8, 2), (10, 9, 2), (10, 10, 1), (10, 12, 1), (1, 0, 2), (1, 1, 1), (2, 1, 2), (0, 0, 2), (0, 50, 2)],
+)
+def test_there_must_be_room_for_two_checkpoints_or_for_one_where_an_old_one_goes(tmp_path, monkeypatch, keep, have, needed):
+    """While one is written, those that it replaces are still there."""
+    make(tmp_path, *range(have))
+    keys, size = Checkpoint(enable=True, keep_latest_k=keep), 2**30
+    asked = []
+
+    def free(amount: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or shutil._ntuple_diskusage(0, 0, amount))
+
+    free(needed * size)
+    assert room_fault(tmp_path, size, keys) == ""
+    free(needed * size - 1)
+    fault = room_fault(tmp_path, size, keys)
+    assert f"{needed} checkpoints of this run need {needed}.00 GiB" in fault and f"{tmp_path} has {needed}.00 GiB free" in fault
+    assert "checkpoint.folder" in fault and "job.dump_folder" in fault and "keep_latest_k" in fault
+    free(0)
+    assert f"{tmp_path} has 0.00 GiB free" in room_fault(tmp_path / "not/there/yet", size, Checkpoint(enable=True))
+    assert set(asked) == {tmp_path}
+
+
+def test_a_checkpoint_is_as_large_as_masters_and_moments():
+    def parameters(model: torch.nn.Module, trained: bool) -> int:
+        return sum(p.numel() for p in model.parameters() if p.requires_grad == trained)
+
+    model = load_family("tests.tiny_odd", "frozen").on_meta()
+    assert parameters(model, False) > 0
+    assert checkpoint_bytes(model) == 12 * parameters(model, True) + 4 * parameters(model, False)
+
+
+def test_that_is_what_a_file_takes_but_for_its_frame(tmp_path):
+    model = torch.nn.Linear(300, 300)
+    saver = Saver(tmp_path, Checkpoint(enable=True), 60)
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    saver.save(1, {f"{name}.{kind}": p.detach() for name, p in model.named_parameters() for kind in kinds}, NUMBERS)
+    saver.finish()
+    size = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
+    assert checkpoint_bytes(model) < size < 1.05 * checkpoint_bytes(model)
+
+
+# -------------------------------------------------------------------------------------------------------------- trying it out
+
+
+@pytest.fixture
+def read_only(tmp_path) -> Iterator[Path]:
+    """A folder in which nothing can be written, by root either."""
+    place = tmp_path / "read only"
+    place.mkdir()
+    if os.geteuid() != 0:
+        place.chmod(0o500)
+        yield place
+        place.chmod(0o700)
+    elif sys.platform == "linux":
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", place], check=True)
+        yield place
+        subprocess.run(["umount", "-l", place], check=True)
+    else:
+        pytest.skip("nothing is read-only for root here")
+
+
+def test_a_folder_that_can_be_used_is_left_as_it_was(tmp_path):
+    make(tmp_path, 5)
+    try_out(tmp_path)
+    assert found(tmp_path) == names(5)
+    try_out(tmp_path / "new/one")
+    assert found(tmp_path / "new/one") == []
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoint"])
+def test_a_folder_that_cannot_be_written_is_refused(read_only, inside):
+    with pytest.raises(UserError, match=f"{read_only / inside}: checkpoints cannot be written: "):
+        try_out(read_only / inside)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "checkpoint").write_text("")
+    with pytest.raises(UserError, match=f"{tmp_path / 'checkpoint'}: checkpoints cannot be written: "):
+        try_out(tmp_path / "checkpoint")
+
+
+def test_what_a_killed_run_has_left_of_its_try_does_no_harm(tmp_path):
+    for name in (".probe", ".probe.tmp"):
+        (tmp_path / name).write_text("old")
+    try_out(tmp_path)
+    assert found(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------------------- the moment of truth
+
+
+def test_what_gets_the_name_of_a_checkpoint_is_whole_and_on_the_disk(tmp_path, monkeypatch):
+    """Whatever ends the machine: before the renaming there is nothing, after it everything is there."""
+    events: list[Any] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def renamed(path: Path, target: Path) -> Path:
+        if Path(target).name == "step-00000010":
+            assert list(load.faults(path, manifest.read(path))) == []
+            files = {path / name if name != ".metadata" else path / ".metadata.tmp" for name in os.listdir(path)}
+            assert files | {path} <= set(events)
+            assert events.index(path) > max(events.index(file) for file in files)
+            events.clear()
+        return rename(path, target)
+
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a file's name by its number")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    saver = Saver(tmp_path, Checkpoint(enable=True), 60)
+    saver.save(10, {"a": torch.ones(2)}, NUMBERS)
+    saver.finish()
+    assert events == [tmp_path]

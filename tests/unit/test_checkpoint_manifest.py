@@ -1,0 +1,195 @@
+"""The manifest of a checkpoint: numbers come back as they were, and no change of a byte passes for what was written."""
+
+import json
+import math
+import os
+from typing import Any
+
+import pytest
+import xxhash
+
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
+from titanlite.errors import UserError
+
+NUMBERS: dict[str, Any] = {
+    "step": 100,
+    "samples": 800,
+    "global_batch": 8,
+    "data": "8f0e",
+    "schedule": {"lr": 1e-3},
+    "config": {"training": {"max_norm": math.inf}},
+    "architecture": {"dim": 64},
+}
+FILES = {".metadata": Contents(5310, "8f" * 16), "__0_0.distcp": Contents(0, "a0" * 16)}
+
+
+def raw(text: str) -> str:
+    """A manifest of this body, as one who knows how would write it."""
+    body = json.dumps(json.loads(text), indent=1)
+    return f'{body[:-2]},\n "xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
+
+
+@pytest.fixture
+def written(tmp_path) -> bytes:
+    """What `write` has made of NUMBERS and FILES; the file is in tmp_path."""
+    manifest.write(tmp_path, Manifest(NUMBERS, FILES))
+    return (tmp_path / manifest.FILE).read_bytes()
+
+
+def test_what_was_written_is_read(tmp_path, written):
+    assert manifest.read(tmp_path) == Manifest(NUMBERS, FILES)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        'Größe 模型 \U0001f9ea \u2028 " \\ \n\r\t \x00 \x7f',
+        "\ud800",  # what Python makes of a file name that is not UTF-8
+        [0.1, 1e-300, 5e-324, -0.0, 1.7976931348623157e308, 2.0, 3e-4],
+        [math.inf, -math.inf],
+        [2**63, -1, 0, True, None],
+        {"": {"a": [[], {}]}},
+    ],
+    ids=["text", "surrogate", "floats", "infinite", "whole", "nested"],
+)
+def test_every_number_and_text_comes_back_as_it_was(tmp_path, value):
+    numbers = NUMBERS | {"config": {"training": {"value": value}}}
+    manifest.write(tmp_path, Manifest(numbers, FILES))
+    found = manifest.read(tmp_path).numbers
+    assert found == numbers
+    assert repr(found["config"]) == repr(numbers["config"])  # == holds between 1, 1.0 and True, and between 0.0 and -0.0
+
+
+def test_a_number_that_is_not_one_comes_back(tmp_path):
+    manifest.write(tmp_path, Manifest(NUMBERS | {"schedule": {"lr": math.nan}}, FILES))
+    assert math.isnan(manifest.read(tmp_path).numbers["schedule"]["lr"])
+
+
+def test_a_checkpoint_without_files_has_a_manifest_too(tmp_path):
+    manifest.write(tmp_path, Manifest(NUMBERS, {}))
+    assert manifest.read(tmp_path).files == {}
+
+
+# ------------------------------------------------------------------------------------------------------------------- damage
+
+# Every single bit, pairs, a whole byte, and what makes of one line end the other kind.
+PATTERNS = [*(1 << bit for bit in range(8)), 0x03, 0xFF, 0x07, 0xAA]
+
+
+def test_every_byte_that_is_not_what_was_written_is_seen(tmp_path, written):
+    path, unseen = tmp_path / manifest.FILE, []
+    with open(path, "r+b", buffering=0) as file:
+        for place, byte in enumerate(written):
+            for changed in (byte ^ pattern for pattern in PATTERNS):
+                os.pwrite(file.fileno(), bytes([changed]), place)
+                try:
+                    manifest.read(tmp_path)
+                    unseen.append((place, chr(byte), chr(changed)))
+                except Damaged as error:
+                    assert str(error).startswith(f"{path}: is damaged: ")
+            os.pwrite(file.fileno(), bytes([byte]), place)
+    assert unseen == []
+    assert manifest.read(tmp_path) == Manifest(NUMBERS, FILES)
+
+
+def test_every_truncation_is_seen(tmp_path, written):
+    path = tmp_path / manifest.FILE
+    for size in range(len(written)):
+        path.write_bytes(written[:size])
+        with pytest.raises(Damaged, match=f"{path}: is damaged: "):
+            manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: text + b"\n",
+    lambda text: text + b"\0",
+    lambda text: b" " + text,
+    lambda text: b"\xef\xbb\xbf" + text,  # an editor's mark of UTF-8
+    lambda text: text.replace(b"\n", b"\r\n"),  # what Windows' tools make of it
+    lambda text: text.replace(b'"step": 100', b'"step": 1e2'),
+    lambda text: text.replace(b'"step": 100', b'"step": 100, "step": 100'),
+    lambda text: text[:-3] + b', "more": 1\n}\n',
+    lambda text: text + text,
+    lambda text: text.replace(b"\n", b""),
+    lambda text: text.replace(b"a0", b"\\u0061\\u0030", 1),  # the same to JSON
+], ids=["line", "zero", "space", "mark", "line ends", "exponent", "twice", "entry", "again", "one line", "escape"])  # fmt: skip
+def test_other_writings_of_the_same_are_not_what_was_written(tmp_path, written, change):
+    (tmp_path / manifest.FILE).write_bytes(change(written))
+    with pytest.raises(Damaged, match="is damaged"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("contents", [
+    b"", b"null", b"[]", b"5", b'"text"', b"{}", b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b'{"xxh3_128": null}',
+    b'{"xxh3_128": {"a": 1}}', b'["xxh3_128"]', bytes(1000),
+])  # fmt: skip
+def test_anything_else_is_refused_as_damaged(tmp_path, contents):
+    (tmp_path / manifest.FILE).write_bytes(contents)
+    with pytest.raises(Damaged, match="is damaged"):
+        manifest.read(tmp_path)
+
+
+def test_none_and_an_unreadable_one_are_told_apart(tmp_path):
+    with pytest.raises(Damaged, match=f"{tmp_path / manifest.FILE}: is missing"):
+        manifest.read(tmp_path)
+    (tmp_path / manifest.FILE).mkdir()
+    with pytest.raises(Damaged, match=r"cannot be read: .*directory"):
+        manifest.read(tmp_path)
+
+
+# ------------------------------------------------------------------------------- whole, and not what this version has written
+
+
+def test_another_format_is_told_as_such_and_not_as_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "_FORMAT", 3)
+    manifest.write(tmp_path, Manifest({"step": 1, "of the future": 2}, {}))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="is of format 3; this version reads format 2") as raised:
+        manifest.read(tmp_path)
+    assert not isinstance(raised.value, Damaged)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("wrong", [None, [1]], ids=["missing", "of another kind"])
+def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp_path, name, wrong):
+    numbers = {key: value for key, value in NUMBERS.items() if key != name} | ({name: wrong} if wrong else {})
+    manifest.write(tmp_path, Manifest(numbers, FILES))
+    with pytest.raises(Damaged, match=f"it has no {name}"):
+        manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("body", [
+    '{"step": 1}',  # no format
+    json.dumps({"format": 2, **NUMBERS}),  # no files
+    json.dumps({"format": 2, **NUMBERS, "files": [1]}),
+    json.dumps({"format": 2, **NUMBERS, "files": {"a": 1}}),
+    json.dumps({"format": 2, **NUMBERS, "files": {"a": {"bytes": 1}}}),
+    json.dumps({"format": 2, **NUMBERS, "files": {"a": {"bytes": "many", "xxh3_128": "0"}}}),
+], ids=["no format", "no files", "list", "number", "no checksum", "word"])  # fmt: skip
+def test_a_manifest_whose_checksum_is_right_and_which_lacks_something_is_refused(tmp_path, body):
+    (tmp_path / manifest.FILE).write_text(raw(body))
+    with pytest.raises(UserError, match=f"{tmp_path / manifest.FILE}: is "):
+        manifest.read(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a file
+
+
+def test_a_file_is_compared_by_size_and_checksum(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 20_000)  # more than one read's worth
+    contents = Contents(5_120_000, xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    assert manifest.fault(tmp_path, "file", contents) == ""
+    assert manifest.fault(tmp_path, "file", contents._replace(bytes=5_120_001)) == (
+        f"{path}: is damaged: it has 5,120,000 bytes, and 5,120,001 were written"
+    )
+    with open(path, "r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"\x41")
+    assert f"{path}: is damaged: its checksum is " in manifest.fault(tmp_path, "file", contents)
+    path.unlink()
+    assert manifest.fault(tmp_path, "file", contents) == f"{path}: is missing"
+    path.mkdir()
+    size = path.stat().st_size
+    assert f"{path}: cannot be read: " in manifest.fault(tmp_path, "file", contents._replace(bytes=size))

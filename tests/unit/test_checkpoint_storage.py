@@ -1,0 +1,411 @@
+"""No code from data: what a forged checkpoint asks for is not done, whatever file it asks in, and the file is named."""
+
+import errno
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from titanlite.checkpoint import load, manifest, storage
+from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
+from titanlite.checkpoint.save import Saver
+from titanlite.checkpoint.storage import METADATA, read_metadata
+from titanlite.config import Checkpoint
+from titanlite.errors import UserError
+
+NUMBERS = {"samples": 8, "global_batch": 8, "data": "d", "schedule": {}, "config": {}, "architecture": {}}
+DATA = "__0_0.distcp"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sample() -> dict[str, Tensor]:
+    return {"model.weight": torch.arange(12.0).reshape(3, 4), "model.bias": torch.arange(3.0), "scale": torch.tensor(2.0)}
+
+
+def write(folder: Path, step: int, tensors: dict[str, Tensor]) -> Path:
+    saver = Saver(folder, Checkpoint(enable=True), 60)
+    saver.save(step, tensors, NUMBERS)
+    saver.finish()
+    return folder / f"step-{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A folder with a checkpoint of `sample` at step 10, and one of other values at step 5."""
+    folder = tmp_path_factory.mktemp("original")
+    write(folder, 5, {name: -tensor for name, tensor in sample().items()})
+    write(folder, 10, sample())
+    return folder
+
+
+@pytest.fixture
+def source(original, tmp_path) -> Path:
+    """A copy of the checkpoint of step 10, beside one of step 5, to be forged."""
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "step-00000010"
+
+
+def read(source: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, as a run reads them."""
+    tensors = {name: torch.full_like(tensor, 7) for name, tensor in sample().items()}
+    load.load_tensors(source, load.verified(source), tensors)
+    return tensors
+
+
+def put(source: Path, name: str, contents: bytes, forged: bool = True) -> None:
+    """Puts something else in place of a file; forged: with a manifest that agrees."""
+    found = manifest.read(source)
+    (source / name).write_bytes(contents)
+    if forged and name != manifest.FILE:
+        here = Contents(len(contents), manifest.checksum(source / name))
+        manifest.write(source, Manifest(found.numbers, found.files | {name: here}))
+
+
+def metadata_of(source: Path) -> Metadata:
+    return read_metadata(source, manifest.read(source).files)
+
+
+def saved(value: Any, zipped: bool = True) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
+    return buffer.getvalue()
+
+
+def test_a_sound_checkpoint_gives_back_its_tensors(source):
+    found = read(source)
+    for name, tensor in sample().items():
+        assert torch.equal(found[name], tensor), name
+
+
+# --------------------------------------------------------------------------------------------------------- what is admitted
+
+
+class Recording(storage._Unpickler):
+    """Notes what it is asked for."""
+
+    asked: set[tuple[str, str]]
+
+    def find_class(self, module: str, name: str) -> Any:
+        self.asked.add((module, name))
+        return super().find_class(module, name)
+
+
+def test_what_is_admitted_is_what_a_real_checkpoint_asks_for_and_no_more(tmp_path):
+    mesh = init_device_mesh("cpu", (1,))
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
+    tensors: dict[str, Tensor] = {str(kind): torch.ones(2, dtype=kind) for kind in kinds}
+    tensors |= {"sharded": distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]), "number": torch.tensor(1.0)}
+    path = write(tmp_path, 1, tensors) / METADATA
+    reading = Recording(io.BytesIO(path.read_bytes()))
+    reading.asked = set()
+    found = reading.load()
+    assert {entry.properties.dtype for entry in found.state_dict_metadata.values()} == set(kinds)
+    assert reading.asked == storage._ADMITTED | {("torch", str(kind).removeprefix("torch.")) for kind in kinds}
+
+
+def call(module: str, name: str, argument: str) -> dict[str, bytes]:
+    """Pickles that call something with a text, in the words of the oldest and of the newest protocol."""
+    words = [module.encode(), name.encode(), argument.encode()]
+    newest = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word for word in words[:2]) + b"\x93"
+    return {
+        "oldest": b"c" + words[0] + b"\n" + words[1] + b"\n(V" + words[2] + b"\ntR.",
+        "newest": newest + b"\x8c" + bytes([len(words[2])]) + words[2] + b"\x85R.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("builtins", "eval"),
+        ("builtins", "getattr"),
+        ("subprocess", "check_call"),
+        ("pickle", "loads"),
+        ("torch", "load"),
+        ("torch.serialization", "load"),
+        ("torch.serialization", "os.system"),  # a dotted name reaches what a module has imported
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.filesystem", "os.system"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
+        ("torch", "Size.__new__"),
+        ("torch", "float32.__reduce__"),
+        ("torch", "os"),
+        ("titanlite.checkpoint.storage", "pickle.loads"),
+    ],
+)
+@pytest.mark.parametrize("protocol", ["oldest", "newest"])
+def test_metadata_that_asks_for_anything_else_is_refused_with_its_name(source, module, name, protocol):
+    put(source, METADATA, call(module, name, "true")[protocol])
+    with pytest.raises(Damaged, match="is refused: it asks for") as raised:
+        load.verified(source)
+    assert f"{source / METADATA}: is refused: it asks for {module}.{name}, which no checkpoint" in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------------ code in every file
+
+
+class Evil:
+    """What leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return os.system, (f"touch '{self.mark}'",)
+
+
+def in_metadata(field: str) -> Callable[[Path, Evil], bytes]:
+    """The code inside of metadata that is otherwise sound."""
+
+    def forge(source: Path, evil: Evil) -> bytes:
+        found = metadata_of(source)
+        if field == "tensors":
+            found.state_dict_metadata["model.weight"] = evil
+        elif field == "storage":
+            found.storage_data[MetadataIndex("more")] = evil
+        else:
+            setattr(found, field, evil)
+        return pickle.dumps(found)
+
+    return forge
+
+
+WAYS: dict[str, Callable[[Path, Evil], bytes]] = {
+    "pickle": lambda source, evil: pickle.dumps(evil),
+    "oldest pickle": lambda source, evil: pickle.dumps(evil, protocol=0),
+    "torch.save": lambda source, evil: saved(evil),
+    "torch.save, old": lambda source, evil: saved(evil, zipped=False),
+    "torch.save, beside a tensor": lambda source, evil: saved({"weight": torch.ones(3, 4), "more": evil}),
+    **{f"metadata, {field}": in_metadata(field) for field in ("tensors", "storage", "planner_data", "storage_meta", "version")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    ("name", "forged"),
+    [(METADATA, False), (METADATA, True), (DATA, False), (DATA, True), (manifest.FILE, False)],
+    ids=["metadata", "metadata, manifest rewritten", "data", "data, manifest rewritten", "manifest"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, name, forged):
+    evil = WAYS[way](source, Evil(tmp_path / "was here"))
+    if name == DATA and forged:  # one who can do that has every tensor read from there
+        found = metadata_of(source)
+        for place in found.storage_data.values():
+            place.offset, place.length = 0, len(evil)
+        put(source, DATA, evil)
+        put(source, METADATA, pickle.dumps(found))
+    else:
+        put(source, name, evil, forged)
+    with pytest.raises(Damaged) as raised:
+        read(source)
+    assert not (tmp_path / "was here").exists()
+    assert any(line.startswith(f"{source / name}: is ") for line in str(raised.value).splitlines()), raised.value
+    assert "Traceback" not in str(raised.value) and "weights_only" not in str(raised.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_these_ways_run_code_where_nobody_minds(source, tmp_path, way):
+    """So that the test above shows something."""
+    evil = io.BytesIO(WAYS[way](source, Evil(tmp_path / "was here")))
+    if way.startswith("torch.save"):
+        torch.load(evil, weights_only=False)
+    else:
+        pickle.load(evil)
+    assert (tmp_path / "was here").exists()
+
+
+# ------------------------------------------------------------------------------------------------------- metadata that lies
+
+
+def weight(found: Metadata) -> Any:
+    return next(place for index, place in found.storage_data.items() if index.fqn == "model.weight")
+
+
+def change(**values: Any) -> Callable[[Metadata, Path], None]:
+    def lie(found: Metadata, source: Path) -> None:
+        for name, value in values.items():
+            setattr(weight(found), name, value)
+
+    return lie
+
+
+def entry(value: Any) -> Callable[[Metadata, Path], None]:
+    return lambda found, source: found.state_dict_metadata.update({"model.weight": value})
+
+
+# what is changed in sound metadata, and what is said of it
+LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
+    "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "outside of the checkpoint"),
+    "its own file, the long way": (change(relative_path=f"../step-00000010/{DATA}"), "outside of the checkpoint"),
+    "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "outside of the checkpoint"),
+    "not in the manifest": (change(relative_path="__1_0.distcp"), "which the manifest does not list"),
+    "the manifest itself": (change(relative_path=manifest.FILE), "which the manifest does not list"),
+    "a number": (change(relative_path=5), "outside of the checkpoint"),
+    "no name": (change(relative_path=None), "is refused: "),
+    "beyond the end": (change(offset=10**9), "said to be in bytes 1000000000 to "),
+    "beyond the end by one": (
+        lambda found, source: change(length=(source / DATA).stat().st_size - weight(found).offset + 1)(found, source),
+        "said to be in bytes",
+    ),
+    "before the beginning": (change(offset=-1), "said to be in bytes -1 to"),
+    "backwards": (change(length=-1), "said to be in bytes"),
+    "text for a place": (change(offset="0"), "is refused: "),
+    "no length": (change(length=None), "is refused: "),
+    "transformed": (change(transform_descriptors=["zstd"]), "is said to be stored by ['zstd']"),
+    "bytes": (entry(BytesStorageMetadata()), "BytesStorageMetadata, which no checkpoint"),
+    "no tensor": (entry(5), "'model.weight' is not a tensor"),
+    "no name of a tensor": (lambda found, source: found.state_dict_metadata.update({5: None}), "5 is not a tensor"),
+    "a place of no tensor": (lambda found, source: found.storage_data.update({"model.weight": weight(found)}), "has no place"),
+    "a tensor of no place": (lambda found, source: found.storage_data.update({MetadataIndex("a"): 5}), "has no place"),
+    "no tensors": (lambda found, source: setattr(found, "state_dict_metadata", None), "is not the metadata of a checkpoint"),
+    "no places": (lambda found, source: setattr(found, "storage_data", None), "is not the metadata of a checkpoint"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_lies_is_refused_before_any_tensor_is_read(source, lie):
+    found = metadata_of(source)
+    LIES[lie][0](found, source)
+    put(source, METADATA, pickle.dumps(found))
+    with pytest.raises(Damaged) as raised:
+        load.verified(source)
+    assert str(raised.value).startswith(f"{source / METADATA}: is refused: ") and LIES[lie][1] in str(raised.value)
+
+
+def test_a_tensor_of_bytes_is_refused_even_if_its_class_were_admitted(source, monkeypatch):
+    """DCP would unpickle it."""
+    found = metadata_of(source)
+    found.state_dict_metadata["model.weight"] = BytesStorageMetadata()
+    put(source, METADATA, pickle.dumps(found))
+    admitted = storage._ADMITTED | {("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")}
+    monkeypatch.setattr(storage, "_ADMITTED", admitted)
+    with pytest.raises(Damaged, match=r"'model.weight' is not a tensor"):
+        load.verified(source)
+
+
+@pytest.mark.parametrize("listed", [f"../step-00000005/{DATA}", "/etc/hostname"])
+def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(source, listed):
+    found, lying = manifest.read(source), metadata_of(source)
+    size = (source / listed).stat().st_size
+    files = found.files | {listed: Contents(size, manifest.checksum(source / listed))}
+    change(relative_path=listed, offset=0, length=size)(lying, source)
+    manifest.write(source, Manifest(found.numbers, files))
+    put(source, METADATA, pickle.dumps(lying))
+    with pytest.raises(Damaged, match="outside of the checkpoint"):
+        load.verified(source)
+
+
+@pytest.mark.parametrize("value", [{}, 5, None, [1], "text"])
+def test_metadata_that_is_something_else_is_refused(source, value):
+    put(source, METADATA, pickle.dumps(value))
+    with pytest.raises(Damaged, match="is not the metadata of a checkpoint"):
+        load.verified(source)
+
+
+def test_every_truncation_of_the_metadata_is_refused(source):
+    whole, files = (source / METADATA).read_bytes(), manifest.read(source).files
+    for size in range(len(whole)):
+        (source / METADATA).write_bytes(whole[:size])
+        with pytest.raises(Damaged, match="is refused"):
+            read_metadata(source, files)
+
+
+# -------------------------------------------------------------------------------------------------- files that hold no tensor
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize(
+    "value", [{"model.weight": torch.ones(3, 4)}, [torch.ones(3, 4)], 5, None, "text", torch.ones(3, 4).numpy(), torch.ones(4)],
+    ids=["dict", "list", "number", "none", "text", "array", "tensor of another shape"],
+)  # fmt: skip
+def test_a_stored_value_that_is_not_the_tensor_it_is_said_to_be_is_refused(source, value, zipped):
+    contents = saved(value, zipped)
+    found = metadata_of(source)
+    whole = (source / DATA).read_bytes()
+    weight(found).offset, weight(found).length = len(whole), len(contents)
+    put(source, DATA, whole + contents)
+    put(source, METADATA, pickle.dumps(found))
+    with pytest.raises(Damaged, match="is refused: ") as raised:
+        read(source)
+    assert str(raised.value).startswith(f"{source / DATA}: is refused: ")
+
+
+def test_a_tensor_whose_place_is_nowhere_is_refused(source):
+    found = metadata_of(source)
+    del found.storage_data[next(index for index in found.storage_data if index.fqn == "model.weight")]
+    put(source, METADATA, pickle.dumps(found))
+    with pytest.raises(UserError, match=f"{source}"):
+        read(source)
+
+
+def test_a_file_that_cannot_be_read_after_all_is_said_to_be_so(source):
+    found = load.verified(source)
+    (source / DATA).unlink()
+    with pytest.raises(Damaged, match=f"{source / DATA}: cannot be read: .*No such file"):
+        load.load_tensors(source, found, sample())
+
+
+# ------------------------------------------------------------------------------------------------------------------- writing
+
+
+class Small(io.FileIO):
+    """A file on a disk with room for so many bytes."""
+
+    room = 0
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("room", [0, 1, 64, 100, 500, 598, 704, 1000, 1100, 2000, 2400, 4000])
+def test_wherever_in_a_file_the_disk_is_full_that_is_what_is_said(tmp_path, monkeypatch, room):
+    """torch.save closes its archive even then, and fails of an "unexpected pos" in place of the disk."""
+    monkeypatch.setattr(storage, "open", lambda path, mode: Small(path, mode), raising=False)
+    monkeypatch.setattr(Small, "room", room)
+    saver = Saver(tmp_path, Checkpoint(enable=True), 60)
+    saver.save(10, sample(), NUMBERS)
+    with pytest.raises(
+        UserError, match=r"step-00000010: could not be saved, with .* GiB free: OSError: .*No space left on device"
+    ):
+        saver.finish()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(Small, "room", 10**6)
+    saver.save(11, sample(), NUMBERS)
+    saver.finish()
+    assert torch.equal(read(tmp_path / "step-00000011")["scale"], sample()["scale"])
+
+
+def test_a_folder_that_is_gone_fails_the_save_and_not_the_run(tmp_path):
+    """As where a network's disk is lost: not even how much room there is can be told."""
+    (tmp_path / "run").mkdir()
+    saver = Saver(tmp_path / "run/checkpoint", Checkpoint(enable=True), 60)
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").write_text("in its place")
+    saver.save(10, sample(), NUMBERS)
+    assert "step-00000010: could not be saved: " in saver.failure
+    (tmp_path / "run").unlink()
+    saver.save(11, sample(), NUMBERS)
+    saver.finish()
+    assert torch.equal(read(tmp_path / "run/checkpoint/step-00000011")["scale"], sample()["scale"])

@@ -1,0 +1,307 @@
+"""What may change between a checkpoint and the run that goes on from it: every key has a verdict, and a remedy that works."""
+
+import dataclasses
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny
+from tests.distributed.scenarios import learnable_data
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.lr_schedule import Schedule, build_schedule
+from titanlite.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, numbers_of
+from titanlite.zoo import Family, load_family
+
+DATA = learnable_data(512)
+SOURCE = Path("run/checkpoint/step-00000010")
+
+# All keys that there are, by what a resumed run makes of a change. A new key needs an entry: would a run that is stopped, and
+# goes on with another value, still be the uninterrupted one, but for rounding?
+MATHEMATICS = """
+    model.name training.global_batch_size training.max_norm training.mixed_precision_param training.mixed_precision_reduce
+    training.seed optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
+    optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
+    lr_scheduler.decay_type lr_scheduler.min_lr_factor
+"""
+NOTHING = """
+    job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
+    training.dataset training.dataset_path training.local_batch_size training.steps training.on_nonfinite training.gc_freq
+    training.deterministic
+    parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
+    parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
+    parallelism.cpu_offload
+    optimizer.implementation
+    activation_checkpoint.mode activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget
+    compile.enable compile.components compile.backend
+    checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k
+    checkpoint.keep_every_n_steps checkpoint.load_step checkpoint.initial_load_path checkpoint.initial_load_model_only
+    checkpoint.exclude_from_loading checkpoint.allow_changes
+    metrics.log_freq metrics.enable_tensorboard metrics.save_tb_folder metrics.spike_window metrics.spike_threshold
+    profiling.enable_profiling profiling.profile_freq profiling.save_traces_folder profiling.enable_memory_snapshot
+    profiling.save_memory_snapshot_folder
+    comm.init_timeout_seconds comm.train_timeout_seconds comm.save_timeout_seconds comm.trace_buf_size
+    validation.enable validation.dataset validation.dataset_path validation.freq validation.steps
+"""
+CHANGES_THE_MATHEMATICS, CHANGES_NOTHING, CANNOT_CHANGE = MATHEMATICS.split(), NOTHING.split(), ["training.seq_len"]
+
+
+def configuration(keys: dict[str, Any] | None = None) -> Config:
+    values: dict[str, dict[str, Any]] = {"model": {"name": "tests.tiny", "flavor": "plain"}}
+    values |= {"training": {"seq_len": 32, "steps": 20}, "lr_scheduler": {"warmup_steps": 4}}
+    for key, value in (keys or {}).items():
+        section, name = key.split(".")
+        values.setdefault(section, {})[name] = value
+    return Config.model_validate(values)
+
+
+def stored(keys: dict[str, Any] | None = None, global_batch: int = 8, schedule: Schedule | None = None) -> Manifest:
+    """What a run with these keys has written at step 10."""
+    config, family = configuration(keys), load_family("tests.tiny", "plain")
+    numbers = numbers_of(config, family, DATA, schedule or build_schedule(config), Progress(10, 80), global_batch)
+    return Manifest(json.loads(json.dumps(numbers)), {})
+
+
+def resume(keys: dict[str, Any] | None = None, found: Manifest | None = None, global_batch: int = 8) -> Schedule:
+    """The schedule of a run with these keys that goes on from a checkpoint."""
+    config = configuration(keys)
+    family = load_family(config.model.name, config.model.flavor)
+    return check_changes(config, family, DATA, global_batch, SOURCE, found or stored())
+
+
+# ------------------------------------------------------------------------------------------------------- every key's verdict
+
+
+def every_key() -> list[str]:
+    return [f"{section}.{key}" for section, keys in Config().model_dump().items() for key in keys]
+
+
+def test_every_key_there_is_has_a_verdict():
+    """A key that is new has none yet: decide, and enter it above."""
+    assert sorted([*CHANGES_THE_MATHEMATICS, *CANNOT_CHANGE, *CHANGES_NOTHING]) == sorted(every_key())
+    assert list(IMPOSSIBLE) == CANNOT_CHANGE
+
+
+def test_every_harmless_pattern_still_names_a_key():
+    assert [pattern for pattern in HARMLESS if not fnmatch.filter(every_key(), pattern)] == []
+
+
+def test_what_may_be_allowed_is_what_changes_the_mathematics_and_the_data():
+    assert sorted(changeable(Config())) == sorted([*CHANGES_THE_MATHEMATICS, "data"])
+
+
+def with_another(key: str) -> Config:
+    """The configuration with another value of a key, of the same kind, whether or not the schema would take it."""
+    config, (section, name) = configuration(), key.split(".")
+    before = getattr(getattr(config, section), name)
+    if isinstance(before, bool):
+        value: Any = not before
+    elif isinstance(before, int | float):
+        value = before + 1
+    elif isinstance(before, list):
+        value = [*before, "more"]
+    else:
+        value = 17 if before is None else f"{before} of another kind"
+    changed = getattr(config, section).model_copy(update={name: value})
+    return config.model_copy(update={section: changed})
+
+
+# A batch counts by what it comes to: see below.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # of values that the schema would not take
+@pytest.mark.parametrize("key", [key for key in every_key() if key != "training.global_batch_size"])
+def test_another_value_of_a_key_is_noticed_where_it_matters_and_only_there(key):
+    found = [str(change.key) for change in changes(with_another(key), DATA, 8, stored().numbers)]
+    assert found == ([] if key in CHANGES_NOTHING else [key])
+
+
+def test_an_unchanged_configuration_is_resumed_with_its_schedule():
+    assert resume() == build_schedule(configuration())
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e-3, 5e-324, 0.1])
+def test_a_number_that_went_through_a_file_is_the_same_number(value):
+    keys = {"training.max_norm": value}
+    assert list(changes(configuration(keys), DATA, 8, stored(keys).numbers)) == []
+
+
+def test_a_key_that_a_newer_version_has_added_is_no_change():
+    found = stored()
+    del found.numbers["config"]["optimizer"]["eps"]
+    del found.numbers["config"]["comm"]
+    found.numbers["config"]["optimizer"]["gone since"] = 5
+    assert resume(found=found) == build_schedule(configuration())
+
+
+# ------------------------------------------------------------------------------------------------------------- allowing changes
+
+
+TWO = {"optimizer.lr": 1e-4, "training.seed": 3}
+
+
+def test_what_is_not_allowed_is_listed_with_both_values_and_a_remedy_that_works():
+    with pytest.raises(UserError) as raised:
+        resume(TWO)
+    first, *listed, remedy = str(raised.value).splitlines()
+    assert first == f"{SOURCE}: what has changed since changes the mathematics of the steps to come:"
+    assert sorted(listed) == ["  optimizer.lr = 0.0001, was 0.0008", "  training.seed = 3, was 0"]
+    option, *keys = remedy.partition("--")[2].split()
+    assert option == "checkpoint.allow_changes"
+    assert resume(TWO | {option: keys}).lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        ([], ["optimizer.lr", "training.seed"]),
+        (["optimizer.lr"], ["training.seed"]),
+        (["optimizer.*"], ["training.seed"]),
+        (["*.seed"], ["optimizer.lr"]),
+        (["optimizer"], ["optimizer.lr", "training.seed"]),
+        (["optimizer.lr", "training.seed"], []),
+        (["*"], []),
+    ],
+)
+def test_patterns_allow_the_keys_that_they_match(allowed, refused):
+    keys = TWO | {"checkpoint.allow_changes": allowed}
+    if not refused:
+        assert resume(keys).lr == 1e-4
+        return
+    with pytest.raises(UserError) as raised:
+        resume(keys)
+    told = [line.split()[0] for line in str(raised.value).splitlines()[1:-1]]
+    assert sorted(told) == refused
+
+
+@pytest.mark.parametrize("allowed", [[], ["*"], ["training.seq_len"]])
+def test_what_is_impossible_cannot_be_allowed(allowed):
+    with pytest.raises(
+        UserError, match=r"cannot be resumed from with\n  training.seq_len = 16, was 32: a position in the data"
+    ):
+        resume({"training.seq_len": 16, "checkpoint.allow_changes": allowed})
+
+
+def test_other_data_needs_its_own_word():
+    """Text and tokenizer count by what they come to, not by their paths."""
+    other = DATA._replace(fingerprint="other text")
+
+    def go_on(*allowed: str) -> None:
+        config = configuration({"checkpoint.allow_changes": list(allowed), "training.dataset": "elsewhere"})
+        check_changes(config, load_family("tests.tiny", "plain"), other, 8, SOURCE, stored())
+
+    with pytest.raises(UserError, match=r"\n  data = 'other text', was 'learnable'\n.*--checkpoint.allow_changes data$"):
+        go_on("training.*")
+    go_on("data")
+    resume({"training.dataset": "elsewhere"})
+
+
+def test_another_architecture_is_refused_by_its_dimensions_and_cannot_be_allowed():
+    with pytest.raises(UserError, match=r"another architecture than tests.tiny deep:\n  n_layers = 4, was 2\nA changed model"):
+        resume({"model.flavor": "deep", "checkpoint.allow_changes": ["*"]})
+
+
+def test_a_flavour_of_another_name_and_the_same_dimensions_is_the_same_model(monkeypatch):
+    monkeypatch.setitem(tiny.FLAVORS, "renamed", tiny.FLAVORS["plain"])
+    assert resume({"model.flavor": "renamed"}) == build_schedule(configuration())
+
+
+def test_dimensions_that_json_writes_in_another_way_are_no_change():
+    """A dimension may be a tuple, which comes back as a list."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        windows: tuple[int, ...] = (1, 2)
+        scale: float = 0.1
+        kind: type = int
+
+    config = configuration()
+    family = Family(tiny, Own())
+    numbers = numbers_of(config, family, DATA, build_schedule(config), Progress(10, 80), 8)
+    found = Manifest(json.loads(json.dumps(numbers)), {})
+    check_changes(config, family, DATA, 8, SOURCE, found)
+    with pytest.raises(UserError, match=r"windows = \[1, 3\], was \[1, 2\]"):
+        check_changes(config, family._replace(config=Own((1, 3))), DATA, 8, SOURCE, found)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the batch
+
+
+@pytest.mark.parametrize(("before", "now"), [(-1, -1), (-1, 8), (8, -1), (8, 8)])
+@pytest.mark.parametrize("local", [8, 2])
+def test_a_batch_that_comes_to_the_same_is_the_same(before, now, local):
+    """-1 on 1 rank of 8 samples and -1 on 4 ranks of 2 are one batch."""
+    keys = {"training.global_batch_size": now, "training.local_batch_size": local}
+    resume(keys, stored({"training.global_batch_size": before}), global_batch=configuration(keys).global_batch(8 // local))
+
+
+def test_a_mesh_that_changes_the_derived_batch_is_refused_with_both_numbers():
+    keys = {"training.global_batch_size": -1, "training.local_batch_size": 8}
+    two_ranks = configuration(keys).global_batch(2)
+    with pytest.raises(UserError, match=r"\n  training.global_batch_size = 16, was 8\n"):
+        resume(keys, stored(keys), global_batch=two_ranks)
+    resume(keys | {"checkpoint.allow_changes": ["training.global_batch_size"]}, stored(keys), global_batch=two_ranks)
+    resume(keys | {"training.global_batch_size": 8}, stored(keys), global_batch=8)
+
+
+# --------------------------------------------------------------------------------------------------------------- the schedule
+
+TOTAL, STEPS, ALLOW = "lr_scheduler.total_steps", "training.steps", "checkpoint.allow_changes"
+STABLE = {"lr_scheduler.decay_ratio": 0.5, "lr_scheduler.min_lr_factor": 0.1}
+
+
+@pytest.mark.parametrize("steps", [11, 15, 20, 40, 1000])
+def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
+    began = build_schedule(configuration(STABLE))
+    schedule = resume(STABLE | {STEPS: steps}, stored(STABLE))
+    assert schedule == began and schedule.total_steps == 20 and schedule.decay_start == 10
+    assert schedule.at(1000) == pytest.approx(0.1 * schedule.lr)
+
+
+def test_a_schedule_that_was_kept_once_is_kept_by_the_run_after_that():
+    """What counts is the schedule that was followed, not what the keys of its run would make anew."""
+    second = stored(STABLE | {STEPS: 40}, schedule=build_schedule(configuration(STABLE)))
+    assert resume(STABLE | {STEPS: 60}, second).total_steps == 20
+
+
+def test_another_planned_length_moves_the_decay_and_must_be_allowed():
+    keys = STABLE | {STEPS: 40, TOTAL: 40}
+    with pytest.raises(UserError, match=r"\n  lr_scheduler.total_steps = 40, was 20\n"):
+        resume(keys, stored(STABLE))
+    schedule = resume(keys | {ALLOW: [TOTAL]}, stored(STABLE))
+    assert (schedule.total_steps, schedule.decay_start) == (40, 20)
+
+
+def test_the_planned_length_that_was_followed_may_be_written_out():
+    assert resume({TOTAL: 20, STEPS: 20}).total_steps == 20
+    assert resume({STEPS: 15}, stored({TOTAL: 20, STEPS: 10})).total_steps == 20
+
+
+def test_nothing_is_trained_beyond_a_schedule_that_ended_at_rate_zero_and_the_remedy_works():
+    with pytest.raises(UserError, match=r"training.steps = 40: .* ends at step 20, with a learning rate of 0") as raised:
+        resume({STEPS: 40})
+    remedy = str(raised.value).partition("To stretch it: ")[2].split()
+    assert remedy == [f"--{TOTAL}", "40", f"--{ALLOW}", TOTAL]
+    assert resume({STEPS: 40, TOTAL: 40, ALLOW: [TOTAL]}).total_steps == 40
+    assert resume({STEPS: 20}).total_steps == 20
+
+
+@pytest.mark.parametrize(
+    "keys", [{"lr_scheduler.min_lr_factor": 0.01}, {"lr_scheduler.decay_ratio": 0.0}], ids=["floor", "flat"]
+)
+def test_a_schedule_that_ends_above_zero_may_be_trained_beyond(keys):
+    schedule = resume(keys | {STEPS: 40}, stored(keys))
+    assert schedule.total_steps == 20 and schedule.at(40) > 0
+
+
+def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
+    """Warm-up, stable, decay: the checkpoint of a constant rate is decayed, on a branch."""
+    flat = {"lr_scheduler.decay_ratio": 0.0, STEPS: 100}
+    decay = {"lr_scheduler.decay_ratio": 0.4, TOTAL: 25, STEPS: 25}
+    with pytest.raises(UserError, match="allow_changes"):
+        resume(decay, stored(flat))
+    schedule = resume(decay | {ALLOW: ["lr_scheduler.*"]}, stored(flat))
+    assert (schedule.decay_start, schedule.total_steps) == (15, 25)
+    assert schedule.at(15) == build_schedule(configuration(flat)).at(15)

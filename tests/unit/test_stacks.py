@@ -1,0 +1,136 @@
+"""What a rank leaves behind when it fails, crashes, or is ended while it hangs."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite import stacks
+
+# Where the launcher has held back SIGQUIT, as it does for every rank.
+RANK = """
+import ctypes, os, signal, sys
+from pathlib import Path
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGQUIT])
+from titanlite import stacks
+
+def somewhere_in_the_model():
+    print("ready", flush=True)
+    {deed}
+
+stacks.open_dump(Path({folder!r}), 3)
+stacks.at(37, "forward and backward")
+somewhere_in_the_model()
+stacks.close_dump()
+"""
+
+
+def start(folder: Path, deed: str) -> subprocess.Popen[str]:
+    """Rank 3 of something, with its dump open."""
+    script = RANK.format(folder=str(folder), deed=deed)
+    environment = os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def dump(folder: Path) -> str:
+    return (folder / "stacks/rank-3.txt").read_text()
+
+
+def test_where_nothing_went_wrong_nothing_is_left(tmp_path):
+    assert start(tmp_path, "pass").wait(60) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_path):
+    process = start(tmp_path, "ctypes.CDLL(None).sleep(600) and ctypes.CDLL(None).sleep(600)")
+    stacks.ask(tmp_path, {3: process.pid}, "ended because rank 0 has failed")
+    process.kill()
+    process.wait()
+    lines = dump(tmp_path).splitlines()
+    assert lines[0].startswith("==== ") and lines[0].endswith(
+        f"rank 3 (process {process.pid}): ended because rank 0 has failed"
+    )
+    assert any("in somewhere_in_the_model" in line for line in lines[1:])
+
+
+def test_a_crash_leaves_the_stack_and_the_next_start_adds_to_it(tmp_path):
+    assert start(tmp_path, "os.abort()").wait(60) == -signal.SIGABRT
+    first = dump(tmp_path)
+    assert first.startswith("Fatal Python error: Aborted") and "in somewhere_in_the_model" in first
+    assert start(tmp_path, "pass").wait(60) == 0
+    assert dump(tmp_path) == first
+
+
+def test_a_report_says_where_and_what_in_the_log_and_all_the_rest_in_the_dump(tmp_path):
+    deed = "try: 1 / 0\n    except ZeroDivisionError as error: stacks.report(error)"
+    process = start(tmp_path, deed)
+    _, err = process.communicate(timeout=60)
+    assert "rank 3, step 37, forward and backward: division by zero" in err and "Traceback" in err
+    header, *rest = dump(tmp_path).splitlines()
+    assert f"rank 3, step 37, forward and backward (process {process.pid}): division by zero" in header
+    assert rest[0].startswith("Traceback") and "ZeroDivisionError: division by zero" in rest
+    assert any("most recent call first" in line for line in rest)
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 100000ms for recv operation"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (GLOO, "waited 100 s for the other ranks"),
+        ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "waited 300 s for the other ranks"),
+        (
+            "[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:17320",
+            "lost the connection to another rank",
+        ),
+        (
+            "[.../gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. GLHF!",
+            "lost the connection to another rank",
+        ),
+        ("socket has broken\nand more", "socket has broken"),
+    ],
+)
+def test_an_error_of_a_collective_is_told_as_what_it_means(text, told):
+    assert stacks._echo(RuntimeError(text)) == told
+
+
+def test_a_timeout_is_told_with_the_innermost_calls_and_without_a_traceback(tmp_path, monkeypatch, caplog):
+    def collective() -> None:
+        raise RuntimeError(GLOO)
+
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    monkeypatch.setattr(stacks, "_dump", open(tmp_path / "dump", "w"))
+    monkeypatch.setattr(stacks, "_position", (0, "loading the checkpoint"))
+    begin = time.monotonic()
+    try:
+        collective()
+    except RuntimeError as error:
+        stacks.report(error, patience=0.5)
+    assert time.monotonic() - begin > 0.5
+    (record,) = caplog.records
+    first, *frames = record.getMessage().splitlines()
+    assert first == "rank 0, starting, loading the checkpoint: waited 100 s for the other ranks"
+    assert "in collective" in frames[0] and "raise RuntimeError(GLOO)" in frames[1] and record.exc_info is None
+    assert "Traceback" in (tmp_path / "dump").read_text()
+
+
+def test_empty_dumps_of_killed_ranks_are_removed_and_those_of_others_are_not(tmp_path):
+    folder = stacks.folder_of(tmp_path)
+    folder.mkdir()
+    for rank, text in enumerate(["", "a dump", "", ""]):
+        (folder / f"rank-{rank}.txt").write_text(text)
+    stacks.remove_empty(tmp_path, [0, 1, 2])
+    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.txt", "rank-3.txt"]
+    (folder / "rank-1.txt").unlink()
+    stacks.remove_empty(tmp_path, [3])
+    assert not folder.exists()

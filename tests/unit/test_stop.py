@@ -1,0 +1,117 @@
+"""What a rank does when it is asked to stop, and when its time is over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from titanlite import stop
+
+# Gets signals from itself, one after the other, and says what it has heard if it is still there.
+LISTENER = """
+import os, signal, sys
+from titanlite import stop
+{before}
+stop.listen()
+for name in {signals}:
+    os.kill(os.getpid(), getattr(signal, name))
+{after}
+print(stop._heard and signal.Signals(stop._heard).name, "torch" in sys.modules)
+"""
+
+
+def listen(*signals: str, before: str = "", after: str = "") -> tuple[int, str]:
+    """(exit code, what it printed) of a process that gets these signals."""
+    script = LISTENER.format(signals=signals, before=before, after=after)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("signals", "heard"),
+    [
+        ([], "None"),
+        (["SIGTERM"], "SIGTERM"),
+        (["SIGUSR1"], "SIGUSR1"),
+        (["SIGUSR2"], "SIGUSR2"),
+        (["SIGUSR2", "SIGUSR2"], "SIGUSR2"),
+        (["SIGTERM", "SIGUSR2"], "SIGTERM"),  # a scheduler has signalled this rank and the launcher
+        (["SIGUSR2", "SIGTERM", "SIGUSR2"], "SIGTERM"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_a_request_is_remembered_and_training_goes_on(signals, heard):
+    assert listen(*signals) == (0, f"{heard} False")
+
+
+@pytest.mark.parametrize("signals", [["SIGTERM", "SIGTERM"], ["SIGUSR1", "SIGTERM"], ["SIGTERM", "SIGUSR2", "SIGUSR1"]])
+def test_a_second_request_ends_the_rank_by_its_signal(signals):
+    assert listen(*signals) == (-getattr(signal, signals[-1]), "")
+
+
+def test_a_second_request_ends_a_rank_that_is_stuck_in_a_library():
+    stuck = "import ctypes, threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+    stuck += "; ctypes.CDLL(None).pause()"  # the first signal has come back from it already: only the second one interrupts
+    assert listen("SIGTERM", after=stuck) == (-signal.SIGTERM, "")
+
+
+def test_a_signal_that_was_held_back_until_the_rank_listens_is_heard():
+    early = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.kill(os.getpid(), signal.SIGUSR2)"
+    assert listen(before=early) == (0, "SIGUSR2 False")
+
+
+FORK = """
+there, ready = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(ready, b"!")
+    signal.pause()
+os.read(there, 1)
+os.kill(child, signal.SIGTERM)
+assert os.wait()[1] == signal.SIGTERM
+"""
+
+
+def test_a_child_that_a_rank_has_forked_ends_by_sigterm_and_the_rank_hears_nothing():
+    assert listen(after=FORK) == (0, "None False")
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("limit", "over"), [(0.0, False), (59.5, True), (61.0, False)])
+def test_a_time_limit_counts_from_the_command_whenever_this_process_was_started(group_of_one, monkeypatch, limit, over):
+    monkeypatch.setenv(stop.STARTED, str(time.time() - 3600))
+    reason = f"job.time_limit_minutes = {limit:g} are over" if over else None
+    assert stop.Stop(limit).agreed() == reason
+
+
+def test_a_time_limit_counts_from_the_start_of_the_process_where_nobody_says_when_the_command_was_given(
+    group_of_one, monkeypatch
+):
+    monkeypatch.delenv(stop.STARTED, raising=False)
+    monkeypatch.setattr(stop, "_imported", time.time() - 90)
+    assert stop.Stop(1.0).agreed() is not None
+    assert stop.Stop(2.0).agreed() is None
+
+
+def test_one_process_answers_at_once_and_makes_no_group(group_of_one, monkeypatch):
+    monkeypatch.setattr(stop, "_heard", signal.SIGUSR1)
+    alone = stop.Stop(0.0)
+    assert alone.agreed() == "rank 0 got SIGUSR1"
+    alone.close()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_the_launcher_leaves_at_once_while_it_has_no_ranks():
+    script = "import os, signal; from titanlite import stop; stop.leave_at_once(); os.kill(os.getpid(), signal.SIGUSR1)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == stop.EXIT_CODE == os.EX_TEMPFAIL
