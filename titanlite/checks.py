@@ -241,6 +241,11 @@ def _checkpoint_faults(config: Config) -> Iterator[str]:
             f"checkpoint.keep_every_n_steps = {keys.keep_every_n_steps}: must be a multiple of "
             f"checkpoint.interval = {keys.interval}, since only those steps are saved"
         )
+    if config.training.on_nonfinite == "rollback" and keys.exclude_from_loading:
+        yield (
+            f'training.on_nonfinite = "rollback": goes back to all of a checkpoint, and checkpoint.exclude_from_loading = '
+            f"{keys.exclude_from_loading} to a part of it; begin a run with the one, and go on with the other"
+        )
     known = changeable(config)
     for pattern in keys.allow_changes:
         if not fnmatch.filter(known, pattern):
@@ -281,6 +286,11 @@ def _recompute_faults(config: Config) -> Iterator[str]:
         yield (
             'compile.backend = "inductor": needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set '
             "compile.enable = false"
+        )
+    if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
+        yield (
+            f'optimizer.implementation = "{config.optimizer.implementation}": training.on_nonfinite = "skip" needs "fused", '
+            "which leaves out a step without waiting for the device"
         )
     if config.training.mixed_precision_param == "float16" and config.optimizer.implementation != "fused":
         yield (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.checkpoint import load
 from titanlite.checkpoint.folder import step_folder
@@ -103,8 +103,9 @@ def restore(
 ) -> tuple[Progress, Schedule]:
     """Loads what the run begins with, and says where it stands and which schedule it follows; all ranks together.
 
-    In this order: the checkpoint that `load_step` names, the newest sound one of this run, what `initial_load_path` names,
-    the initial weights. Raises UserError for a checkpoint that does not fit the run, with all that is wrong with it.
+    In this order: the checkpoint that `load_step` names, the newest sound one of this run in `folder`, what
+    `initial_load_path` names, the initial weights, which the model has. Raises UserError for a checkpoint that does not fit
+    the run, with all that is wrong with it.
     """
     keys = config.checkpoint
     if not keys.enable:
@@ -119,14 +120,30 @@ def restore(
             load.load_tensors(*begin, model_tensors(model), keys.exclude_from_loading, "model.")
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
-    source, found = begin
+    start = load_run(*begin, config, family, data, global_batch, run_tensors(model, optimizer, loss_scale))
+    log.info("resumed from %s", begin[0])
+    return start
+
+
+def load_run(
+    source: Path,
+    found: Manifest,
+    config: Config,
+    family: Family,
+    data: TokenData,
+    global_batch: int,
+    tensors: dict[str, Tensor],
+) -> tuple[Progress, Schedule]:
+    """Goes on from one checkpoint, into `tensors`. Raises UserError for one that does not fit."""
     schedule = check_changes(config, family, data, global_batch, source, found)
-    excluded = keys.exclude_from_loading
-    if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == excluded:
-        excluded = []  # already done by the run that wrote it
-    load.load_tensors(source, found, run_tensors(model, optimizer, loss_scale), excluded)
-    log.info("resumed from %s", source)
+    load.load_tensors(source, found, tensors, excluded(config, found))
     return Progress(found.numbers["step"], found.numbers["samples"]), schedule
+
+
+def excluded(config: Config, found: Manifest) -> list[str]:
+    """What of a checkpoint is not loaded: nothing where the run that wrote it has left out the same already."""
+    patterns = config.checkpoint.exclude_from_loading
+    return [] if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == patterns else patterns
 
 
 def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:

@@ -228,12 +228,16 @@ def train(
             found = unread.read()
             newest = saver.newest() if saver and incidents.are_bad(found) else None  # a save that goes on is waited for
             if rollback := incidents.judge(found, newest):
-                progress, _ = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
-                incidents.went_back(rollback, progress.step)
-                progress = Progress(progress.step, rollback.next_sample)
-                clean_up(saves, progress.step)
-                reporter.go_back(progress.step)
-                source = batches_from(progress.samples)
+                stacks.at(step, "going back")
+                process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)  # loading takes longer
+                with clock.pause("rollback"):
+                    progress, _ = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
+                    incidents.went_back(rollback, progress.step)
+                    progress = Progress(progress.step, rollback.next_sample)
+                    clean_up(saves, progress.step)
+                    reporter.go_back(progress.step)
+                    source = batches_from(progress.samples)
+                process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
                 clock.restart()
                 steps_timed = 0
                 continue

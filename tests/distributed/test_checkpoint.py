@@ -359,7 +359,7 @@ def test_a_damaged_file_is_named_not_loaded_and_the_run_ends_as_if_nothing_had_h
     do(newest / name, before / name)
     ranks = train(pools, SHARD, run, 6)
     assert [told.error for told in ranks] == ["", ""]
-    said = [line for line in ranks[0].log if line.startswith("not used: ")]
+    said = [line for told in ranks for line in told.log if line.startswith("not used: ")]
     assert len(said) == 1 and f"{newest / name}: {of_the_manifest if name == manifest.FILE else of_a_file}" in said[0]
     assert [told.read for told in ranks] == [[str(before)], [str(before)]]
     assert resumed(run) == [0, 2]
@@ -397,6 +397,16 @@ def test_a_damaged_checkpoint_that_load_step_names_ends_the_run_and_no_other_is_
         assert f"{run / 'checkpoint/step-00000002/__0_0.distcp'}: {SUM}" in told.error
         assert told.read == []
     assert saved(run) == names(2, 4)
+
+
+def test_load_step_goes_back_once_and_a_run_that_is_started_again_goes_on(pools, half, tmp_path):
+    run, back = Path(shutil.copytree(half, tmp_path / "run")), {"load_step": 2}
+    for steps, source in ((5, 2), (6, 5), (7, 6)):
+        ranks = train(pools, SHARD, run, steps, checkpoint=back)
+        assert [told.read for told in ranks] == [[str(step_folder(run / "checkpoint", source))]] * 2
+    assert saved(run) == [*names(2, 4), "step-00000004.aside-1", *names(5, 6, 7)]
+    train(pools, SHARD, run, 7, checkpoint={"load_step": 5})  # another step to go back to
+    assert resumed(run) == [0, 2, 5, 6, 5]
 
 
 # ------------------------------------------------------------------------------------------------- writing beside training
@@ -570,6 +580,20 @@ def test_the_head_of_another_vocabulary_can_be_left_out(pools, half, tmp_path):
     start = {"initial_load_path": str(half / "checkpoint/step-00000004")}
     start |= {"exclude_from_loading": ["model.embed.*", "model.head.output.*"]}
     assert train(pools, SHARD, tmp_path, 2, flavor="uneven", checkpoint=start)[0].error == ""
+
+
+@pytest.mark.parametrize("name", ["step-00000004.aside-1", "best so far"])
+def test_a_checkpoint_under_a_name_of_the_users_own_can_be_begun_from(pools, half, tmp_path, name):
+    source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / name))
+    ranks = train(pools, SHARD, tmp_path / "run", 2, checkpoint={"initial_load_path": source})
+    assert [told.error for told in ranks] == ["", ""]
+    assert ranks[0].read == [source]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(pools, half, tmp_path):
+    source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / "step-00000005"))
+    for told in train(pools, SHARD, tmp_path / "run", 6, checkpoint={"initial_load_path": source}):
+        assert told.error == f"{source}/manifest.json: is damaged: it belongs to step 4"
 
 
 @pytest.mark.parametrize("only", [True, False], ids=["weights alone", "a branch"])

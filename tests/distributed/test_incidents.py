@@ -286,7 +286,8 @@ def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(p
 def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall(pools, tmp_path):
     bad = {7: tiny_poison.OF_LOSS, 9: tiny_poison.OF_GRADIENT}  # both before the reading of step 10
     for log_freq in (1, 6, 100):
-        run(pools, {}, tmp_path / str(log_freq), "rollback", bad, log_freq=log_freq)
+        # with this optimizer all steps after a bad one are bad too, and are no reason to leave out their batches
+        run(pools, {}, tmp_path / str(log_freq), "rollback", bad, log_freq=log_freq, optimizer={"implementation": "foreach"})
     last = [entry["next_sample"] for entry in read_entries(tmp_path / "1" / FILE) if entry["kind"] == "rollback"]
     assert last == [56, 72]
     for log_freq in (6, 100):

@@ -39,7 +39,10 @@ def one_thread():
 
 
 def test_the_table_of_this_file_has_every_recipe():
-    every = {path.stem for path in FOLDER.glob("*.toml")} - {"llama_debug_constant", "llama_debug_decay"}  # two that show a branch
+    every = {path.stem for path in FOLDER.glob("*.toml")} - {
+        "llama_debug_constant",
+        "llama_debug_decay",
+    }  # two that show a branch
     assert every == {f"llama_{flavor}" for flavor in RECIPES}
 
 

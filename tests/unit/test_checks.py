@@ -137,6 +137,8 @@ CASES = [
     (1, {LIMIT: 90.0}, [f"{LIMIT} = 90", "must have saved", f"{SAVE} = true"], {SAVE: True}),
     (1, {NONFINITE: "rollback"}, [f'{NONFINITE} = "rollback"', "go back to", f"{SAVE} = true"], {NONFINITE: "skip"}),
     (1, {NONFINITE: "rollback"}, [f'{NONFINITE} = "rollback"'], {SAVE: True}),
+    (1, {NONFINITE: "rollback", SAVE: True, EXCLUDE: ["a"]}, [f'{NONFINITE} = "rollback"', EXCLUDE, "'a'"], {EXCLUDE: []}),
+    (1, {NONFINITE: "skip", FUSED: "foreach"}, [f'{FUSED} = "foreach"', f'{NONFINITE} = "skip" needs'], {FUSED: "fused"}),
     (1, {SAVE: True, ONLY: False}, [f"{ONLY} = false", "no effect without checkpoint.initial_load_path"], {WEIGHTS: "weights"}),
     (1, {SAVE: True, EVERY: 1000, KEEP: 0}, [f"{EVERY} = 1000", "no effect with keep_latest_k = 0"], {KEEP: 1}),
     (1, {SAVE: True, EVERY: 750}, [f"{EVERY} = 750", f"multiple of {INTERVAL} = 500"], {EVERY: 1500}),

@@ -32,10 +32,16 @@ def unfinished_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.unfinished"
 
 
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name says; None where the name is no checkpoint's, such as that of one set aside."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def list_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, oldest first; some may have been damaged since."""
-    names = [entry.name for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+    inside = [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
+    return sorted(step for entry in inside if (step := step_of(entry)) is not None)
 
 
 # -------------------------------------------------------------------------------------------------------------- before a run

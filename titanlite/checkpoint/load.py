@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.folder import list_steps, step_folder
+from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.checkpoint.storage import Reader, read_metadata
 from titanlite.errors import UserError
@@ -34,7 +34,8 @@ def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
             return source, verified(source)
         except Damaged as error:
             faults.append(str(error))
-            log.warning("not used: %s", error)
+            if dist.get_rank() == 0:  # all have found the same
+                log.warning("not used: %s", error)
     if faults:
         raise UserError(
             f"{folder}: all {len(faults)} checkpoints are damaged, the newest is: {faults[0]}\n"
@@ -52,7 +53,7 @@ def verified(source: Path) -> Manifest:
     found, fault = None, ""
     try:
         found = manifest.read(source)
-        if step_folder(source.parent, found.numbers["step"]).name != source.name:
+        if step_of(source) not in (None, found.numbers["step"]):  # None: the user's own name for a copy
             raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {found.numbers['step']}")
         fault = "\n".join(faults(source, found, rank, world))
         read_metadata(source, found.files)

@@ -41,7 +41,7 @@ from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
-from titanlite.resume import Progress, check_changes, restore
+from titanlite.resume import Progress, load_run, restore
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import load_family
 
@@ -220,7 +220,7 @@ def begin(
     family, saves = load_family(config.model.name, config.model.flavor), run / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
     dist.broadcast_object_list(listed)  # the run may be saving and deleting meanwhile
-    size, excluded = config.training.global_batch_size, config.checkpoint.exclude_from_loading
+    size = config.training.global_batch_size
     for number in [*reversed(listed[0]), None]:
         # anew for each: a checkpoint that is deleted while it is read leaves half of its tensors
         model = build_model(family, config, mesh, device)
@@ -233,15 +233,13 @@ def begin(
         source = step_folder(saves, number)
         try:
             stored = load.verified(source)
-            schedule = check_changes(config, family, data, size, source, stored)
-            done = stored.numbers["config"]["checkpoint"].get("exclude_from_loading") == excluded  # by the run that wrote it
-            load.load_tensors(source, stored, run_tensors(model, optimizer, loss_scale), [] if done else excluded)
+            found = load_run(source, stored, config, family, data, size, run_tensors(model, optimizer, loss_scale))
         except Damaged as error:
             log.warning("not used: %s", error)
             continue
         except UserError as error:
             raise UserError(f"{error}\nBut here nothing can be allowed: it would be another step than the run's") from None
-        return model, optimizer, loss_scale, Progress(number, stored.numbers["samples"]), schedule
+        return model, optimizer, loss_scale, *found
     raise AssertionError
 
 
