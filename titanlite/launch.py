@@ -28,8 +28,8 @@ from titanlite import stacks, stop
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
 
-# torchrun looks at the ranks ten times a second, notes whole seconds, and notes the ranks that it ends itself like those
-# that failed. What is so close in time is told apart by how it ended.
+# torchrun looks at the ranks ten times a second and notes whole seconds. What is so close in time is told apart by how it
+# ended.
 _TOGETHER = 1  # seconds
 
 # How long the other ranks may take once one has ended with stop.EXIT_CODE; all have saved together by then.
@@ -43,7 +43,7 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFail
 
     Of those that failed first, as far as the clock can tell: one that was ended by a signal, since its neighbours then lose
     their connection to it and end with an exit code; then one that said what is wrong and ended with 2; then any other
-    exit code; last a rank that got SIGTERM, which is how torchrun ends the survivors.
+    exit code; last a rank that got SIGTERM, which was asked to end.
     """
     earliest = min(failure.timestamp for failure in failures.values())
     candidates = [item for item in failures.items() if item[1].timestamp <= earliest + _TOGETHER]

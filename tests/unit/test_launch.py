@@ -1,13 +1,15 @@
 """Which of several failed ranks the launcher names, the one that brought the others down; and what it does with signals."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, RunProcsResult, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from titanlite.launch import Launcher, describe, first_failure
+from titanlite import launch
+from titanlite.launch import Launcher, Ranks, describe, first_failure
 
 KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGTERM
 
@@ -28,9 +30,9 @@ def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
         ([(0, 1, 50), (1, KILL, 50)], 1),  # found at one look: rank 0 has lost its connection to the killed rank
         ([(0, 1, 50), (1, KILL, 51), (2, 1, 51)], 1),  # the second changed in between
         ([(0, 1, 50), (2, 1, 50), (3, SEGV, 50)], 3),
-        ([(1, KILL, 50), (0, TERM, 50)], 1),  # torchrun has ended rank 0
+        ([(1, KILL, 50), (0, TERM, 50)], 1),  # somebody has ended rank 0
         ([(3, 2, 50), (0, TERM, 50), (1, TERM, 51)], 3),
-        ([(2, 2, 50), (0, KILL, 80)], 2),  # torchrun has ended rank 0, which did not heed SIGTERM
+        ([(2, 2, 50), (0, KILL, 80)], 2),  # much later
         ([(0, 1, 50), (1, 2, 50)], 1),  # rank 1 has said what is wrong
         ([(0, 1, 50), (1, 1, 50)], 0),
         ([(1, 1, 50), (0, ABORT, 60)], 1),  # the watchdog of a survivor
@@ -78,3 +80,85 @@ def test_the_last_line_names_the_folder_of_stacks_where_there_is_one(launcher, t
     assert launcher.stacks() == ""
     (tmp_path / "stacks").mkdir()
     assert launcher.stacks() == f"; stacks of all ranks: {tmp_path}/stacks"
+
+
+# ---------------------------------------------------------------------------------------------------- ranks of two lines
+
+# As a rank does in its first moment; the launcher has held the signal back until then.
+LISTENS = "import signal, sys, time; from titanlite import stop; stop.listen(); "
+
+
+def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
+    """Ranks 4, 5, ... of a run that may be started twice more."""
+    environments = {
+        local: {"RANK": str(local + 4), "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+        for local in range(len(scripts))
+    }
+    ranks = Ranks(
+        launcher,
+        name="default",
+        entrypoint=sys.executable,
+        args={local: ("-c", script) for local, script in enumerate(scripts)},
+        envs=environments,
+        logs_specs=DefaultLogsSpecs(log_dir=str(launcher.dump_folder / "logs")),
+    )
+    ranks._start()
+    return ranks
+
+
+def end_of(ranks: Ranks) -> RunProcsResult:
+    """How the ranks end, as torchrun's agent is told."""
+    try:
+        result = ranks.wait(timeout=30, period=0.05)
+        assert result is not None
+        return result
+    finally:
+        ranks.close()
+        assert not ranks.running()
+
+
+def test_ranks_that_all_end_with_75_are_no_failure(launcher):
+    assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(0.5); exit(75)")).is_failed()
+    assert launcher.stopped and launcher.over
+
+
+def test_a_rank_that_stays_when_another_has_stopped_is_ended_and_no_failure(launcher, monkeypatch):
+    monkeypatch.setattr(launch, "_LEAVING", 0.5)
+    assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(60)")).is_failed()
+    assert launcher.stopped
+
+
+def test_a_rank_that_fails_while_the_others_stop_is_a_failure_and_not_started_again(launcher):
+    with pytest.raises(ChildFailedError) as raised:
+        end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(0.5); exit(2)"))
+    assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {5: 2}
+
+
+def test_of_ranks_that_are_ended_only_the_one_that_failed_is_noted(launcher):
+    result = end_of(start_ranks(launcher, "import time; time.sleep(60)", "exit(7)", "import time; time.sleep(60)"))
+    assert {local: failure.exitcode for local, failure in result.failures.items()} == {1: 7}
+    assert launcher.failure.startswith("rank 5 (process ") and launcher.failure.endswith("ended with exit code 7")
+    assert not launcher.over  # two more starts are left
+
+
+def test_the_next_start_says_why_there_is_one(launcher, capfd):
+    launcher.starts, launcher.failure = 1, "rank 5 (process 123) was ended by SIGKILL"
+    assert not end_of(start_ranks(launcher, "")).is_failed()
+    assert capfd.readouterr().err == "rank 5 (process 123) was ended by SIGKILL; start 2 of 4\n"
+
+
+def test_a_request_is_passed_on_to_all_ranks_even_if_they_do_not_listen_yet(launcher):
+    late = f"import time; time.sleep(0.5); {LISTENS}\nwhile not stop._heard: time.sleep(0.05)\nsys.exit(75)"
+    ranks = start_ranks(launcher, late, late)
+    launcher.hear(signal.SIGTERM, None)
+    assert not end_of(ranks).is_failed()
+    assert launcher.stopped
+
+
+def test_a_second_signal_ends_ranks_that_do_not_stop(launcher):
+    ranks = start_ranks(launcher, LISTENS + "time.sleep(60)")
+    launcher.hear(signal.SIGTERM, None)
+    launcher.hear(signal.SIGUSR1, None)
+    with pytest.raises(SignalException) as raised:
+        end_of(ranks)
+    assert raised.value.sigval == signal.SIGUSR1
