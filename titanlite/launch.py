@@ -151,7 +151,7 @@ class Ranks(SubprocessContext):
         """What the agent asks for ten times a second: None while ranks are running, then how they ended.
 
         Raises SignalException at a second signal, and ChildFailedError for a failure after which the ranks are not to be
-        started again: the run was to stop.
+        started again: the run was to stop, or the user has to mend something first.
         """
         if self.launcher.at_once:
             raise SignalException("a second signal", self.launcher.at_once)
@@ -168,7 +168,8 @@ class Ranks(SubprocessContext):
             self.launcher.over = True
             return result
         failures = {self.numbers[local]: failure for local, failure in result.failures.items()}
-        if self.launcher.told or self.launcher.stopped:
+        mendable = first_failure(failures)[1].exitcode == _FAULT  # by the user, not by starting anew
+        if self.launcher.told or self.launcher.stopped or mendable:
             self.launcher.over = True
             raise ChildFailedError(self.name, failures)
         self.launcher.over = self.restarts_left == 0

@@ -9,6 +9,7 @@ the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoi
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -267,8 +268,6 @@ def train(
                 saver.save(step, run_tensors(model, optimizer, loss_scale), numbers)
         elif saver:
             saver.poll()
-        if stopping:
-            log.info("stopping after step %d: %s", step, stopping)
         if step == first:
             process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
         if step <= first + 1 or validating:  # the first step, the second with its warm state, and the pass without gradients
@@ -276,6 +275,8 @@ def train(
         elif reporting:
             recompilations.check(step)
     gc.enable()
+    if stopping:
+        log.info("stopping after step %d: %s%s", progress.step, stopping, "" if saver else "; nothing is saved")
     stacks.at(step, "finishing")
     stop.close()
     if saver:
@@ -369,4 +370,5 @@ def main() -> None:
         stacks.report(error, patience if process.is_echo(error) else 0.0)
         sys.stderr.flush()
         os._exit(1)
-    sys.exit(EXIT_CODE if stopped else 0)
+    # A run without checkpoints that is started again begins anew: no scheduler is asked to do that.
+    sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else 128 + signal.SIGTERM)

@@ -134,6 +134,12 @@ def test_a_rank_that_fails_while_the_others_stop_is_a_failure_and_not_started_ag
     assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {5: 2}
 
 
+def test_what_the_user_has_to_mend_is_not_started_again(launcher):
+    with pytest.raises(ChildFailedError) as raised:
+        end_of(start_ranks(launcher, "exit(2)", "import time; time.sleep(60)"))
+    assert {rank: failure.exitcode for rank, failure in raised.value.failures.items()} == {4: 2}
+
+
 def test_of_ranks_that_are_ended_only_the_one_that_failed_is_noted(launcher):
     result = end_of(start_ranks(launcher, "import time; time.sleep(60)", "exit(7)", "import time; time.sleep(60)"))
     assert {local: failure.exitcode for local, failure in result.failures.items()} == {1: 7}
