@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from titanlite.checkpoint import load, manifest, storage
 from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
 from titanlite.checkpoint.save import Saver
-from titanlite.checkpoint.storage import METADATA, read_metadata
+from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
 from titanlite.config import Checkpoint
 from titanlite.errors import UserError
 
@@ -221,6 +221,15 @@ def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, 
     assert not (tmp_path / "was here").exists()
     assert any(line.startswith(f"{source / name}: is ") for line in str(raised.value).splitlines()), raised.value
     assert "Traceback" not in str(raised.value) and "weights_only" not in str(raised.value)
+
+
+def test_what_is_put_in_place_between_checking_and_reading_is_not_run_either(source, tmp_path):
+    """DCP asks its reader for the metadata once more."""
+    found = load.verified(source)
+    put(source, METADATA, pickle.dumps(Evil(tmp_path / "was here")))
+    with pytest.raises(Damaged, match="is refused: it asks for"):
+        Reader(source, found.files).read_metadata()
+    assert not (tmp_path / "was here").exists()
 
 
 @pytest.mark.parametrize("way", WAYS)
