@@ -227,7 +227,8 @@ def _checkpoint_faults(config: Config) -> Iterator[str]:
     folder = Path(config.job.dump_folder) / keys.folder
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         yield f'checkpoint.folder = "{keys.folder}": no permission to write in {folder}'
-    if keys.initial_load_path and not (Path(keys.initial_load_path) / manifest.FILE).is_file():
+    begun = bool(list_steps(folder))  # then it is not read any more, and may be gone
+    if keys.initial_load_path and not begun and not (Path(keys.initial_load_path) / manifest.FILE).is_file():
         yield f'checkpoint.initial_load_path = "{keys.initial_load_path}": not a checkpoint, such as .../step-00000100'
     if not keys.initial_load_model_only and not keys.initial_load_path:
         yield "checkpoint.initial_load_model_only = false: has no effect without checkpoint.initial_load_path"

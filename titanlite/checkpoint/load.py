@@ -87,7 +87,8 @@ def load_tensors(
     stored = {name: entry for name, entry in every.items() if name.startswith(prefix)}
     for pattern in exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in [*stored, *tensors]):
-            raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of {source} or of this run')
+            whose = f"{source} or of this run" if not prefix else f"{source} that is loaded, which are its weights alone"
+            raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of {whose}')
 
     def counts(name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)

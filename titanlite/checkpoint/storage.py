@@ -183,6 +183,8 @@ class Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
+    """Knows few classes. A forged pickle can still give their objects, or themselves, odd values; what is read is checked."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ADMITTED:
             return super().find_class(module, name)
