@@ -1,0 +1,55 @@
+"""Long proofs, run by hand: python -m tests.campaigns.kill, .elastic or .two_hosts; --help says what each takes.
+
+Each starts runs through run_train.sh as a user does, does them harm, prints a table of figures, and exits with 1 where a
+promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_STEP = re.compile(r"step-(\d{8})")
+
+
+class Report(NamedTuple):
+    """What a campaign has found."""
+
+    figures: dict[str, object]  # name -> value, in the order of the table
+    broken: list[str]  # sentences, one a broken promise
+
+    def show(self) -> int:
+        """Prints the table; -> the exit code."""
+        width = max(map(len, self.figures))
+        for name, value in self.figures.items():
+            print(f"{name:<{width}}  {value}")
+        for sentence in self.broken:
+            print(f"BROKEN: {sentence}")
+        return 1 if self.broken else 0
+
+
+class Step(NamedTuple):
+    """What a step has computed."""
+
+    loss: float
+    grad_norm: float
+
+
+def trajectory(run: Path) -> dict[int, Step]:
+    """step -> what it has computed, as reported in a run's folder. A line that is half written does not count."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {entry["step"]: Step(entry["loss"], entry["grad_norm"]) for entry in entries}
+
+
+def committed(run: Path) -> set[int]:
+    """The steps of the checkpoints in a run's folder that have their final name."""
+    folder = run / "checkpoint"
+    return {int(match[1]) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))}
+
+
+def starts(run: Path) -> list[int]:
+    """Of each start of a run that came as far as training, the step that it went on from."""
+    path = run / "provenance.json"
+    return [entry["resumed_step"] for entry in json.loads(path.read_text())] if path.exists() else []

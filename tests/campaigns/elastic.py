@@ -1,0 +1,134 @@
+"""Stops a run and goes on with another number of ranks, again and again, in one folder.
+
+    python -m tests.campaigns.elastic [--ranks 4 2 3 4] [--steps 4]
+
+Every other segment is stopped by SIGTERM, the others by training.steps. Afterwards the samples of every step must be those of
+an uninterrupted run on one process, token for token, and the losses the same but for rounding.
+"""
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.campaigns import Report, committed, starts, trajectory
+from tests.end_to_end.launcher import Ended, finish, launch
+from tests.end_to_end.test_run_train import working_folder
+
+GLOBAL_BATCH = 12  # sequences; 1, 2, 3 and 4 ranks divide it
+ROUNDING = 1e-5
+PATIENCE = 180.0
+PREEMPTED = 75
+
+# Added to the model: each rank notes what it trains on, a line a sequence, in the order of its microbatches.
+NOTING = """
+
+class Model(Model):
+    def forward(self, tokens, *args, **more):
+        import hashlib
+        import os
+
+        lines = [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=8).hexdigest() for row in tokens]
+        with open(os.environ["NOTES"] + "-" + os.environ["RANK"], "a") as file:
+            file.write("".join(line + "\\n" for line in lines))
+        return super().forward(tokens, *args, **more)
+"""
+
+
+def segment(folder: Path, number: int, ranks: int, steps: int, planned: int, stop_after: int | None = None) -> Ended:
+    """One start of the run, to step `steps` of `planned`, or stopped by SIGTERM once step `stop_after` is reported."""
+    started = launch(
+        "run.toml", "--training.steps", str(steps), "--lr_scheduler.total_steps", str(planned),
+        "--training.local_batch_size", "1", "--training.global_batch_size", str(GLOBAL_BATCH),
+        folder=folder, NGPU=str(ranks), OMP_NUM_THREADS="1", NOTES=f"notes-{number}",
+    )  # fmt: skip
+    if stop_after is not None:
+        while started.process.poll() is None and max(trajectory(folder / "out"), default=0) < stop_after:
+            time.sleep(0.005)
+        started.process.send_signal(signal.SIGTERM)
+    return finish(started, PATIENCE)
+
+
+def samples(folder: Path, number: int, ranks: int, first: int) -> dict[int, list[str]]:
+    """step -> digests of the sequences that all ranks of a segment together have trained on, in no order."""
+    part = GLOBAL_BATCH // ranks
+    found: dict[int, list[str]] = {}
+    for rank in range(ranks):
+        lines = (folder / f"notes-{number}-{rank}").read_text().split()
+        for begin in range(0, len(lines), part):
+            found.setdefault(first + begin // part, []).extend(lines[begin : begin + part])
+    return {step: sorted(digests) for step, digests in found.items()}
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    working_folder(folder)
+    with open(folder / "own/model.py", "a") as file:
+        file.write(NOTING)
+    return folder
+
+
+def campaign(folder: Path, ranks: list[int], steps: int) -> Report:
+    """Segments of about `steps` steps each on so many ranks, in `folder`."""
+    begun, broken = time.monotonic(), []
+    run = prepared(folder / "run")
+    stopped, seen = [], {}
+    far = 1000  # a segment that SIGTERM stops must not come to its end before
+    for number, count in enumerate(ranks):
+        done = max(committed(run / "out"), default=0)
+        by_signal = number % 2 == 1 and number < len(ranks) - 1
+        ended = segment(run, number, count, far if by_signal else done + steps, far, done + steps if by_signal else None)
+        reached, wanted = max(trajectory(run / "out"), default=0), PREEMPTED if by_signal else 0
+        stopped.append(f"{count} ranks to step {reached}" + " (SIGTERM)" * by_signal)
+        if ended.code != wanted or ended.left:
+            broken.append(f"segment {number}: exit code {ended.code}, not {wanted}; {len(ended.left)} left:\n{ended.err}")
+        if reached <= done:
+            return Report({"segments": ", ".join(stopped)}, broken)
+        if reached not in committed(run / "out"):
+            broken.append(f"segment {number}: ended at step {reached} without a checkpoint of it")
+        if starts(run / "out")[-1] != done:
+            broken.append(f"segment {number}: went on from step {starts(run / 'out')[-1]}, not {done}")
+        seen |= samples(run, number, count, done + 1)
+
+    last = max(trajectory(run / "out"))
+    alone = prepared(folder / "alone")
+    ended = segment(alone, 0, 1, last, far)
+    assert ended.code == 0, ended.err
+    one, many = trajectory(alone / "out"), trajectory(run / "out")
+    other = [step for step, digests in samples(alone, 0, 1, 1).items() if seen.get(step) != digests]
+    if other or len(seen) != last:
+        broken.append(f"steps {other} of {last} were trained on other samples than on one process; {len(seen)} were trained")
+    if list(many) != list(one):
+        broken.append(f"reported steps are {list(many)}")
+    far_off = max((abs(many[step].loss / one[step].loss - 1) for step in one if step in many), default=0.0)
+    if far_off > ROUNDING:
+        broken.append(f"a loss differs by {far_off:.1e} from that of one process")
+    figures = {
+        "segments": ", ".join(stopped),
+        "steps": last,
+        "    with other samples than on one process": len(other),
+        "largest relative difference of a loss": f"{far_off:.1e}",
+        "seconds in all": f"{time.monotonic() - begun:.0f}",
+    }
+    return Report(figures, broken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2, 3, 4], help="of each segment; 12 is divided by all")
+    parser.add_argument("--steps", type=int, default=4, help="of each segment")
+    words = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="elastic-"))
+    code = campaign(folder, words.ranks, words.steps).show()
+    if code:
+        print(f"all that was written is in {folder}")
+    else:
+        shutil.rmtree(folder)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

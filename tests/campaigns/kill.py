@@ -1,0 +1,325 @@
+"""Kills runs with SIGKILL, starts them again until they are done, and looks for what that has cost.
+
+    python -m tests.campaigns.kill [--ranks 2 | --mesh 2x2] [--kills 100] [--seed 0]
+
+A kill hits one rank, all ranks, or everything that the run has started. Half of the kills wait until a checkpoint is being
+written; the others come at any time of training. Checkpoints are written while training waits, or while it goes on. Of three
+runs one has MAX_RESTARTS=2, and only its ranks are killed. Afterwards every run must be bit for bit the uninterrupted one.
+"""
+
+import argparse
+import collections
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.campaigns import Report, Step, committed, starts, trajectory
+from tests.end_to_end.launcher import Launch, finish, launch
+from tests.end_to_end.test_run_train import working_folder
+from titanlite.checkpoint import load, manifest
+from titanlite.errors import UserError
+
+STEPS = 36
+KEPT = 3
+KILLS_A_RUN = 4  # a start costs ten times as much as the training in between
+RESTARTS = 2
+PATIENCE = 180.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
+
+
+class Mesh(NamedTuple):
+    """Ranks: shards of the data parallel, times tensor parallel."""
+
+    shards: int
+    tensor: int
+
+    @property
+    def ranks(self) -> int:
+        return self.shards * self.tensor
+
+
+class Plan(NamedTuple):
+    """A run and what is to happen to it."""
+
+    folder: Path
+    mesh: Mesh
+    async_mode: str
+    restarts: int  # by the launcher
+    kills: int
+    seed: str
+
+
+class Hit(NamedTuple):
+    """One kill."""
+
+    whom: str  # one rank, all ranks, everything
+    aimed: bool  # at a checkpoint that is being written
+    share: float  # of what is left of the training when it resumes
+    more: float  # seconds
+    die: float  # in [0, 1), for which rank
+
+
+class Tally:
+    """What is counted over all runs; several threads add to it."""
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.broken: list[str] = []
+        self.longest_end = 0.0
+        self._lock = threading.Lock()
+
+    def count(self, *names: str) -> None:
+        with self._lock:
+            self.counts.update(names)
+
+    def broke(self, name: str, sentence: str) -> None:
+        """Counts a broken promise."""
+        with self._lock:
+            self.counts[name] += 1
+            self.broken.append(sentence)
+
+
+class Watch(threading.Thread):
+    """Looks at a run's checkpoints all the time: one that was there for an instant was promised to stay."""
+
+    def __init__(self, run: Path):
+        super().__init__(daemon=True)
+        self.seen: set[int] = set()
+        self._run, self._over = run, threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(0.005):
+            self.seen |= committed(self._run)
+
+    def close(self) -> None:
+        self._over.set()
+        self.join()
+
+    def lost(self) -> list[int]:
+        """Checkpoints that are gone although there are not so many newer ones as are kept."""
+        there = committed(self._run)
+        return sorted(s for s in self.seen - there if sum(newer > s for newer in there) < KEPT)
+
+
+# --------------------------------------------------------------------------------------------------------------- one kill
+
+
+def begin(plan: Plan) -> Launch:
+    return launch(
+        "run.toml", "--training.steps", str(STEPS), "--metrics.enable_tensorboard", "false",
+        "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", str(KEPT), "--checkpoint.async_mode", plan.async_mode,
+        "--parallelism.data_parallel_shard_degree", str(plan.mesh.shards),
+        "--parallelism.tensor_parallel_degree", str(plan.mesh.tensor),
+        folder=plan.folder, NGPU=str(plan.mesh.ranks), OMP_NUM_THREADS="1", MAX_RESTARTS=str(plan.restarts),
+    )  # fmt: skip
+
+
+def writing(run: Path) -> bool:
+    return any((run / "checkpoint").glob(".step-*"))
+
+
+def wait_for_the_moment(started: Launch, run: Path, hit: Hit) -> bool:
+    """Waits, in a start of the ranks that is new, for the moment of a kill. False if the run has ended before."""
+    deadline = time.monotonic() + PATIENCE
+    before = len(starts(run))
+
+    def until(condition: Callable[[], bool], every: float = 0.002) -> bool:
+        while started.process.poll() is None and time.monotonic() < deadline:
+            if condition():
+                return True
+            time.sleep(every)
+        return False
+
+    if not until(lambda: len(starts(run)) > before, every=0.05):
+        return False
+    resumed = starts(run)[-1]
+    target = resumed + 1 + hit.share * (STEPS - resumed - 1)
+    if not until(lambda: max(trajectory(run), default=0) >= target) or (hit.aimed and not until(lambda: writing(run))):
+        return False
+    time.sleep(hit.more)
+    return started.process.poll() is None
+
+
+def kill(started: Launch, hit: Hit) -> bool:
+    """Kills with SIGKILL; False if there was nobody any more."""
+    ranks = list(started.ranks().values())
+    if not ranks:
+        return False
+    victims = {"one rank": [ranks[int(hit.die * len(ranks))]], "all ranks": ranks, "everything": started.pids()}[hit.whom]
+    alive = False
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            alive = True
+    return alive
+
+
+def damage(run: Path) -> list[str]:
+    """What is wrong with the checkpoints that a run could resume from."""
+    found = []
+    for step in committed(run):
+        folder = run / f"checkpoint/step-{step:08d}"
+        try:
+            found += load.faults(folder, manifest.read(folder))
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------- one run
+
+
+def play(plan: Plan, expected: dict[int, Step], tally: Tally) -> None:
+    """Starts a run, kills it, and so on, until it has been killed `plan.kills` times and has ended by itself."""
+    dice = random.Random(plan.seed)
+    run = plan.folder / "out"
+    hits = deal(plan, dice)
+    watch = Watch(run)
+    watch.start()
+    code = None
+    while code != 0:
+        started = begin(plan)
+        tally.count("starts")
+        killed = harm(started, plan, hits, tally)
+        code = end(started, plan, tally, killed)
+        for step in watch.lost():
+            tally.broke("lost", f"{run}: the checkpoint of step {step} is gone")
+        for fault in damage(run):
+            tally.broke("damaged", fault)
+        if code is None:
+            break
+    watch.close()
+    tally.count("runs", *["committed"] * len(watch.seen))
+    if code == 0 and trajectory(run) != expected:
+        tally.broke("different", f"{run}: losses or gradient norms are not those of the uninterrupted run")
+
+
+def deal(plan: Plan, dice: random.Random) -> list[Hit]:
+    """The kills of a run: every kind of them, and every other one at a time when a checkpoint is written."""
+    kinds = ["one rank", "all ranks"] if plan.restarts else ["one rank", "all ranks", "everything"]
+    dice.shuffle(kinds)
+    first = dice.randrange(2)
+    hits = []
+    for number in range(plan.kills):
+        # Of what is left of the run, so that there is room for the kills that follow.
+        share = dice.uniform(0, min(1.0, 2 / (plan.kills - number + 1)))
+        hits.append(Hit(kinds[number % len(kinds)], (first + number) % 2 == 0, share, dice.uniform(0, 0.15), dice.random()))
+    return hits
+
+
+def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> bool:
+    """Kills, and takes what it has done from `hits`, as long as the launcher starts the ranks anew; -> whether it does not."""
+    run = plan.folder / "out"
+    for restarts in range(plan.restarts, -1, -1):
+        if not hits or not wait_for_the_moment(started, run, hits[0]):
+            return False
+        half_written = writing(run)
+        if not kill(started, hits[0]):
+            return False
+        tally.count("kills", hits.pop(0).whom, *["while writing"] * half_written)
+        if restarts:
+            tally.count("starts by the launcher")
+    return True
+
+
+def end(started: Launch, plan: Plan, tally: Tally, killed: bool) -> int | None:
+    """Waits for the end of a run; -> its exit code, or None where it did not end as it should."""
+    begun = time.monotonic()
+    try:
+        ended = finish(started, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        tally.broke("no end", f"{plan.folder}: still there {PATIENCE:.0f} s after it was killed")
+        return None
+    if killed:
+        tally.longest_end = max(tally.longest_end, time.monotonic() - begun)
+    if ended.left:
+        tally.broke("left behind", f"{plan.folder}: {len(ended.left)} processes outlived the run")
+    if ended.code not in (0, 137):
+        tally.broke("no end", f"{plan.folder}: ended with {ended.code}:\n{ended.err}")
+        return None
+    return ended.code
+
+
+# ----------------------------------------------------------------------------------------------------------- the campaign
+
+
+def plans(folder: Path, mesh: Mesh, kills: int, seed: int) -> Iterator[Plan]:
+    """Runs with so many kills in all."""
+    number = 0
+    while kills > 0:
+        place = folder / f"run-{number}"
+        place.mkdir()
+        a_run = min(kills, KILLS_A_RUN)
+        mode = ("disabled", "async")[number % 2]
+        yield Plan(working_folder(place), mesh, mode, RESTARTS * (number % 3 == 1), a_run, f"{seed}/{number}")
+        kills -= a_run
+        number += 1
+
+
+def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> Report:
+    """Runs in `folder`, `at_once` of them at a time."""
+    begun = time.monotonic()
+    (folder / "uninterrupted").mkdir()
+    whole = Plan(working_folder(folder / "uninterrupted"), mesh, "disabled", 0, 0, "")
+    ended = finish(begin(whole), PATIENCE)
+    expected = trajectory(whole.folder / "out")
+    assert ended.code == 0 and list(expected) == list(range(1, STEPS + 1)), ended.err
+
+    tally = Tally()
+    runs = list(plans(folder, mesh, kills, seed))
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in [pool.submit(play, plan, expected, tally) for plan in runs]:
+            done.result()
+    counts = tally.counts
+    if counts["kills"] < kills // 2:
+        tally.broken.append(f"only {counts['kills']} of {kills} kills came before the end of their run")
+    figures = {
+        "mesh": f"{mesh.shards} x {mesh.tensor}",
+        "kills": counts["kills"],
+        "    of one rank, all ranks, everything": " ".join(str(counts[w]) for w in ("one rank", "all ranks", "everything")),
+        "    while a checkpoint was written": counts["while writing"],
+        "starts, and by the launcher itself": f"{counts['starts']} {counts['starts by the launcher']}",
+        "checkpoints committed": counts["committed"],
+        "    lost": counts["lost"],
+        "    damaged": counts["damaged"],
+        "runs": counts["runs"],
+        "    that did not end": counts["no end"],
+        "    not bit for bit the uninterrupted one": counts["different"],
+        "    with processes left behind": counts["left behind"],
+        "seconds from a kill to the end, at most": f"{tally.longest_end:.1f}",
+        "seconds in all": f"{time.monotonic() - begun:.0f}",
+    }
+    return Report(figures, tally.broken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks")
+    parser.add_argument("--mesh", help="in place of ranks: SHARDSxTENSOR, such as 2x2")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
+    words = parser.parse_args()
+    mesh = Mesh(*map(int, words.mesh.split("x"))) if words.mesh else Mesh(words.ranks, 1)
+    folder = Path(tempfile.mkdtemp(prefix="kill-"))
+    report = campaign(folder, mesh, words.kills, words.seed, words.at_once)
+    code = report.show()
+    if code:
+        print(f"all that was written is in {folder}")
+    else:
+        shutil.rmtree(folder)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

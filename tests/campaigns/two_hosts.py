@@ -1,0 +1,226 @@
+"""Two hosts on one machine: two network namespaces, a cable between them, one rank in each; then the cable is cut.
+
+    python -m tests.campaigns.two_hosts [--case plain] [--case blink] [--case cut] [--case cut-restarts]
+
+plain         a run must be bit for bit that of two ranks on one host
+blink         the cable is cut for a moment shorter than comm.train_timeout_seconds: the run must survive it
+cut           it is cut for longer, then mended: both hosts must end, with an exit code other than 0, in bounded time
+cut-restarts  the same with MAX_RESTARTS=2: the hosts may also find each other again and finish
+gone          it is cut and never mended, as if the other host had lost its power: both must end as in "cut"
+
+After each, started again where it has ended, the run must come to the same losses. Needs Linux, root and iproute2.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.campaigns import Report, starts, trajectory
+from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
+from tests.end_to_end.test_run_train import working_folder
+
+STEPS = 40
+INIT_TIMEOUT, TRAIN_TIMEOUT = 20, 8
+# Beyond the timeout of the collectives: a rank that has lost its connection waits for the one that is at fault to speak, and
+# the launchers notice ten times a second.
+TO_END = TRAIN_TIMEOUT + 60.0
+PATIENCE = 180.0
+PORT = 29_500
+
+# Added to the model: without it the steps of a tiny model are over before a cable is cut.
+SLOW = """
+
+class Model(Model):
+    def forward(self, *args, **more):
+        import time
+
+        time.sleep(float(__import__("os").environ.get("SLOW", 0)))
+        return super().forward(*args, **more)
+"""
+
+
+def obstacle() -> str:
+    """Why there can be no two hosts here, or nothing."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if not shutil.which("ip"):
+        return "the command ip is missing: install iproute2"
+    try:
+        with two_hosts():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+class Host(NamedTuple):
+    namespace: str
+    interface: str
+    address: str
+
+    def up(self, yes: bool) -> None:
+        _ip("-n", self.namespace, "link", "set", self.interface, "up" if yes else "down")
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two namespaces joined by a cable, each with its end of it and a loopback interface; taken down afterwards."""
+    own = os.getpid()
+    hosts = (Host(f"tl{own}a", "cable", "10.213.7.1"), Host(f"tl{own}b", "cable", "10.213.7.2"))
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.namespace)
+        first, second = hosts
+        ends = ["link", "add", first.interface, "netns", first.namespace, "type", "veth"]
+        _ip(*ends, "peer", "name", second.interface, "netns", second.namespace)
+        for host in hosts:
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            host.up(True)
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------ runs
+
+
+def options(**variables: str) -> tuple[list[str], dict[str, str]]:
+    words = [
+        "run.toml", "--training.steps", str(STEPS), "--checkpoint.interval", "5", "--metrics.enable_tensorboard", "false",
+        "--comm.init_timeout_seconds", str(INIT_TIMEOUT), "--comm.train_timeout_seconds", str(TRAIN_TIMEOUT),
+    ]  # fmt: skip
+    return words, {"OMP_NUM_THREADS": "1", **variables}
+
+
+def start(hosts: tuple[Host, Host], folder: Path, **more: str) -> list[Launch]:
+    """The same command on both hosts, as a user gives it; the folder is on a disk that they share."""
+    words, variables = options(NGPU="1", NNODES="2", RDZV_ENDPOINT=f"{hosts[0].address}:{PORT}", **more)
+    return [
+        launch(
+            "netns", "exec", host.namespace, str(ROOT / "run_train.sh"), *words,
+            folder=folder, script=Path("ip"), NODE_RANK=str(number), GLOO_SOCKET_IFNAME=host.interface,
+            PET_LOCAL_ADDR=host.address, **variables,
+        )
+        for number, host in enumerate(hosts)
+    ]  # fmt: skip
+
+
+def finish_both(started: list[Launch], timeout: float) -> tuple[list[Ended | None], float]:
+    """What both hosts left behind, None for one that did not end in time, and the seconds that it took."""
+    begun = time.monotonic()
+    ended: list[Ended | None] = []
+    for one in started:
+        try:
+            ended.append(finish(one, max(1.0, begun + timeout - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            ended.append(None)
+    return ended, time.monotonic() - begun
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    working_folder(folder)
+    with open(folder / "own/model.py", "a") as file:
+        file.write(SLOW)
+    return folder
+
+
+def on_one_host(folder: Path) -> Path:
+    """A run of two ranks as any user starts it, to compare with."""
+    words, variables = options(NGPU="2")
+    ended = finish(launch(*words, folder=prepared(folder), **variables), PATIENCE)
+    assert ended.code == 0, ended.err
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------------ cases
+
+
+def play(case: str, folder: Path, expected: dict) -> tuple[str, list[str]]:
+    """-> (what happened, broken promises)."""
+    broken: list[str] = []
+    run = folder / "out"
+    with two_hosts() as hosts:
+        more = {"SLOW": "0.1"} if case != "plain" else {}
+        more |= {"MAX_RESTARTS": "2"} if case == "cut-restarts" else {}
+        started = start(hosts, prepared(folder), **more)
+        told = ""
+        if case != "plain":
+            _until(lambda: max(trajectory(run), default=0) >= 12 or any(one.process.poll() is not None for one in started))
+            hosts[1].up(False)
+            if case != "gone":
+                time.sleep(TRAIN_TIMEOUT / 4 if case == "blink" else TRAIN_TIMEOUT + 4)
+                hosts[1].up(True)
+        ended, seconds = finish_both(started, TO_END + (0 if case in ("cut", "gone") else PATIENCE))
+        hosts[1].up(True)
+        codes = [one.code if one else "no end" for one in ended]
+        told += f"exit codes {codes[0]} and {codes[1]} after {seconds:.0f} s"
+        if None in ended:
+            broken.append(f"{case}: a host did not end: {codes}")
+        if any(one and one.left for one in ended):
+            broken.append(f"{case}: processes were left behind")
+        if case in ("cut", "gone") and 0 in codes:
+            broken.append(f"{case}: a host that lost the other one ended with success")
+        if case in ("plain", "blink") and codes != [0, 0]:
+            broken.append(f"{case}: {codes}\n" + "\n--\n".join(one.err for one in ended if one))
+        if codes != [0, 0]:
+            ended, seconds = finish_both(start(hosts, folder), PATIENCE)
+            told += f"; started again: {[one.code if one else 'no end' for one in ended]} after {seconds:.0f} s"
+    told += f"; began from steps {starts(run)}"
+    if trajectory(run) != expected:
+        broken.append(f"{case}: losses are not bit for bit those of two ranks on one host")
+    return told, broken
+
+
+def _until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+CASES = ("plain", "blink", "cut", "cut-restarts", "gone")
+
+
+def campaign(folder: Path, cases: list[str]) -> Report:
+    begun = time.monotonic()
+    expected = trajectory(on_one_host(folder / "one-host") / "out")
+    figures, broken = {}, []
+    for case in cases:
+        figures[case], more = play(case, folder / case, expected)
+        broken += more
+    return Report(figures | {"seconds in all": f"{time.monotonic() - begun:.0f}"}, broken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append", help="default: all of them")
+    words = parser.parse_args()
+    if reason := obstacle():
+        sys.exit(f"no two hosts here: {reason}")
+    folder = Path(tempfile.mkdtemp(prefix="two-hosts-"))
+    code = campaign(folder, words.case or list(CASES)).show()
+    if code:
+        print(f"all that was written is in {folder}")
+    else:
+        shutil.rmtree(folder)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
