@@ -71,7 +71,7 @@ class Training(Section):
     """Gradients are scaled down to this global L2 norm; inf measures the norm and clips nothing."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """What follows a step whose gradient norm is infinite or not a number. The step itself never changes a weight with the
-    fused optimizer. "stop": the run ends. "skip": training goes on with the next batch, unless ten in a row were bad.
+    fused optimizer. "stop": the run ends. "skip": training goes on with the next batch, unless more than ten in a row were bad.
     "rollback": it goes on from the newest checkpoint with the batch after the one at fault, three times from the same one. With
     float16 only a loss that is not finite counts, since gradients overflow now and then."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"

@@ -35,7 +35,8 @@ _TOGETHER = 1  # seconds
 # How long the other ranks may take once one has ended with stop.EXIT_CODE; all have saved together by then.
 _LEAVING = 60.0  # seconds
 
-_FAULT = 2  # the exit code of a rank that has told of a fault that the user can mend: no stack says more
+_FAULT = 2  # the exit code of a rank that has told of a fault that the user can mend
+_FINAL = (_FAULT, stop.UNSAVED)  # no stack says more, and starting anew would be no help
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -168,8 +169,8 @@ class Ranks(SubprocessContext):
             self.launcher.over = True
             return result
         failures = {self.numbers[local]: failure for local, failure in result.failures.items()}
-        mendable = first_failure(failures)[1].exitcode == _FAULT  # by the user, not by starting anew
-        if self.launcher.told or self.launcher.stopped or mendable:
+        final = first_failure(failures)[1].exitcode in _FINAL
+        if self.launcher.told or self.launcher.stopped or final:
             self.launcher.over = True
             raise ChildFailedError(self.name, failures)
         self.launcher.over = self.restarts_left == 0
@@ -208,7 +209,7 @@ class Ranks(SubprocessContext):
         """A reason to look at the stacks of the ranks that are left; empty where there is none."""
         failures = {self.numbers[local]: failure for local, failure in self._failures.items()}
         if failures:
-            return "" if first_failure(failures)[1].exitcode == _FAULT else describe(failures)
+            return "" if first_failure(failures)[1].exitcode in _FINAL else describe(failures)
         if self.launcher.stopped:
             return f"the others have stopped {_LEAVING:g} s ago"
         return "ranks on another machine have failed"
@@ -238,7 +239,7 @@ def main() -> None:
         _run(arguments, launcher)
     except ChildFailedError as error:
         code = first_failure(error.failures)[1].exitcode
-        _say(f"{describe(error.failures)}; the run is over{launcher.stacks() if code != _FAULT else ''}")
+        _say(f"{describe(error.failures)}; the run is over{launcher.stacks() if code not in _FINAL else ''}")
         sys.exit(128 - code if code < 0 else code)
     except SignalException as signalled:
         _say(f"stopped by {signalled.sigval.name}")

@@ -8,6 +8,7 @@ import dataclasses
 import fnmatch
 import json
 import logging
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +158,9 @@ def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:
         return newest
     numbers = newest[1].numbers
     if numbers["step"] >= keys.load_step == numbers["config"]["checkpoint"].get("load_step"):
+        log.info(
+            "checkpoint.load_step = %d was followed before; to go back again, rename the later checkpoints", keys.load_step
+        )
         return newest
     source = step_folder(folder, keys.load_step)
     return source, load.verified(source)
@@ -189,9 +193,18 @@ def check_changes(
     refused = [c for c in different if not any(fnmatch.fnmatchcase(c.key, pattern) for pattern in allowed)]
     if refused:
         raise UserError(
-            "\n".join([f"{source}: what has changed since changes the mathematics of the steps to come:"])
-            + "".join(f"\n  {change}" for change in refused)
-            + f"\nSet it back, or allow it: --checkpoint.allow_changes {' '.join(c.key for c in refused)}"
+            "\n".join(
+                [
+                    f"{source}: the steps to come would be computed otherwise than before:",
+                    *(f"  {change}" for change in refused),
+                    *(
+                        f"The batch follows from the mesh; to keep it: --training.global_batch_size {change.before}"
+                        for change in refused
+                        if change.key == "training.global_batch_size" and config.training.global_batch_size == -1
+                    ),
+                    f"Set it back, or allow it: {_allow(config, [change.key for change in refused])}",
+                ]
+            )
         )
     for change in different:
         log.info("changed since that checkpoint, as allowed: %s", change)
@@ -200,9 +213,14 @@ def check_changes(
         raise UserError(
             f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, with a "
             f"learning rate of 0. To stretch it: --lr_scheduler.total_steps {config.training.steps} "
-            "--checkpoint.allow_changes lr_scheduler.total_steps"
+            f"{_allow(config, ['lr_scheduler.total_steps'])}"
         )
     return schedule
+
+
+def _allow(config: Config, keys: list[str]) -> str:
+    """The option that allows keys besides those which are allowed already."""
+    return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
 
 
 def changes(config: Config, data: TokenData, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:

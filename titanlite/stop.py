@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
+UNSAVED = 128 + signal.SIGTERM  # stopped with nothing to go on from: no scheduler is asked to start it again
 STARTED = "TITANLITE_STARTED"  # in the environment: when the command was given, in seconds since 1970
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM)
@@ -46,7 +47,7 @@ def _hear(number: int, _frame: FrameType | None) -> None:
         _heard = _heard or FROM_LAUNCHER
         return
     _heard = signal.Signals(number)
-    for request in REQUESTS:  # the default needs no Python: it also ends a process that is stuck in a collective
+    for request in REQUESTS:  # the default needs no Python: it ends a process that is stuck in a collective by now
         signal.signal(request, signal.SIG_DFL)
 
 

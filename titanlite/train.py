@@ -9,7 +9,6 @@ the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoi
 import gc
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ from titanlite.optimizer import build_optimizer, clip_gradients, create_state, s
 from titanlite.parallelize import parallelize
 from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
-from titanlite.stop import EXIT_CODE, Stop
+from titanlite.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.validation import validate
 from titanlite.zoo import Family, load_family
 
@@ -370,5 +369,4 @@ def main() -> None:
         stacks.report(error, patience if process.is_echo(error) else 0.0)
         sys.stderr.flush()
         os._exit(1)
-    # A run without checkpoints that is started again begins anew: no scheduler is asked to do that.
-    sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else 128 + signal.SIGTERM)
+    sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -319,9 +321,36 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
     files = found.files | {listed: Contents(size, manifest.checksum(source / listed))}
     change(relative_path=listed, offset=0, length=size)(lying, source)
     manifest.write(source, Manifest(found.numbers, files))
-    put(source, METADATA, pickle.dumps(lying))
-    with pytest.raises(Damaged, match="outside of the checkpoint"):
+    (source / METADATA).write_bytes(pickle.dumps(lying))
+    with pytest.raises(Damaged, match="is no name of a file in a checkpoint"):
         load.verified(source)
+    with pytest.raises(Damaged, match="outside of the checkpoint"):  # nor does the metadata get there by itself
+        storage.read_metadata(source, files)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "a/b", "..", "", "a\0b"])
+def test_a_manifest_that_lists_what_is_no_file_of_a_checkpoint_is_refused_before_it_is_opened(source, name):
+    found = manifest.read(source)
+    manifest.write(source, Manifest(found.numbers, found.files | {name: Contents(0, "")}))
+    with pytest.raises(Damaged, match="is no name of a file in a checkpoint"):
+        load.verified(source)
+
+
+def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
+    """What were still in a buffer then would be missing after a power failure."""
+    synced = {}
+
+    def note(handle: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{handle}")).name] = os.fstat(handle).st_size
+
+    monkeypatch.setattr(os, "fsync", note)
+    files: dict[str, Contents] = {}
+    writer = storage.Writer(tmp_path / "written", "step-00000001", files.update)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp.save({"a": torch.arange(1000.0)}, storage_writer=writer, no_dist=True)
+    assert {name.removesuffix(".tmp"): size for name, size in synced.items()} == {n: c.bytes for n, c in files.items()}
+    assert METADATA in files
 
 
 @pytest.mark.parametrize("value", [{}, 5, None, [1], "text"])

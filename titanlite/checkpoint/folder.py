@@ -61,13 +61,22 @@ def room_fault(folder: Path, size: int, keys: Keys) -> str:
     lacking = keys.keep_latest_k + 1 - len(list_steps(folder)) if keys.keep_latest_k else 2
     needed = min(2, max(1, lacking))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free + sum(_size(path) for path in _left_over(folder))  # which clean_up deletes
     if free >= needed * size:
         return ""
     return (
         f'checkpoint.folder = "{keys.folder}": {existing} has {_gib(free)} free, and {needed} checkpoints of this run need '
-        f"{_gib(needed * size)}; make room, name a folder of another disk in job.dump_folder, or lower checkpoint.keep_latest_k"
+        f"{_gib(needed * size)}; make room, or name a folder of another disk in job.dump_folder"
     )
+
+
+def _left_over(folder: Path) -> list[Path]:
+    """What a killed run has left half written or half deleted."""
+    return [*folder.glob(".step-*.unfinished"), *folder.glob(".step-*.retired")]
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
 def _gib(size: int) -> str:
@@ -118,7 +127,7 @@ def clean_up(folder: Path, step: int) -> None:
     is set aside is kept, as .aside-1, -2. All ranks together.
     """
     if dist.get_rank() == 0:
-        for left_over in [*folder.glob(".step-*.unfinished"), *folder.glob(".step-*.retired")]:
+        for left_over in _left_over(folder):
             shutil.rmtree(left_over)
         for later in list_steps(folder):
             if later > step:

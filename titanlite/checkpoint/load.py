@@ -47,24 +47,31 @@ def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
 def verified(source: Path) -> Manifest:
     """The manifest of a checkpoint whose files have all been read and found to be what was written.
 
-    All ranks together, each reads its share. Raises Damaged, on all ranks, which says what is wrong with which file.
+    All ranks together, each reads its share. Raises Damaged, on all ranks, which says what is wrong with which file, and
+    UserError for a checkpoint of another version of titanlite.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found, fault = None, ""
+    found, fault = None, None
     try:
         found = manifest.read(source)
         if step_of(source) not in (None, found.numbers["step"]):  # None: the user's own name for a copy
             raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {found.numbers['step']}")
-        fault = "\n".join(faults(source, found, rank, world))
+        if damage := "\n".join(faults(source, found, dist.get_rank(), dist.get_world_size())):
+            raise Damaged(damage)
         read_metadata(source, found.files)
     except UserError as error:
-        fault = fault or str(error)
-    every: list[str] = [""] * world
-    dist.all_gather_object(every, fault)
-    if any(every):
-        raise Damaged("\n".join(dict.fromkeys(filter(None, every))))
+        fault = error
+    _raise_together(fault)
     assert found is not None
     return found
+
+
+def _raise_together(fault: UserError | None) -> None:
+    """Raises, on all ranks, what some of them have met: otherwise those would be missing in the next collective."""
+    every: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (isinstance(fault, Damaged), str(fault)) if fault else None)
+    if met := list(dict.fromkeys(filter(None, every))):
+        kind = Damaged if all(damaged for damaged, _ in met) else UserError
+        raise kind("\n".join(text for _, text in met))
 
 
 def faults(source: Path, found: Manifest, part: int = 0, parts: int = 1) -> Iterator[str]:
@@ -83,7 +90,12 @@ def load_tensors(
     exclude: patterns of names that are left as they are. prefix: of the checkpoint, only names that begin like this count.
     Raises UserError that lists every tensor which the checkpoint lacks, has besides, or holds in another shape.
     """
-    every = read_metadata(source, found.files).state_dict_metadata
+    fault, every = None, {}
+    try:
+        every = read_metadata(source, found.files).state_dict_metadata
+    except Damaged as error:  # since it was verified
+        fault = error
+    _raise_together(fault)
     stored = {name: entry for name, entry in every.items() if name.startswith(prefix)}
     for pattern in exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in [*stored, *tensors]):

@@ -85,6 +85,8 @@ def read(folder: Path) -> Manifest:
         files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in found.pop("files").items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise Damaged(f"{path}: is damaged: it has no list of files") from None
+    if odd := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
+        raise Damaged(f"{path}: is refused: {odd[0]!r} is no name of a file in a checkpoint")
     del found["format"]
     return Manifest(found, files)
 
@@ -93,12 +95,14 @@ def fault(folder: Path, name: str, contents: Contents) -> str:
     """What is wrong with a file of a checkpoint, or nothing."""
     path = folder / name
     try:
+        if not path.exists():
+            return f"{path}: is missing"
+        if not path.is_file():
+            return f"{path}: cannot be read: it is not a file"
         size = path.stat().st_size
         if size != contents.bytes:
             return f"{path}: is damaged: it has {size:,} bytes, and {contents.bytes:,} were written"
         found = checksum(path)
-    except FileNotFoundError:
-        return f"{path}: is missing"
     except OSError as error:
         return f"{path}: cannot be read: {error}"
     return "" if found == contents.xxh3_128 else f"{path}: is damaged: its checksum is {found}, not {contents.xxh3_128}"

@@ -48,7 +48,7 @@ class Saver:
         self.wait()
         name = step_folder(self._folder, step).name
         commit = functools.partial(self._commit, step, {"step": step, **numbers})
-        writer = Writer(unfinished_folder(self._folder, step), name, commit)
+        writer = Writer(unfinished_folder(self._folder, step), name, commit, staged=self._stager is not None)
         begin = time.perf_counter()
         if self._stager is None:
             done: Future = Future()
@@ -75,7 +75,7 @@ class Saver:
         try:
             done.result()
         except (CheckpointException, OSError) as error:
-            self.failure = f"{final}: could not be saved{_room(self._folder)}: {_cause(error)}"
+            self.failure = f"{final}: could not be saved{_free_space(self._folder)}: {_cause(error)}"
             if dist.get_rank() == 0:
                 log.error("%s", self.failure)
                 shutil.rmtree(unfinished_folder(self._folder, step), ignore_errors=True)
@@ -140,7 +140,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _room(folder: Path) -> str:
+def _free_space(folder: Path) -> str:
     """How much there is on a disk, which is the usual cause; nothing where not even that can be told."""
     try:
         return f", with {shutil.disk_usage(folder).free / 2**30:.2f} GiB free"

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -77,6 +77,7 @@ class _Checked(io.RawIOBase):
         self._file.flush()
 
     def fileno(self) -> int:
+        self._file.flush()  # DCP syncs through this; what is in Python's buffer would not reach the disk
         return self._file.fileno()
 
     def contents(self) -> Contents:
@@ -116,23 +117,25 @@ class Writer(FileSystemWriter):
     """Writes a checkpoint's files, reads them back, and on the coordinating rank hands over to `commit`.
 
     commit: called once all ranks have written, with the contents of every file; if it raises, the save has failed on all ranks.
+    staged: whether the tensors are in the CPU's memory already.
     """
 
-    def __init__(self, folder: Path, name: str, commit: Callable[[dict[str, Contents]], None]):
-        super().__init__(folder, sync_files=True)
+    def __init__(self, folder: Path, name: str, commit: Callable[[dict[str, Contents]], None], staged: bool = False):
+        # Copying ahead from the GPU, where there is no need, would open a context on GPU 0 in the thread of every rank.
+        super().__init__(folder, sync_files=True, **({"per_thread_copy_ahead": 0} if staged else {}))
         self.fs = _CheckedFiles()
         self._name, self._commit = name, commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = super().write_data(plan, planner).wait()
-        self._read_back()
+        self._read_back(self.fs.written)
         done: Future[list[WriteResult]] = Future()
         done.set_result([_Written(**vars(r), files=self.fs.written if n == 0 else {}) for n, r in enumerate(results)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self._read_back()
+        self._read_back([METADATA])
         files = dict(self.fs.written)
         for result in (result for rank in results for result in rank):
             assert isinstance(result, _Written)
@@ -142,9 +145,10 @@ class Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self._name)  # the step: no machine's paths, and no two steps' metadata are alike
 
-    def _read_back(self) -> None:
-        for name, contents in self.fs.written.items():
-            if found := fault(Path(self.path), name, contents):
+    def _read_back(self, names: Iterable[str]) -> None:
+        """Finds what was lost on the way to the system; what the disk does to it later is found when it is loaded."""
+        for name in names:
+            if found := fault(Path(self.path), name, self.fs.written[name]):
                 raise OSError(found)
 
 

@@ -84,7 +84,8 @@ def verify(sources: list[Path]) -> int:
         try:
             found = manifest.read(source)
             faults = list(load.faults(source, found))
-            read_metadata(source, found.files)
+            if not faults:
+                read_metadata(source, found.files)
         except UserError as error:
             faults = [str(error)]
         damaged += bool(faults)

@@ -181,6 +181,8 @@ def replay(
     training, parts = config.training, (data_rank(mesh), data_degree(mesh))
     model, optimizer, loss_scale, progress, schedule = begin(config, run, route, step, data, mesh, device)
     given = config.checkpoint.initial_load_path
+    if progress.step >= step:
+        raise UserError(f"--step {step}: this run began after step {progress.step}, as a branch of {given}")
     beginning = f"the weights of {given}" if given else "the initial weights"
     start = f"the checkpoint of step {progress.step}" if progress.step else beginning
     log.info("from %s: steps %d to %d", start, progress.step + 1, step)
