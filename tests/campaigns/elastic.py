@@ -20,7 +20,7 @@ from tests.end_to_end.test_run_train import working_folder
 
 GLOBAL_BATCH = 12  # sequences; 1, 2, 3 and 4 ranks divide it
 ROUNDING = 1e-5
-PATIENCE = 180.0
+PATIENCE = 300.0
 PREEMPTED = 75
 
 # Added to the model: each rank notes what it trains on, a line a sequence, in the order of its microbatches.

@@ -34,7 +34,7 @@ STEPS = 36
 KEPT = 3
 KILLS_A_RUN = 4  # a start costs ten times as much as the training in between
 RESTARTS = 2
-PATIENCE = 180.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
+PATIENCE = 300.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
 
 
 class Mesh(NamedTuple):

@@ -28,11 +28,11 @@ from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 
 STEPS = 40
-INIT_TIMEOUT, TRAIN_TIMEOUT = 20, 8
+INIT_TIMEOUT, TRAIN_TIMEOUT = 60, 8
 # Beyond the timeout of the collectives: a rank that has lost its connection waits for the one that is at fault to speak, and
 # the launchers notice ten times a second.
 TO_END = TRAIN_TIMEOUT + 60.0
-PATIENCE = 180.0
+PATIENCE = 300.0
 PORT = 29_500
 
 # Added to the model: without it the steps of a tiny model are over before a cable is cut.

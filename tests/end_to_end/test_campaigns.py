@@ -4,7 +4,7 @@ import pytest
 
 from tests.campaigns import elastic, kill, two_hosts
 
-pytestmark = pytest.mark.timeout(900)  # a minute or two each on a machine that has nothing else to do
+pytestmark = pytest.mark.timeout(1800)  # a minute or two each on a machine that has nothing else to do
 
 
 def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
