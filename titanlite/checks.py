@@ -31,7 +31,7 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
     """Raises UserError that lists every fault of a configuration for `world_size` processes, `local_size` of them here."""
     faults = [
         *_mesh_faults(config, world_size, local_size),
-        *_model_faults(config),
+        *_model_faults(config, local_size),
         *_batch_faults(config, world_size),
         *_schedule_faults(config),
         *_data_faults(config),
@@ -74,7 +74,7 @@ def _mesh_faults(config: Config, world_size: int, local_size: int | None) -> Ite
         )
 
 
-def _model_faults(config: Config) -> Iterator[str]:
+def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
     try:
         family = load_family(config.model.name, config.model.flavor)
     except UserError as error:
@@ -97,7 +97,7 @@ def _model_faults(config: Config) -> Iterator[str]:
     except Exception as error:  # whatever the user's module raises
         yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
         return
-    if config.checkpoint.enable:
+    if config.checkpoint.enable and local_size is not None:  # otherwise this is not the machine that will train
         folder = Path(config.job.dump_folder) / config.checkpoint.folder
         yield from filter(None, [room_fault(folder, checkpoint_bytes(model), config.checkpoint)])
     yield from _decay_faults(config, model)
