@@ -1,0 +1,229 @@
+"""Token files in Megatron-LM's indexed format: NAME.bin, one row of ids, and NAME.idx, where its documents begin and end.
+
+NAME.idx, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py, class _IndexWriter):
+
+    9 bytes   "MMIDIDX" and two zero bytes
+    uint64    version, 1
+    uint8     code of the ids' type, see _TYPES
+    uint64    sequences
+    uint64    entries of the document index, one more than there are documents
+    int32     tokens of each sequence
+    int64     byte in NAME.bin at which each sequence begins
+    int64     document index: the sequence with which each document begins, and at the end the number of sequences
+
+We write one sequence a document. Others may write several, for example one a sentence. Sequences follow each other without
+gaps, so a document's tokens are one slice of NAME.bin. Both files are mapped, never read as a whole.
+
+Beside them titanlite may write NAME.loss: a byte a token, 1 where the token is to be predicted and 0 where it is only read
+(what the user of a chat says). Without it every token is to be predicted.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titanlite.errors import UserError
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEADER = struct.Struct("<9sQBQQ")
+_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floating-point
+
+
+def smallest_type(vocabulary: int) -> np.dtype:
+    """The smallest of the format's types that holds the ids below `vocabulary`. It has no uint32."""
+    fits = (kind for kind in (np.uint8, np.uint16, np.int32, np.int64) if vocabulary - 1 <= np.iinfo(kind).max)
+    return np.dtype(next(fits))
+
+
+class Writer:
+    """Writes NAME.bin as documents come, and NAME.idx on `close`; with `losses` NAME.loss too."""
+
+    def __init__(self, prefix: Path, kind: np.dtype, losses: bool = False):
+        """prefix: the files' path without its suffix."""
+        self.prefix, self.kind = prefix, np.dtype(kind)
+        self.lengths: list[int] = []
+        self._bin = open(path_of(prefix, "bin"), "wb")
+        self._loss = open(path_of(prefix, "loss"), "wb") if losses else None
+
+    def add(self, ids: np.ndarray, loss: np.ndarray | None = None) -> None:
+        """One document. ids (tokens,) integers; loss (tokens,) bool, by default all true."""
+        assert len(ids) < 2**31, "the format counts a document's tokens in an int32"
+        self._bin.write(ids.astype(self.kind, copy=False).tobytes())
+        if self._loss is not None:
+            self._loss.write(np.ones(len(ids), np.uint8).tobytes() if loss is None else loss.astype(np.uint8).tobytes())
+        self.lengths.append(len(ids))
+
+    def close(self) -> None:
+        """Writes the index and closes all files."""
+        self._bin.close()
+        if self._loss is not None:
+            self._loss.close()
+        write_index(self.prefix, self.kind, np.array(self.lengths, np.int32))
+
+
+def write_index(prefix: Path, kind: np.dtype, lengths: np.ndarray) -> None:
+    """NAME.idx for documents of (documents,) int32 `lengths` tokens that stand one after the other."""
+    code = next(code for code, known in _TYPES.items() if known == kind)
+    ends = np.cumsum(lengths, dtype=np.int64) * kind.itemsize
+    with open(path_of(prefix, "idx"), "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write((ends - lengths * np.int64(kind.itemsize)).astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+
+def path_of(prefix: Path, suffix: str) -> Path:
+    """NAME.suffix; a dot in NAME stays."""
+    return prefix.with_name(f"{prefix.name}.{suffix}")
+
+
+class _Layout(NamedTuple):
+    """What the head of NAME.idx says, and where its tables begin."""
+
+    kind: np.dtype
+    sequences: int
+    documents: int
+    lengths_at: int
+    pointers_at: int
+    documents_at: int
+    size: int  # bytes; some writers put more behind, such as Megatron's modes
+
+
+class TokenFile:
+    """NAME.bin with NAME.idx, mapped. It travels to other processes by its name, and is mapped anew there."""
+
+    def __init__(self, prefix: Path):
+        """Raises UserError that names the file at fault: missing, not of this format, truncated, or past the other's end.
+
+        Only heads, sizes and the last entries are looked at, so that the largest file opens at once; `check` reads all.
+        """
+        self.prefix = prefix
+        self._bin, self._idx, loss = (path_of(prefix, suffix) for suffix in ("bin", "idx", "loss"))
+        try:
+            layout = _read_layout(self._idx)
+            size = self._bin.stat().st_size
+            if size % layout.kind.itemsize:
+                raise UserError(f"{self._bin}: truncated: {size} bytes are no whole number of {layout.kind.name} ids")
+            self.ids = _mapped(self._bin, layout.kind, 0, size // layout.kind.itemsize)  # (tokens,)
+            self.lengths = _mapped(self._idx, "<i4", layout.lengths_at, layout.sequences)
+            self.pointers = _mapped(self._idx, "<i8", layout.pointers_at, layout.sequences)
+            self.first_sequences = _mapped(self._idx, "<i8", layout.documents_at, layout.documents + 1)
+            self.loss = _mapped(loss, np.uint8, 0, loss.stat().st_size) if loss.exists() else None
+        except OSError as error:
+            raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror}") from None
+        self.documents = layout.documents
+        self._check_ends(layout)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFile, (self.prefix,)
+
+    def _check_ends(self, layout: _Layout) -> None:
+        said = int(self.pointers[-1]) + int(self.lengths[-1]) * layout.kind.itemsize if layout.sequences else 0
+        have = self.tokens * layout.kind.itemsize
+        if said > have:
+            raise UserError(
+                f"{self._bin}: truncated: it has {have:,} bytes, and {self._idx.name} describes {said:,}; or {self._idx.name} "
+                "belongs to another file"
+            )
+        if said < have:
+            raise UserError(
+                f"{self._idx}: describes {said:,} bytes of the {have:,} in {self._bin.name}; it belongs to another file"
+            )
+        ends = int(self.first_sequences[0]), int(self.first_sequences[-1])
+        if ends != (0, layout.sequences):
+            raise UserError(
+                f"{self._idx}: its document index goes from sequence {ends[0]} to {ends[1]}, "
+                f"must be from 0 to {layout.sequences}"
+            )
+        if self.loss is not None and len(self.loss) != self.tokens:
+            raise UserError(
+                f"{path_of(self.prefix, 'loss')}: has {len(self.loss):,} bytes, must have one for each of the "
+                f"{self.tokens:,} tokens"
+            )
+
+    def starts(self, documents: np.ndarray) -> np.ndarray:
+        """Where documents begin in `ids`: (n,) int64 in [0, documents] -> (n,) int64; the last one's end has a number too.
+
+        Raises UserError for places outside of the file.
+        """
+        sequences = self.first_sequences[documents]
+        inside = sequences < len(self.pointers)
+        places = np.full(len(documents), self.tokens, np.int64)
+        places[inside] = self.pointers[sequences[inside]] // self.ids.itemsize
+        wrong = (places < 0) | (places > self.tokens)
+        if wrong.any():
+            raise UserError(
+                f"{self._idx}: document {documents[wrong][0]} begins outside of {self._bin.name}, at token {places[wrong][0]}"
+            )
+        return places
+
+    def documents_at(self, places: np.ndarray) -> np.ndarray:
+        """The document that holds each of some tokens; (n,) int64 in [0, tokens) -> (n,) int64."""
+        return _last_at_most(self.first_sequences, _last_at_most(self.pointers, places * self.ids.itemsize))
+
+    def document_lengths(self) -> np.ndarray:
+        """Tokens of each document, (documents,) int64. Reads the whole index, and checks it; raises UserError."""
+        self.check()
+        return np.diff(self.starts(np.arange(self.documents + 1)))
+
+    def check(self) -> None:
+        """Reads the whole index. Raises UserError for sequences that do not follow each other."""
+        ends = self.pointers + self.lengths.astype(np.int64) * self.ids.itemsize
+        gaps = np.flatnonzero((self.lengths < 0) | (ends != np.append(self.pointers[1:], self.tokens * self.ids.itemsize)))
+        if len(gaps):
+            raise UserError(
+                f"{self._idx}: sequence {gaps[0]} ends at byte {ends[gaps[0]]} of {self._bin.name}, "
+                "where the next one does not begin"
+            )
+        if (np.diff(self.first_sequences) < 0).any():
+            raise UserError(f"{self._idx}: its document index does not rise")
+
+
+def _read_layout(path: Path) -> _Layout:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        raise UserError(f"{path}: not an index in Megatron's format: it begins with {head[:9]!r}")
+    _, version, code, sequences, entries = _HEADER.unpack(head)
+    if version != _VERSION:
+        raise UserError(f"{path}: version {version} of Megatron's format; only version {_VERSION} is known")
+    if code not in _TYPES:
+        raise UserError(
+            f"{path}: ids of type {code}; known are {', '.join(f'{c} ({np.dtype(t).name})' for c, t in _TYPES.items())}"
+        )
+    if entries < 1:
+        raise UserError(f"{path}: has no document index")
+    lengths_at = _HEADER.size
+    pointers_at = lengths_at + 4 * sequences
+    documents_at = pointers_at + 8 * sequences
+    layout = _Layout(
+        np.dtype(_TYPES[code]), sequences, entries - 1, lengths_at, pointers_at, documents_at, documents_at + 8 * entries
+    )
+    if size < layout.size:
+        raise UserError(f"{path}: truncated: {size:,} bytes of {layout.size:,}")
+    return layout
+
+
+def _last_at_most(table: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The last entry of a rising table that is no greater than each value, at least the first; (n,) int64 -> (n,) int64.
+
+    np.searchsorted would copy the table, since the format does not align it to 8 bytes; this reads log2 of it.
+    """
+    low, high = np.zeros(len(values), np.int64), np.full(len(values), len(table))
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        above = table[middle] > values
+        high, low = np.where(above, middle, high), np.where(above, low, middle)
+    return low
+
+
+def _mapped(path: Path, kind: Any, offset: int, count: int) -> np.ndarray:
+    """Part of a file as an array, (count,). A mapping cannot be empty, so nothing is mapped of nothing."""
+    return np.memmap(path, kind, "r", offset, (count,)).view(np.ndarray) if count else np.zeros(0, kind)
