@@ -25,6 +25,7 @@ from models import llama3
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
 from titanlite.config import Config
+from titanlite.loss import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.optimizer import build_optimizer, create_state
 from titanlite.train import build_model, forward_backward, update
@@ -79,7 +80,7 @@ def measure(dim: int, layers: int, rounds: int, folder: Path, device: torch.devi
         times.setdefault(name, []).append(time.perf_counter() - begin)
 
     def step() -> None:
-        forward_backward(model, torch.ones(_TOKENS, dtype=torch.int64, device=device), mesh)
+        forward_backward(model, Batch(torch.ones(_TOKENS, dtype=torch.int64, device=device)), mesh)
         update(model, optimizer, 0.0, 1.0)
 
     def write() -> None:

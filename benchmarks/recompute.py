@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.blocks import SeqInfo
 from titanlite.config import Config
-from titanlite.loss import summed_loss
+from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.train import build_model
 from titanlite.zoo import Family, load_family
@@ -85,7 +85,7 @@ def main() -> None:
     original = load_family("llama3", keys.flavor)
     variants = {name: (mode, False) for name, mode in MODES.items()}
     variants |= {f"{name}, compiled": (mode, True) for name, mode in (MODES | BUDGETS).items()}
-    tokens = torch.randint(original.config.vocab_size, (keys.batch, keys.seq_len + 1), device=device)
+    batch = Batch(torch.randint(original.config.vocab_size, (keys.batch, keys.seq_len + 1), device=device))
     models, kept = {}, {}
     for name, (mode, compiled) in variants.items():
         values = {
@@ -94,11 +94,11 @@ def main() -> None:
             "training": {"mixed_precision_param": "float32" if device.type == "cpu" else "bfloat16"},
         }
         models[name] = build_model(_fresh(original), Config.model_validate(values), mesh, device)
-        kept[name] = kept_bytes(models[name], tokens[:, :-1])
-        summed_loss(models[name], tokens).backward()
+        kept[name] = kept_bytes(models[name], batch.inputs())
+        summed_loss(models[name], batch).backward()
     ratios: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(keys.rounds):
-        seconds = {name: _timed(model, tokens, device) for name, model in models.items()}
+        seconds = {name: _timed(model, batch, device) for name, model in models.items()}
         for name in models:
             ratios[name].append(seconds[name] / seconds["none"])
     print(f"llama3 {keys.flavor}, {keys.batch} x {keys.seq_len} tokens, {device}, PyTorch {torch.__version__}")
@@ -117,9 +117,9 @@ def _fresh(family: Family) -> Family:
     return Family(module, family.config)
 
 
-def _timed(model: nn.Module, tokens: Tensor, device: torch.device) -> float:
+def _timed(model: nn.Module, batch: Batch, device: torch.device) -> float:
     begin = time.perf_counter()
-    summed_loss(model, tokens).backward()
+    summed_loss(model, batch).backward()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - begin

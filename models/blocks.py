@@ -4,7 +4,9 @@ Tensors are (batch, seq, ...). Under tensor parallelism a module sees plain loca
 the sequence) while its parameters are DTensors; `local_weight` is the one bridge between the two.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 IGNORE = -100  # a label that counts for nothing, as in PyTorch's own cross entropy
 
@@ -19,7 +22,9 @@ IGNORE = -100  # a label that counts for nothing, as in PyTorch's own cross entr
 class SeqInfo(NamedTuple):
     """What a model must know about its sequences beside the tokens."""
 
-    positions: Tensor  # (batch, seq) int64, the place of each token in its sequence
+    positions: Tensor  # (batch, seq) int64, the place of each token in its sequence, or in its document
+    documents: Tensor | None = None  # (batch, seq) int32, the number of each token's document; None: attention knows none
+    mask: Tensor | BlockMask | None = None  # what `with_mask` makes of documents, for `Attention.core`
 
 
 class Normal(NamedTuple):
@@ -113,6 +118,68 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
 
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """The place of each token in its document, from 0; documents (batch, seq), equal numbers side by side -> int64."""
+    place = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return place - torch.where(first, place, 0).cummax(dim=1).values
+
+
+# ------------------------------------------------------------------------------------------------- attention in documents
+
+
+def visibility(documents: Tensor) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]:
+    """The mask, as a function of (row, head, query, key) indices that says whether the query looks at the key.
+
+    Whatever kernel computes attention, its mask is made of this one function: a model that wants another one, a sliding
+    window say, changes it here.
+    """
+
+    def visible(row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[row, query] == documents[row, key])
+
+    return visible
+
+
+def with_mask(seq: SeqInfo) -> SeqInfo:
+    """The same with the mask of its documents, made once for all layers; without documents it is returned as it is.
+
+    On CUDA a BlockMask for FlexAttention, which skips the blocks that see nothing. Elsewhere (batch, 1, seq, seq) bool for
+    scaled_dot_product_attention, since FlexAttention has no backward pass on a CPU.
+    """
+    if seq.documents is None:
+        return seq
+    if seq.documents.is_cuda:
+        return seq._replace(mask=block_mask(seq.documents, _compiled_create_block_mask()))
+    return seq._replace(mask=dense_mask(seq.documents))
+
+
+def dense_mask(documents: Tensor) -> Tensor:
+    """(batch, 1, seq, seq) bool of documents (batch, seq): whether a query, in the third place, looks at a key."""
+    rows, length = documents.shape
+    row = torch.arange(rows, device=documents.device)[:, None, None, None]
+    place = torch.arange(length, device=documents.device)
+    return visibility(documents)(row, None, place[:, None], place)
+
+
+def block_mask(documents: Tensor, create: Callable[..., BlockMask] = create_block_mask) -> BlockMask:
+    """The same for FlexAttention: which blocks of 128 x 128 see all, something or nothing, and `visibility` for the second."""
+    rows, length = documents.shape
+    return create(visibility(documents), rows, None, length, length, device=documents.device)
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    # compiled, since by itself it makes the whole (batch, seq, seq) mask first: 16 GiB a row of 128k tokens
+    return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    # compiled, since by itself it makes all scores. The option shows it to selective checkpointing as one operation.
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, options={"wrap_inductor_compiled_regions": True})
+
+
 # ------------------------------------------------------------------------------------------------------------ the block
 
 
@@ -138,7 +205,15 @@ class Attention(nn.Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
         """The one place for masks and kernels: (batch, seq, heads, head_dim) each, k and v with fewer heads; -> q's shape."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        gqa = k.shape[1] != q.shape[1]
+        if seq.mask is None:
+            assert seq.documents is None, "Model.forward must make the mask of its documents: seq = with_mask(seq)"
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        elif isinstance(seq.mask, Tensor):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seq.mask, enable_gqa=gqa)
+        else:
+            flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+            out = flex(q, k, v, block_mask=seq.mask, enable_gqa=gqa)
         return out.transpose(1, 2)
 
 

@@ -18,6 +18,7 @@ from models.blocks import (
     rope_frequencies,
     rope_tables,
     transformer_flops,
+    with_mask,
 )
 
 
@@ -91,6 +92,7 @@ class Model(nn.Module):
         c = self.config
         if self.embed is not None:
             x = self.embed(x)
+        seq = with_mask(seq)  # once for all layers, which read it in Attention.core
         rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
         for layer in self.layers.values():
             x = layer(x, rope, seq)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.config import ActivationCheckpoint
 
-_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+_aten, _c10d, _higher = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 
 # Dear to compute again, so kept: attention in all its kernels, and the sums over the network. Gathers are done again: what
 # they bring is as large as the whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module may list more
@@ -28,6 +28,8 @@ KEPT_OPERATIONS = (
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_attention_math.default,
+    _higher.flex_attention,  # inside a compiled block
+    _higher.inductor_compiled_code,  # the same by itself: models/blocks.py compiles nothing else that a block calls
     _c10d.reduce_scatter_tensor.default,
     _c10d.all_reduce.default,
 )

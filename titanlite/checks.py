@@ -11,9 +11,9 @@ import torch
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
-from titanlite.config import Config
+from titanlite.config import Config, Dataloader, Source
 from titanlite.config_file import report
-from titanlite.data.documents import list_files
+from titanlite.data.sources import find, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import DEFAULT_VOCABULARY, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.initialize import match_initial
@@ -182,13 +182,31 @@ def _schedule_faults(config: Config) -> Iterator[str]:
 
 def _data_faults(config: Config) -> Iterator[str]:
     for section in ("training", *(["validation"] if config.validation.enable else [])):
-        keys = getattr(config, section)
         try:
-            list_files(keys.dataset, keys.dataset_path, section)
+            for source in sources_of(config, section):
+                yield from _source_faults(config, source, key_of(config, section))
         except UserError as error:
             yield str(error)
     if config.validation.steps == 0:
         yield "validation.steps = 0: must be -1 (all of the data) or at least 1"
+    if config.training.document_mask and config.training.document_policy == "truncate":
+        yield (
+            'training.document_mask = true: has no effect with training.document_policy = "truncate", where every sequence is '
+            "one document; set it to false"
+        )
+    if config.dataloader.prefetch != Dataloader().prefetch and not config.dataloader.workers:
+        yield f"dataloader.prefetch = {config.dataloader.prefetch}: has no effect with dataloader.workers = 0"
+
+
+def _source_faults(config: Config, source: Source, key: str) -> Iterator[str]:
+    """What is wrong with token files; text is looked at when it is made into some, and only its presence now."""
+    try:
+        if find(source.path, key) is not None:
+            assets = config.model.hf_assets_path
+            vocabulary = load_family(config.model.name, config.model.flavor).config.vocab_size
+            open_source(source, key, open_tokenizer(assets), assets, vocabulary)
+    except UserError as error:
+        yield str(error)
 
 
 def _folder_faults(config: Config) -> Iterator[str]:

@@ -50,14 +50,36 @@ class Model(Section):
     Empty: a byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
 
 
+class Source(Section):
+    """One of several sources of data."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """As training.dataset_path, or "stdlib"."""
+    name: str = ""
+    """What reports call it. Empty: the last part of the path."""
+    weight: Positive | None = None
+    """Its part of all tokens that are trained on, in proportion to the other weights. Unset for all sources: each in proportion
+    to its size."""
+    epochs: Positive | None = None
+    """How often it may be read, also 0.5 times. A run that would read it more often is refused. Unset: any number."""
+
+
 class Training(Section):
     """Data, batch, length, precision."""
 
     dataset: str = "stdlib"
-    """"stdlib" (the Python sources of the running interpreter's standard library), or a path: a text file, a .jsonl file
-    with a "text" entry on each line, or a folder of either."""
+    """"stdlib" (the Python sources of the running interpreter's standard library), or a path as dataset_path."""
     dataset_path: str = ""
-    """A path to read in place of the built-in data that `dataset` names. Refused where `dataset` is a path already."""
+    """Data to read in place of the built-in one: a folder that `titanlite tokenize` has made, a pair of .bin and .idx in
+    Megatron's format or a folder of such pairs, or text, which is made into tokens at first use: a file, a .jsonl file with a
+    "text" or chat "messages" on each line, a .parquet file, or a folder of these."""
+    sources: list[Source] = []
+    """Several sources in place of one, each a table: [[training.sources]] with path, weight, epochs, name."""
+    document_policy: Literal["pack", "best_fit", "truncate"] = "pack"
+    """How documents become sequences. "pack": one behind the other, cut every seq_len tokens. "best_fit": documents that fit
+    stay whole, put together with as little padding as possible. "truncate": a sequence for each, its rest left out."""
+    document_mask: bool = False
+    """Attention stays inside a document, positions begin anew with each, and none is to be guessed from the one before it."""
     local_batch_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Sequences in one forward and backward pass of one data-parallel rank."""
     global_batch_size: CountOrDerived = -1
@@ -85,6 +107,17 @@ class Training(Section):
     """Decides the initial weights, the order of the data, and anything random in a model's forward pass."""
     deterministic: bool = False
     """Use only deterministic kernels: slower on CUDA, and then two runs on the same mesh agree bit for bit."""
+
+
+class Dataloader(Section):
+    """How data is read. None of this changes what is read."""
+
+    workers: NonNegativeInt = 0
+    """Processes a rank that read ahead. 0: the rank reads each batch itself when it needs it."""
+    prefetch: Annotated[int, Field(ge=1, le=16)] = 2
+    """Steps that each worker is ahead."""
+    stall_seconds: Positive = 20.0
+    """When a step waits longer for its data, a message says which source and file are being read, and again after as long."""
 
 
 class Parallelism(Section):
@@ -245,10 +278,12 @@ class Validation(Section):
     """As training.dataset."""
     dataset_path: str = ""
     """As training.dataset_path."""
+    sources: list[Source] = []
+    """Several sources in place of one, each measured by itself: [[validation.sources]] with path and name."""
     freq: Count = 100
     """A round every so many steps, and one after the last."""
     steps: CountOrDerived = 10
-    """Batches in a round, each as large as a training step's; the samples are the first ones of the data. -1: all of them."""
+    """Batches in a round from each source, as large as a training step's; the samples are its first ones. -1: all of them."""
 
 
 class Comm(Section):
@@ -271,6 +306,7 @@ class Config(Section):
     job: Job = Job()
     model: Model = Model()
     training: Training = Training()
+    dataloader: Dataloader = Dataloader()
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import tyro
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from titanlite.config import Config
@@ -58,15 +58,19 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section}]")
         # A JSON string is a valid TOML basic string once DEL, which JSON leaves alone, is escaped. An optional key that
         # is not set is left out: TOML has no null.
-        for key, value in keys.items():
-            if value is None:
-                continue
-            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            if isinstance(value, float):
-                text = repr(value)
-            lines.append(f"{key} = {text}")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in keys.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items() if entry is not None) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[str, Any]:
@@ -150,7 +154,8 @@ def _parse_options(options: list[str], file_values: dict[str, Any]) -> tuple[dic
 
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is list:
-        return f"{_type_name(get_args(annotation)[0])},..."
+        entry = get_args(annotation)[0]
+        return "[{KEY=VALUE,...},...]" if _is_table(entry) else f"{_type_name(entry)},..."
     names = {"boolean": "BOOL", "integer": "INT", "number": "FLOAT", "string": "TEXT", "null": "NONE"}
     schema = TypeAdapter(annotation).json_schema()
     parts = []
@@ -159,13 +164,25 @@ def _type_name(annotation: Any) -> str:
     return "|".join(parts)
 
 
+def _is_table(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _tables(text: str) -> Any:
+    """A list of tables as TOML writes it, [{ path = "a", weight = 0.5 }]; what is none is left for the validation to report."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def _value_of(section: str, name: str, text: str) -> Any:
     """The text of an option as the key's type; a text that does not fit is left for the validation to report."""
     annotation = Config.model_fields[section].annotation.model_fields[name].annotation
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
     if get_origin(annotation) is list:
-        return text.split(",")
+        return _tables(text) if _is_table(get_args(annotation)[0]) else text.split(",")
     try:
         return TypeAdapter(annotation).validate_strings(text)
     except ValidationError:
@@ -188,8 +205,12 @@ def _validate(given: Given, path: str) -> Config:
     except ValidationError as error:
         by_key: dict[tuple[Any, ...], list[Any]] = {}
         for fault in error.errors():
-            by_key.setdefault(fault["loc"][:2], []).append(fault)
-        faults += [_sentence(*place, given=given, found=found) for place, found in by_key.items()]
+            in_table = len(fault["loc"]) > 2 and _is_list_of_tables(*fault["loc"][:2])
+            by_key.setdefault(fault["loc"][: 4 if in_table else 2], []).append(fault)
+        faults += [
+            _entry_sentence(*place, found=found) if len(place) > 2 else _sentence(*place, given=given, found=found)
+            for place, found in by_key.items()
+        ]
     if faults:
         raise UserError(report(path, faults))
     return config
@@ -211,6 +232,25 @@ def _sentence(section: str, name: str = "", *, given: Given, found: list[Any]) -
         return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
     allowed = " or ".join(fault["msg"].replace("Input should be ", "") for fault in found)
     return f"{_setting(key, value, given.origins.get(key))}: must be {allowed}"
+
+
+def _entry_sentence(section: str, name: str, number: int, key: str = "", *, found: list[Any]) -> str:
+    """One line for what pydantic found in an entry of a list of tables, such as [[training.sources]]."""
+    kind, value, place = found[0]["type"], found[0]["input"], f"{section}.{name}, entry {number + 1}"
+    if not key:
+        return f"{place} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
+    if kind == "extra_forbidden":
+        schema = get_args(Config.model_fields[section].annotation.model_fields[name].annotation)[0]
+        return f"{place}: {_setting(key, value, None)}: no such key{_meant(key, list(schema.model_fields), others=True)}"
+    if kind == "missing":
+        return f"{place}: has no {key}"
+    allowed = " or ".join(fault["msg"].replace("Input should be ", "") for fault in found)
+    return f"{place}: {_setting(key, value, None)}: must be {allowed}"
+
+
+def _is_list_of_tables(section: str, name: str) -> bool:
+    field = Config.model_fields[section].annotation.model_fields.get(name)
+    return field is not None and get_origin(field.annotation) is list and _is_table(get_args(field.annotation)[0])
 
 
 def _setting(key: str, value: Any, origin: str | None) -> str:

@@ -1,30 +1,65 @@
-"""From tokens to the loss: one function for every pass over data.
+"""From a batch to the loss: one function for every pass over data.
 
 A step's loss is the sum of the cross entropies of all its labels divided by how many there are, on all ranks and in all
 microbatches together, so that neither the mesh nor accumulation changes it.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.blocks import IGNORE, SeqInfo
+from models.blocks import IGNORE, SeqInfo, positions_in_documents
 from titanlite.mesh import sum_over_data
 
 
-def count_labels(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
-    """How many labels count in the global batch of which `tokens` (..., seq + 1) is this rank's part; () float32.
+class Batch(NamedTuple):
+    """One rank's part of a batch, (microbatches, local_batch, ...), or one microbatch of it, (local_batch, ...)."""
 
-    Stays on the device: nobody waits for it.
+    tokens: Tensor  # (..., seq + 1) int64: the inputs and, one place on, the labels; IGNORE is no label, and read as token 0
+    counted: Tensor | None = None  # (..., seq + 1) bool, False where a token is no label; None: all are
+    documents: Tensor | None = None  # (..., seq) int32, each input's document, where attention stays inside documents
+
+    def inputs(self) -> Tensor:
+        """(..., seq) int64, what the model reads."""
+        return self.tokens[..., :-1].clamp(min=0)
+
+    def labels(self) -> Tensor:
+        """(..., seq) int64, what it must tell of each input, IGNORE where nothing is asked."""
+        following = self.tokens[..., 1:]
+        return following if self.counted is None else following.masked_fill(~self.counted[..., 1:], IGNORE)
+
+    def microbatches(self) -> list["Batch"]:
+        """The parts along the leading dimension."""
+        return [self._each(lambda tensor, number=number: tensor[number]) for number in range(len(self.tokens))]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """The same on a device."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """The same in page-locked memory, from where a GPU copies while the host goes on."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(*(None if tensor is None else change(tensor) for tensor in self))
+
+
+def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
+    """How many labels the global batch has, of which `batch` is this rank's part; () float32, to divide the loss by.
+
+    At least 1: the loss of a batch without labels, which chats can give, is 0. Stays on the device: nobody waits for it.
     """
-    return sum_over_data((tokens[..., 1:] != IGNORE).sum(), mesh).float()
+    return sum_over_data((batch.labels() != IGNORE).sum(), mesh).clamp(min=1).float()
 
 
-def summed_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Sum of the next-token cross entropies of `tokens` (batch, seq + 1) int64; () float32.
-
-    IGNORE in place of a token is no label, and is read as token 0.
-    """
-    inputs, labels = tokens[:, :-1].clamp(min=0), tokens[:, 1:]
-    positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs)
-    return model.head(model(inputs, SeqInfo(positions)), labels)
+def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32."""
+    inputs, documents = batch.inputs(), batch.documents
+    if documents is None:
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    else:
+        positions = positions_in_documents(documents)
+    return model.head(model(inputs, SeqInfo(positions, documents)), batch.labels())

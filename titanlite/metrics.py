@@ -177,8 +177,9 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
         parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
         parts.append(f"data wait {values['data_wait_fraction']:.1%}")
     if "validation_loss" in values:
-        bits = values["validation_bits_per_byte"]
-        parts.append(f"validation loss {values['validation_loss']:.4f}, {bits:.4f} bits a byte")
+        parts.append(f"validation loss {values['validation_loss']:.4f}")
+    if "validation_bits_per_byte" in values:
+        parts.append(f"{values['validation_bits_per_byte']:.4f} bits a byte")
     if "mfu_causal" in values:
         parts.append(f"MFU {values['mfu_causal']:.1%} causal, {values['mfu_palm']:.1%} PaLM")
     parts.append(f"memory {values['peak_memory_gib']:.2f} GiB")

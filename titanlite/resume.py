@@ -6,6 +6,7 @@ change no step that is to come, some do and must be allowed by name, a few make 
 
 import dataclasses
 import fnmatch
+import itertools
 import json
 import logging
 import shlex
@@ -22,7 +23,8 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors, run_tensors
 from titanlite.config import Checkpoint as Keys
 from titanlite.config import Config
-from titanlite.data.tokens import TokenData
+from titanlite.data.mixture import Data
+from titanlite.data.order import MIXTURE
 from titanlite.errors import UserError
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
@@ -37,6 +39,8 @@ HARMLESS = (
     "model.hf_assets_path",  # as are text and tokenizer, by fingerprint
     "training.dataset",
     "training.dataset_path",
+    "training.sources",  # weights are compared as parts of all samples
+    "dataloader.*",
     "training.local_batch_size",
     "training.steps",
     "training.on_nonfinite",
@@ -78,14 +82,14 @@ class Change(NamedTuple):
 
 
 def numbers_of(
-    config: Config, family: Family, data: TokenData, schedule: Schedule, progress: Progress, global_batch: int
+    config: Config, family: Family, data: Data, schedule: Schedule, progress: Progress, global_batch: int
 ) -> dict[str, Any]:
     """What of a run's state is no tensor; a checkpoint's manifest keeps it."""
     return {
         "step": progress.step,
         "samples": progress.samples,
         "global_batch": global_batch,
-        "data": data.fingerprint,
+        "data": data.describe(),
         "schedule": schedule._asdict(),
         "architecture": _architecture(family),
         "config": config.model_dump(),
@@ -95,7 +99,7 @@ def numbers_of(
 def restore(
     config: Config,
     family: Family,
-    data: TokenData,
+    data: Data,
     global_batch: int,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -131,7 +135,7 @@ def load_run(
     found: Manifest,
     config: Config,
     family: Family,
-    data: TokenData,
+    data: Data,
     global_batch: int,
     tensors: dict[str, Tensor],
 ) -> tuple[Progress, Schedule]:
@@ -166,9 +170,7 @@ def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:
     return source, load.verified(source)
 
 
-def check_changes(
-    config: Config, family: Family, data: TokenData, global_batch: int, source: Path, found: Manifest
-) -> Schedule:
+def check_changes(config: Config, family: Family, data: Data, global_batch: int, source: Path, found: Manifest) -> Schedule:
     """The schedule that a resumed run follows: the stored one, as long as nothing else is asked for and allowed.
 
     Raises UserError that lists every change which is impossible or not allowed.
@@ -223,7 +225,7 @@ def _allow(config: Config, keys: list[str]) -> str:
     return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
 
 
-def changes(config: Config, data: TokenData, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:
+def changes(config: Config, data: Data, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:
     """What differs between a checkpoint's numbers and a run in a way that changes the mathematics of the steps to come."""
     before, now = _flat(numbers["config"]), _flat(config.model_dump())
     # -1 and an unset length mean what followed from them.
@@ -234,8 +236,25 @@ def changes(config: Config, data: TokenData, global_batch: int, numbers: dict[st
     for key, then, value in _differences(before, now):
         if not any(fnmatch.fnmatchcase(key, pattern) for pattern in HARMLESS):
             yield Change(key, then, value)
-    if numbers["data"] != data.fingerprint:
-        yield Change(_DATA, numbers["data"], data.fingerprint)
+    yield from _data_changes(numbers["data"], data.describe())
+
+
+def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
+    """What differs between two descriptions of data (`Data.describe`); names of sources and places of files do not matter."""
+    if before["tokenizer"] != now["tokenizer"]:
+        yield Change(_DATA, f"tokenizer {before['tokenizer']}", f"tokenizer {now['tokenizer']}")
+    for then, source in itertools.zip_longest(before["sources"], now["sources"]):
+        if then is None or source is None or {**then, "name": ""} != {**source, "name": ""}:
+            yield Change(_DATA, _source_sentence(then), _source_sentence(source))
+
+
+def _source_sentence(source: dict[str, Any] | None) -> str:
+    if source is None:
+        return "no such source"
+    return (
+        f"{source['name']}: {source['tokens']:,} tokens in {source['documents']:,} documents, fingerprint "
+        f"{source['fingerprint'][:12]}, {source['share'] / MIXTURE:.4%} of samples"
+    )
 
 
 def changeable(config: Config) -> list[str]:

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,12 +25,12 @@ from titanlite.checks import check
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config
 from titanlite.config_file import read_config
-from titanlite.data.batches import batches, count_samples
-from titanlite.data.tokens import TokenData, prepare_tokens
+from titanlite.data.batches import Batches, read_batches
+from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.errors import UserError
 from titanlite.incidents import Incidents, Steps, finite
 from titanlite.initialize import initialize
-from titanlite.loss import count_labels, summed_loss
+from titanlite.loss import Batch, count_labels, summed_loss
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
@@ -65,17 +64,18 @@ def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.
 
 
 def forward_backward(
-    model: nn.Module, tokens: Tensor, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
+    model: nn.Module, batch: Batch, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
 ) -> Tensor:
     """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
 
-    tokens: (microbatches, local_batch, seq + 1) int64, this rank's part of the global batch. The shares of all
-    data-parallel ranks add up to the loss. scale: what the loss is multiplied by for the gradients (float16).
+    batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
+    scale: what the loss is multiplied by for the gradients (float16).
     """
-    labels = count_labels(tokens, mesh)
-    share = torch.zeros((), device=tokens.device)
-    for number, microbatch in enumerate(tokens, 1):
-        model.set_requires_gradient_sync(reduce_every_microbatch or number == len(tokens))
+    labels = count_labels(batch, mesh)
+    share = torch.zeros((), device=batch.tokens.device)
+    microbatches = batch.microbatches()
+    for number, microbatch in enumerate(microbatches, 1):
+        model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
         loss = summed_loss(model, microbatch) / labels
         (loss if scale is None else loss * scale).backward()
         share += loss.detach()
@@ -114,8 +114,8 @@ def warn_of_unused(model: nn.Module) -> None:
 
 def train(
     config: Config,
-    data: TokenData,
-    validation: TokenData | None,
+    data: Data,
+    validation: Data | None,
     mesh: DeviceMesh,
     device: torch.device,
     started: float,
@@ -135,6 +135,7 @@ def train(
         log.info("validation reads the text that is trained on; [validation] dataset_path names another")
     family = load_family(config.model.name, config.model.flavor)
     global_batch = config.global_batch(data_degree(mesh))
+    check_epochs(data, training.steps * global_batch)
     step_tokens = global_batch * training.seq_len
     flops, peak = family.module.flops(family.config, training.seq_len), peak_flops(device, training.mixed_precision_param)
 
@@ -173,7 +174,7 @@ def train(
             {
                 "values": facts,
                 "global_batch": global_batch,
-                "data_fingerprint": data.fingerprint,
+                "data": data.describe(),
                 "resumed_step": progress.step,
             },
         )
@@ -184,9 +185,8 @@ def train(
     part = (data_rank(mesh), data_degree(mesh))
     seat = part[0] * mesh["tp"].size() + mesh["tp"].get_local_rank()  # no two ranks see the same activations
 
-    def batches_from(samples: int) -> Iterator[Tensor]:
-        sizes = (global_batch, training.local_batch_size, training.seq_len)
-        return batches(data, samples, *sizes, training.seed, part, pin_memory=device.type == "cuda")
+    def batches_from(samples: int) -> Batches:
+        return read_batches(config, data, samples, global_batch, part, pin_memory=device.type == "cuda")
 
     source = batches_from(progress.samples)
 
@@ -206,10 +206,10 @@ def train(
         with watch.step(step):
             stacks.at(step, "reading data")
             with clock.waiting_for_data():
-                tokens = next(source)
-            tokens = tokens.to(device, non_blocking=True)
+                batch = next(source)
+            batch = batch.to(device, non_blocking=True)
             stacks.at(step, "forward and backward")
-            share = forward_backward(model, tokens, mesh, scale, config.parallelism.reduce_every_microbatch)
+            share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
             if step == first:
                 warn_of_unused(model)
             stacks.at(step, "optimizer step")
@@ -236,6 +236,7 @@ def train(
                     progress = Progress(progress.step, rollback.next_sample)
                     clean_up(saves, progress.step)
                     reporter.go_back(progress.step)
+                    source.close()
                     source = batches_from(progress.samples)
                 process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
                 clock.restart()
@@ -281,6 +282,7 @@ def train(
     if saver:
         with clock.pause("save"):
             saver.finish()
+    source.close()
     watch.close()
     reporter.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
@@ -289,12 +291,11 @@ def train(
 
 
 def derived_values(
-    config: Config, family: Family, data: TokenData, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
+    config: Config, family: Family, data: Data, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
 ) -> dict[str, str]:
     """What follows from the configuration, for the start of the log: name -> sentence."""
     training = config.training
     global_batch = config.global_batch(data_degree(mesh))
-    epochs = training.steps * global_batch / count_samples(data, training.seq_len)
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     flops = family.module.flops(family.config, training.seq_len)
@@ -320,7 +321,7 @@ def derived_values(
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
-        "data": f"{len(data.ids):,} tokens in {data.documents:,} documents, {epochs:.2f} epochs in {training.steps} steps",
+        **data.derived_values(training.steps * global_batch),
         "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
         f"{schedule.min_factor:g} x {schedule.lr:g}",
         "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",
@@ -344,8 +345,8 @@ def main() -> None:
             raise UserError("give a configuration first: run_train.sh train_configs/llama_debug.toml [--section.key value]")
         config = read_config(path, options)
         check(config, path, world)
-        data = prepare_tokens(config)
-        validation = prepare_tokens(config, "validation") if config.validation.enable else None
+        data = open_data(config)
+        validation = open_data(config, "validation") if config.validation.enable else None
         held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         profiling.record_collectives(config)
         if torch.cuda.is_available() and config.comm.trace_buf_size:

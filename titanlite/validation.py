@@ -4,53 +4,66 @@ import math
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from models.blocks import IGNORE
 from titanlite.config import Config
-from titanlite.data.batches import count_samples
-from titanlite.data.tokens import TokenData
-from titanlite.loss import summed_loss
+from titanlite.data.batches import to_batch
+from titanlite.data.mixture import Data
+from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
 
 
 @torch.no_grad()
-def validate(model: nn.Module, data: TokenData, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
-    """One round over the first samples of the data; -> validation_loss (nats a token) and validation_bits_per_byte.
+def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
+    """One round over the first samples of each source; -> validation_loss (nats a token) and validation_bits_per_byte.
 
+    Of several sources each has its own, such as validation_loss/web; those without a name are of all labels together.
     Every rank makes as many forward passes as every other; where samples run out, it is given labels that do not count.
     """
     lengths = torch.from_numpy(data.byte_lengths).to(device)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
+    sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
     model.eval()
-    for batch in range(rounds(data, config, data_degree(mesh))):
-        for tokens in part_of_batch(data, config, batch, data_rank(mesh), data_degree(mesh)).to(device):
-            labels = tokens[:, 1:]
-            counted = labels != IGNORE
-            text = lengths[torch.where(counted, labels, 0)] * counted
-            sums += torch.stack([summed_loss(model, tokens).double(), counted.sum().double(), text.sum().double()])
+    for source, total in enumerate(sums):
+        for batch in range(rounds(data, source, config, data_degree(mesh))):
+            part = part_of_batch(data, source, config, batch, data_rank(mesh), data_degree(mesh)).to(device)
+            for microbatch in part.microbatches():
+                labels = microbatch.labels()
+                counted = labels != IGNORE
+                text = lengths[torch.where(counted, labels, 0)] * counted
+                total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
     model.train()
     for module in model.modules():  # what is kept for a backward pass that does not come
         if isinstance(module, FSDPModule):
             module.reshard()
-    loss, labels, text = sum_over_data(sums, mesh).tolist()
-    return {"validation_loss": loss / labels, "validation_bits_per_byte": loss / math.log(2) / text}
+    sums = sum_over_data(sums, mesh).cpu()
+    found = _figures("", sums.sum(0))
+    if len(data.sources) > 1:
+        for source, total in zip(data.sources, sums, strict=True):
+            found |= _figures(f"/{source.source.name}", total)
+    return found
 
 
-def rounds(data: TokenData, config: Config, parts: int) -> int:
-    """How many batches a round has: `validation.steps`, or fewer where the data ends before."""
-    every = math.ceil(count_samples(data, config.training.seq_len) / config.global_batch(parts))
+def _figures(suffix: str, total: torch.Tensor) -> dict[str, float]:
+    loss, labels, text = total.tolist()
+    # where no label counts, or no text stands behind them, there is nothing to tell
+    figures = {f"validation_loss{suffix}": loss / labels} if labels else {}
+    return figures | ({f"validation_bits_per_byte{suffix}": loss / math.log(2) / text} if text else {})
+
+
+def rounds(data: Data, source: int, config: Config, parts: int) -> int:
+    """How many batches of a source a round has: `validation.steps`, or fewer where its samples end before."""
+    every = math.ceil(data.sources[source].count / config.global_batch(parts))
     return every if config.validation.steps == -1 else min(config.validation.steps, every)
 
 
-def part_of_batch(data: TokenData, config: Config, batch: int, part: int, parts: int) -> Tensor:
-    """One rank's part of a batch, (microbatches, local_batch, seq + 1) int64; beyond the end of the data labels are IGNORE."""
-    size, length = config.global_batch(parts), config.training.seq_len
+def part_of_batch(data: Data, source: int, config: Config, batch: int, part: int, parts: int) -> Batch:
+    """One rank's part of a batch, (microbatches, local_batch, ...); beyond the last sample there is padding."""
+    size = config.global_batch(parts)
     share = size // parts
-    tokens = torch.full((share, length + 1), IGNORE)
     first = batch * size + part * share
-    for row, sample in enumerate(range(first, min(first + share, count_samples(data, length)))):
-        tokens[row] = torch.from_numpy(data.ids[sample * length : (sample + 1) * length + 1].astype(np.int64))
-    return tokens.unflatten(0, (-1, config.training.local_batch_size))
+    samples = np.arange(first, first + share)
+    samples[samples >= data.sources[source].count] = -1
+    return to_batch(data.read(np.full(share, source), samples), config.training.local_batch_size)

@@ -12,9 +12,11 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tests.token_files import data_of
 from titanlite.config import Config
-from titanlite.data.batches import batches
-from titanlite.data.tokens import TokenData
+from titanlite.data.batches import read_batches
+from titanlite.data.mixture import Data
+from titanlite.loss import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.verify import Trajectory, record
 from titanlite.train import train
@@ -54,31 +56,38 @@ def mesh_of(degrees: dict[str, int]) -> DeviceMesh:
     return _mesh(tuple(degrees.get(name, 1) for name in DIMENSIONS))
 
 
-def learnable_data(vocabulary: int) -> TokenData:
+def learnable_data(config: Config) -> Data:
+    """20,000 tokens of one document, see `learnable_ids`."""
+    vocabulary = load_family(config.model.name, config.model.flavor).config.vocab_size
+    return data_of([learnable_ids(vocabulary)], config, vocabulary, bytes_a_token=3)
+
+
+def learnable_ids(vocabulary: int) -> np.ndarray:
     """20,000 tokens that use 24 entries spread over the vocabulary, the last one too: the next is mostly a function of two."""
     random = np.random.default_rng(0)
     entries = np.linspace(0, vocabulary - 1, 24).astype(np.uint16)
     ids = [0, 1]
     for surprise in random.integers(0, 240, 20_000):
         ids.append(int(surprise) if surprise < 24 else (3 * ids[-1] + 5 * ids[-2] + 1) % 24)
-    return TokenData(entries[ids], vocabulary, 1, "learnable", np.full(vocabulary, 3))
+    return entries[ids]
 
 
 def rank_batches(config: Config, mesh: DeviceMesh, consumed: int = 0):
     """This rank's part of each step's batch, from the learnable data."""
-    data = learnable_data(load_family(config.model.name, config.model.flavor).config.vocab_size)
-    training, part = config.training, (data_rank(mesh), data_degree(mesh))
-    return batches(
-        data, consumed, training.global_batch_size, training.local_batch_size, training.seq_len, training.seed, part, False
-    )
+    part = data_rank(mesh), data_degree(mesh)
+    return read_batches(config, learnable_data(config), consumed, config.training.global_batch_size, part)
+
+
+def first_microbatch(config: Config, mesh: DeviceMesh) -> Batch:
+    """The first microbatch of this rank's part of the first step."""
+    return next(rank_batches(config, mesh)).microbatches()[0]
 
 
 def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
     """Trains for `training.steps`; rank 0 returns what happened, and how many graphs were compiled for it."""
     torch._dynamo.reset()
     counters.clear()
-    data = learnable_data(load_family(config.model.name, config.model.flavor).config.vocab_size)
-    found = record(config, data, mesh_of(degrees), CPU)
+    found = record(config, learnable_data(config), mesh_of(degrees), CPU)
     return (found, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
 
 
@@ -90,7 +99,6 @@ def local_numbers(model: nn.Module) -> int:
 def full_run(degrees: dict[str, int], config: Config) -> None:
     """A whole run of the training program on learnable data, with its run directory."""
     mesh = mesh_of(degrees)
-    vocabulary = load_family(config.model.name, config.model.flavor).config.vocab_size
-    data = learnable_data(vocabulary)
+    data = learnable_data(config)
     train(config, data, data if config.validation.enable else None, mesh, CPU, time.perf_counter())
     dist.barrier()

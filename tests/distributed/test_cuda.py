@@ -1,12 +1,22 @@
-"""What only a GPU can show, on one of them: no step waits for it, offload changes nothing, a tiny run equals the CPU's."""
+"""What only a GPU can show, on one of them: no step waits for it, offload changes nothing, a tiny run equals the CPU's, and
+FlexAttention's kernels keep documents apart as the dense mask does."""
+
+import dataclasses
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+from models import llama3
+from models.blocks import dense_mask
 from tests.distributed.scenarios import config_of, learnable_data
-from titanlite import process
+from tests.tiny import FLAVORS
+from titanlite import activation_checkpoint, process
+from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.config import Config
-from titanlite.data.batches import batches
+from titanlite.data.batches import read_batches
+from titanlite.loss import Batch, summed_loss
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.optimizer import build_optimizer, create_state
@@ -26,7 +36,8 @@ def group():
 
 def trajectory(device: str, **sections) -> Trajectory:
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device)
-    return record(config_of({}, **sections), learnable_data(512), mesh, torch.device(device))
+    config = config_of({}, **sections)
+    return record(config, learnable_data(config), mesh, torch.device(device))
 
 
 def test_a_step_that_is_not_reported_never_waits_for_the_device():
@@ -36,11 +47,11 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     create_state(optimizer)
-    source = batches(learnable_data(512), 0, 8, 4, 32, 0, (0, 1), pin_memory=True)
+    source = read_batches(config, learnable_data(config), 0, 8, (0, 1), pin_memory=True)
 
     def step(number: int) -> None:
-        tokens = next(source).to(device, non_blocking=True)
-        forward_backward(model, tokens, mesh)
+        batch = next(source).to(device, non_blocking=True)
+        forward_backward(model, batch, mesh)
         update(model, optimizer, schedule.at(number), config.training.max_norm)
 
     step(1)
@@ -63,3 +74,108 @@ def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu():
 def test_offload_to_the_cpu_changes_nothing():
     offloaded = trajectory("cuda", parallelism={"cpu_offload": True})
     assert compare(offloaded, trajectory("cuda")).equal
+
+
+# ------------------------------------------------------------------------------------------------ attention inside documents
+
+_LENGTHS = [(1, 130, 250, 4), (300, 84, 1), (385,)]  # of the documents of three rows of 384 tokens and a last label
+_FLEX_HEAD = 16  # dimensions; FlexAttention's kernels take no fewer
+
+
+def flexible_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = llama3.Model(dataclasses.replace(FLAVORS["plain"], head_dim=_FLEX_HEAD)).to(dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def packed_rows(seed: int = 0) -> Batch:
+    """Rows of whole documents, whose first tokens are no labels; other rows come first for every seed."""
+    rows = [_LENGTHS[(row + seed) % len(_LENGTHS)] for row in range(len(_LENGTHS))]
+    numbers = [torch.repeat_interleave(torch.tensor(row)) for row in rows]
+    documents = torch.stack(numbers).int()
+    counted = documents == documents.roll(1, dims=1)
+    counted[:, 0] = False
+    tokens = torch.randint(512, documents.shape, generator=torch.Generator().manual_seed(seed))
+    return Batch(tokens, counted, documents[:, :-1]).to(torch.device("cuda"))
+
+
+def one_by_one(batch: Batch) -> list[Batch]:
+    """Each document of a batch as a batch of its own."""
+    ends = torch.cat([~batch.counted[:, 1:], torch.ones_like(batch.counted[:, :1])], dim=1)
+    found = []
+    for tokens, last in zip(batch.tokens, ends, strict=True):
+        lengths = (last.nonzero()[:, 0] + 1).diff(prepend=last.new_zeros(1).long()).tolist()
+        found += [Batch(document[None]) for document in tokens.split(lengths) if len(document) > 1]
+    return found
+
+
+def loss_and_gradients(model: nn.Module, batches: list[Batch]) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = torch.stack([summed_loss(model, batch) for batch in batches]).sum()
+    loss.backward()
+    return {"loss": loss.detach(), **{name: parameter.grad.float() for name, parameter in model.named_parameters()}}
+
+
+def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(((found[name] - value).norm() / value.norm()).item() for name, value in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["none", "full", "per operation"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch, dtype, mode, compiled):
+    torch._dynamo.reset()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    batches = [packed_rows(seed) for seed in range(3)]
+    alone = [loss_and_gradients(flexible_model(dtype), one_by_one(batch)) for batch in batches]
+    with monkeypatch.context() as patch:
+        patch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=dense_mask(seq.documents)))
+        dense = [loss_and_gradients(flexible_model(dtype), [batch]) for batch in batches]
+    counters.clear()
+    model = flexible_model(dtype)
+    if mode == "per operation":
+        checkpoint_operations(model, ())
+    if compiled:
+        for layer in model.layers.values():
+            layer.forward = torch.compile(layer.forward, fullgraph=True)
+    if mode == "full":
+        checkpoint_blocks(model, every=1)
+    within = 1e-4 if dtype == torch.float32 else 3e-2
+    for batch, of_documents, of_dense_mask in zip(batches, alone, dense, strict=True):
+        found = loss_and_gradients(model, [batch])
+        assert furthest(found, of_dense_mask) < within
+        assert furthest(found, of_documents) < within
+    assert counters["stats"]["unique_graphs"] == 2  # the blocks of the mask, and attention or the layer that holds it
+
+
+def test_checkpointing_per_operation_sees_flex_attention_as_one_that_it_keeps(monkeypatch):
+    seen, policy = set(), activation_checkpoint._policy
+
+    def spying(kept):
+        decide = policy(kept)
+
+        def spy(context, operation, *args, **kwargs):
+            seen.add(operation)
+            return decide(context, operation, *args, **kwargs)
+
+        return spy
+
+    monkeypatch.setattr(activation_checkpoint, "_policy", spying)
+    model = flexible_model(torch.bfloat16)
+    checkpoint_operations(model, ())
+    summed_loss(model, packed_rows()).backward()
+    assert torch.ops.higher_order.inductor_compiled_code in seen
+
+
+def test_nothing_about_documents_waits_for_the_device():
+    model, batches = flexible_model(torch.bfloat16), [packed_rows(seed) for seed in range(2)]
+    summed_loss(model, batches[0]).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        summed_loss(model, batches[1]).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_data, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_ids, mesh_of
+from tests.token_files import data_of
 from titanlite.checkpoint import manifest
 from titanlite.config import Config
-from titanlite.data.batches import batches
+from titanlite.data.batches import read_batches
+from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
-from titanlite.data.tokens import TokenData
 from titanlite.incidents import FILE, Steps, read_entries
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import data_degree, data_rank, sum_over_data
@@ -38,14 +39,13 @@ def ranks_of(degrees: Degrees) -> int:
     return math.prod(degrees.values())
 
 
-def poisoned(steps: dict[int, int], seq_len: int = 32, seed: int = 0) -> TokenData:
+def poisoned(config: Config, steps: dict[int, int]) -> Data:
     """The learnable data with a token of tiny_poison in one sample of each of some steps' batches, as first come to."""
-    data = learnable_data(512)
-    ids = data.ids.copy()
+    ids, seq_len = learnable_ids(512), config.training.seq_len
     for step, token in steps.items():
         position = torch.tensor([(step - 1) * GLOBAL_BATCH + 5]).numpy()
-        ids[sample_at(position, (len(ids) - 1) // seq_len, seed)[0] * seq_len + 3] = token
-    return data._replace(ids=ids)
+        ids[sample_at(position, (len(ids) - 1) // seq_len, f"{config.training.seed}/0")[0] * seq_len + 3] = token
+    return data_of([ids], config, 512)
 
 
 # ------------------------------------------------------------------------------------------- a step that changes nothing
@@ -58,12 +58,12 @@ def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) ->
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     create_state(optimizer)
     part, training = (data_rank(mesh), data_degree(mesh)), config.training
-    source = batches(poisoned({3: token}), 0, GLOBAL_BATCH, training.local_batch_size, 32, 0, part, False)
+    source = read_batches(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part)
     norms = []
     for step in range(1, 7):
-        tokens = next(source)
+        batch = next(source)
         if not (left_out and step == 3):
-            forward_backward(model, tokens, mesh)
+            forward_backward(model, batch, mesh)
             norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
     tensors = dict(model.named_parameters()) | named_state(optimizer, model)
     return {name: getattr(tensor, "_local_tensor", tensor).detach().clone() for name, tensor in tensors.items()}, norms
@@ -146,8 +146,7 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
     optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
     create_state(optimizer)
     part = (data_rank(mesh), data_degree(mesh))
-    data = poisoned({3: tiny_poison.OF_LOSS})
-    source = batches(data, 0, GLOBAL_BATCH, config.training.local_batch_size, 32, 0, part, False)
+    source = read_batches(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part)
 
     def step(number: int) -> None:
         share = forward_backward(model, next(source), mesh)
@@ -207,7 +206,7 @@ def test_every_rank_reads_the_same_losses_bit_for_bit_however_many_at_once(pools
 
 def run_poisoned(degrees: Degrees, config: Config, steps: dict[int, int]) -> None:
     """A whole run of the training program on data that ruin some steps."""
-    train(config, poisoned(steps), None, mesh_of(degrees), CPU, 0.0)
+    train(config, poisoned(config, steps), None, mesh_of(degrees), CPU, 0.0)
     torch.distributed.barrier()
 
 

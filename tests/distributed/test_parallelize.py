@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.scenarios import CPU, config_of, local_numbers, mesh_of, rank_batches
+from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches
 from titanlite.loss import summed_loss
 from titanlite.parallelize import sharding_faults
 from titanlite.train import build_model, forward_backward
@@ -42,10 +42,10 @@ def collectives(mode: CommDebugMode) -> dict[str, int]:
 
 def step_collectives(degrees: dict[str, int], reshard: str | int) -> dict[str, int]:
     model, config = built(degrees, reshard)
-    tokens = next(rank_batches(config, mesh_of(degrees)))
-    summed_loss(model, tokens[0]).backward()  # what is made at first use is not counted
+    batch = first_microbatch(config, mesh_of(degrees))
+    summed_loss(model, batch).backward()  # what is made at first use is not counted
     with CommDebugMode() as mode:
-        summed_loss(model, tokens[0]).backward()
+        summed_loss(model, batch).backward()
     return collectives(mode)
 
 
@@ -92,10 +92,10 @@ def accumulated(reduce_every_microbatch: bool) -> int:
     config = config_of(degrees, accumulation=2)
     mesh = mesh_of(degrees)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
-    tokens = next(rank_batches(config, mesh))
-    forward_backward(model, tokens, mesh, None, reduce_every_microbatch)
+    batch = next(rank_batches(config, mesh))
+    forward_backward(model, batch, mesh, None, reduce_every_microbatch)
     with Reductions() as reductions:
-        forward_backward(model, tokens, mesh, None, reduce_every_microbatch)
+        forward_backward(model, batch, mesh, None, reduce_every_microbatch)
     return reductions.count
 
 
@@ -106,11 +106,11 @@ def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, e
 
 def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:
     model, config = built(degrees)
-    tokens = next(rank_batches(config, mesh_of(degrees)))[0]
-    labels = tokens[:, 1:]
+    batch = first_microbatch(config, mesh_of(degrees))
+    labels = batch.labels()
     hidden = torch.randn(labels.shape[0], labels.shape[1] // degrees.get("tp", 1), 64, requires_grad=True)
     model.head.logits_per_chunk = math.ceil(labels.numel() / chunks) * model.head.vocab_size
-    summed_loss(model, tokens).backward()
+    summed_loss(model, batch).backward()
     with CommDebugMode() as mode:
         model.head(hidden, labels).backward()
     return collectives(mode)
@@ -168,13 +168,13 @@ def test_no_rank_ever_holds_more_than_its_share_while_the_model_is_built(pools):
 def widest_logits(degrees: dict[str, int], rows: int) -> tuple[int, int]:
     """The most tokens that any tensor as wide as this rank's vocabulary had, and how many tokens there were."""
     model, config = built(degrees, flavor="uneven")
-    tokens = next(rank_batches(config, mesh_of(degrees)))[0]
+    batch = first_microbatch(config, mesh_of(degrees))
     model.head.logits_per_chunk = rows * model.head.vocab_size
     with Largest() as largest:
-        summed_loss(model, tokens).backward()
+        summed_loss(model, batch).backward()
     share = -(-model.head.vocab_size // degrees.get("tp", 1))
     vocabulary = min(share, model.head.vocab_size - share * mesh_of(degrees)["tp"].get_local_rank())
-    return largest.rows_of_width[vocabulary], tokens[:, 1:].numel()
+    return largest.rows_of_width[vocabulary], batch.labels().numel()
 
 
 @pytest.mark.parametrize("degrees", [{}, TP, SHARD], ids=str)
@@ -241,7 +241,7 @@ def build_with_table(change: dict[str, str | None]) -> None:
     family = with_table(change)
     mesh = mesh_of(TP)
     model = build_model(family, config_of(TP), mesh, CPU)
-    summed_loss(model, next(rank_batches(config_of(TP), mesh))[0])
+    summed_loss(model, first_microbatch(config_of(TP), mesh))
     dist.barrier()
 
 

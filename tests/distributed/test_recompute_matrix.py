@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, mesh_of, rank_batches
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, first_microbatch, mesh_of
 from titanlite.loss import summed_loss
 from titanlite.tools.verify import Trajectory, compare
 from titanlite.train import build_model
@@ -96,7 +96,7 @@ def types_at_compiled_parts() -> tuple[set[str], float]:
     seen: set[str] = set()
     for part in (*model.layers.values(), model.head):
         part.register_forward_pre_hook(lambda _, args: seen.add(type(args[0]).__name__))
-    summed_loss(model, next(rank_batches(config, mesh))[0]).backward()
+    summed_loss(model, first_microbatch(config, mesh)).backward()
     return seen, model.embed.weight.grad.full_tensor().norm().item()
 
 
@@ -121,8 +121,7 @@ def saved_bytes(mode: dict[str, object], backend: str | None, keep: bool = False
     if keep:
         family = Family(SimpleNamespace(**vars(family.module), KEEP=(torch.ops.aten.silu.default,)), family.config)
     model = build_model(family, config, mesh_of({}), CPU)
-    tokens = next(rank_batches(config, mesh_of({})))[0]
-    return kept_bytes(model, tokens[:, :-1]), counters["stats"]["unique_graphs"]
+    return kept_bytes(model, first_microbatch(config, mesh_of({})).inputs()), counters["stats"]["unique_graphs"]
 
 
 @functools.cache

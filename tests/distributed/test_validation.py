@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from models.blocks import SeqInfo
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, config_of, learnable_data, mesh_of
-from titanlite.config import Config
+from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
 from titanlite.train import build_model
 from titanlite.validation import rounds, validate
 from titanlite.zoo import load_family
@@ -64,11 +63,11 @@ def test_every_round_reads_the_same_samples(pools, tmp_path):
 def measured_and_expected(steps: int) -> tuple[dict[str, float], float]:
     """(what validation says, mean cross entropy of the same samples by PyTorch's own function)."""
     config = config_of({}, validation={"enable": True, "steps": steps})
-    data, length = learnable_data(512), config.training.seq_len
+    data, length, ids = learnable_data(config), config.training.seq_len, learnable_ids(512)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh_of({}), CPU)
     found = validate(model, data, config, mesh_of({}), CPU)
-    count = min(steps * 8, (len(data.ids) - 1) // length) if steps > 0 else (len(data.ids) - 1) // length
-    tokens = torch.stack([torch.from_numpy(data.ids[i * length : (i + 1) * length + 1].astype(int)) for i in range(count)])
+    count = min(steps * 8, (len(ids) - 1) // length) if steps > 0 else (len(ids) - 1) // length
+    tokens = torch.stack([torch.from_numpy(ids[i * length : (i + 1) * length + 1].astype(int)) for i in range(count)])
     inputs = tokens[:, :-1]
     with torch.no_grad():
         logits = model.head(model(inputs, SeqInfo(torch.arange(length).expand_as(inputs))))
@@ -84,6 +83,5 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_first_samples(pools, steps):
 
 
 def test_a_round_ends_with_the_data():
-    data = learnable_data(512)
-    config = Config.model_validate({"training": {"seq_len": 32}, "validation": {"steps": 1000}})
-    assert rounds(data, config, 1) == math.ceil(625 / 8)
+    config = config_of({}, validation={"steps": 1000})
+    assert rounds(learnable_data(config), 0, config, 1) == math.ceil(625 / 8)

@@ -7,10 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests import tiny
 from tests.distributed.scenarios import learnable_data
+from tests.token_files import data_of
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config import Config
 from titanlite.config_file import read_config
@@ -19,20 +21,21 @@ from titanlite.lr_schedule import Schedule, build_schedule
 from titanlite.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, numbers_of
 from titanlite.zoo import Family, load_family
 
-DATA = learnable_data(512)
+TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
+DATA = learnable_data(Config.model_validate(TINY))
 SOURCE = Path("run/checkpoint/step-00000010")
 
 # All keys that there are, by what a resumed run makes of a change. A new key needs an entry: would a run that is stopped, and
 # goes on with another value, still be the uninterrupted one, but for rounding?
 MATHEMATICS = """
     model.name training.global_batch_size training.max_norm training.mixed_precision_param training.mixed_precision_reduce
-    training.seed optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
+    training.seed training.document_policy training.document_mask optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
     optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
     lr_scheduler.decay_type lr_scheduler.min_lr_factor
 """
 NOTHING = """
     job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
-    training.dataset training.dataset_path training.local_batch_size training.steps training.on_nonfinite training.gc_freq
+    training.dataset training.dataset_path training.sources training.local_batch_size training.steps training.on_nonfinite training.gc_freq
     training.deterministic
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
@@ -46,8 +49,9 @@ NOTHING = """
     metrics.log_freq metrics.enable_tensorboard metrics.save_tb_folder metrics.spike_window metrics.spike_threshold
     profiling.enable_profiling profiling.profile_freq profiling.save_traces_folder profiling.enable_memory_snapshot
     profiling.save_memory_snapshot_folder
+    dataloader.workers dataloader.prefetch dataloader.stall_seconds
     comm.init_timeout_seconds comm.train_timeout_seconds comm.save_timeout_seconds comm.trace_buf_size
-    validation.enable validation.dataset validation.dataset_path validation.freq validation.steps
+    validation.enable validation.dataset validation.dataset_path validation.sources validation.freq validation.steps
 """
 CHANGES_THE_MATHEMATICS, CHANGES_NOTHING, CANNOT_CHANGE = MATHEMATICS.split(), NOTHING.split(), ["training.seq_len"]
 
@@ -190,14 +194,16 @@ def test_what_is_impossible_cannot_be_allowed(allowed):
 
 def test_other_data_needs_its_own_word():
     """Text and tokenizer count by what they come to, not by their paths."""
-    other = DATA._replace(fingerprint="other text")
+    other = data_of([np.arange(500)], configuration(), 512)
 
     def go_on(*allowed: str) -> None:
         config = configuration({"checkpoint.allow_changes": list(allowed), "training.dataset": "elsewhere"})
         check_changes(config, load_family("tests.tiny", "plain"), other, 8, SOURCE, stored())
 
     with pytest.raises(
-        UserError, match=r"\n  data = 'other text', was 'learnable'\n.*--checkpoint.allow_changes 'training.\*,data'$"
+        UserError,
+        match=r"\n  data = 'tests: 500 tokens in 1 documents, fingerprint \w+, 100.0000% of samples', was 'tests: 20,002 tokens in "
+        r"1 documents, .*\n.*--checkpoint.allow_changes 'training.\*,data'$",
     ):
         go_on("training.*")
     go_on("data")

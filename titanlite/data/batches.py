@@ -1,64 +1,172 @@
-"""Global batches, and each rank's part of them. The position in the data is one number: samples consumed so far."""
+"""Each rank's part of the global batches, read by this process or ahead of it by others.
 
+The position in the data is one number: samples consumed so far. So there is no state to save, whatever reads ahead.
+"""
+
+import contextlib
+import itertools
+import logging
+import signal
+import threading
+import time
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
-from torchdata.nodes import IterableWrapper, Mapper, PinMemory, Prefetcher
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.data.order import sample_at
-from titanlite.data.tokens import TokenData
+from titanlite.config import Config, Dataloader
+from titanlite.data.mixture import Data
+from titanlite.data.samples import Arrays
+from titanlite.errors import UserError
+from titanlite.loss import Batch
 
-_AHEAD = 4  # batches that are prepared while the device works
+log = logging.getLogger(__name__)
 
-
-def count_samples(data: TokenData, seq_len: int) -> int:
-    """Samples in an epoch. Neighbours share one token: the last label of one is the first input of the next."""
-    return (len(data.ids) - 1) // seq_len
-
-
-def read_samples(data: TokenData, positions: np.ndarray, seq_len: int, seed: int) -> Tensor:
-    """The samples at some positions of the training order; -> (len(positions), seq_len + 1) int64."""
-    starts = sample_at(positions, count_samples(data, seq_len), seed) * seq_len
-    return torch.from_numpy(np.stack([data.ids[start : start + seq_len + 1] for start in starts]).astype(np.int64))
+_LOCATED_AT_ONCE = 4096  # samples whose places are worked out together: numpy's overhead a call is shared by so many
+_LATEST = 64  # steps of which it is kept what was read last; more than are ever read ahead by all workers together
 
 
-def batches(
-    data: TokenData,
-    consumed: int,
-    global_batch: int,
-    local_batch: int,
-    seq_len: int,
-    seed: int,
-    part: tuple[int, int],
-    pin_memory: bool,
-) -> Iterator[Tensor]:
-    """Endlessly, one step after the other, this rank's part of the global batch, read ahead by a thread.
-
-    consumed: samples that earlier steps have used; the next step uses `consumed` .. `consumed + global_batch - 1`.
-    part: (data rank, data degree); each rank takes a run of neighbouring samples. Yields (microbatches, local_batch,
-    seq_len + 1) int64.
-    """
-    rank, degree = part
-    share = global_batch // degree
-    assert share * degree == global_batch and share % local_batch == 0
-
-    def read(step: int) -> Tensor:
-        first = consumed + step * global_batch + rank * share
-        return read_samples(data, np.arange(first, first + share), seq_len, seed).unflatten(0, (-1, local_batch))
-
-    node = Mapper(IterableWrapper(_CountUp()), read)
-    source = Prefetcher(PinMemory(node) if pin_memory else node, prefetch_factor=_AHEAD)
-    source.reset()  # starts the thread; it ends with the last reference to source, which a Loader's circle would delay
-    return source
+def to_batch(arrays: Arrays, local_batch: int) -> Batch:
+    """Rows as the model gets them, in microbatches of `local_batch`."""
+    return Batch(*(None if a is None else torch.from_numpy(a).unflatten(0, (-1, local_batch)) for a in arrays))
 
 
-class _CountUp:
-    """0, 1, 2, ... as an iterable that can be started again."""
+def read_batches(
+    config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int], pin_memory: bool = False
+) -> "Batches":
+    """This rank's part of the global batches that follow `consumed` samples; part: (data rank, data degree)."""
+    plan = Plan(data, consumed, global_batch, config.training.local_batch_size, config.training.seed, part)
+    return Batches(plan, config.dataloader, pin_memory)
 
-    def __iter__(self) -> Iterator[int]:
-        step = 0
-        while True:
-            yield step
-            step += 1
+
+class Plan:
+    """Which samples make up this rank's part of each step, step 0 being the next one."""
+
+    def __init__(self, data: Data, consumed: int, global_batch: int, local_batch: int, seed: int, part: tuple[int, int]):
+        """consumed: samples that earlier steps have used; the next one uses `consumed` .. `consumed + global_batch - 1`.
+
+        part: (data rank, data degree); each rank takes a run of neighbouring samples.
+        """
+        rank, degree = part
+        self.data, self.seed, self.local_batch, self.global_batch = data, seed, local_batch, global_batch
+        self.share = global_batch // degree
+        assert self.share * degree == global_batch and self.share % local_batch == 0
+        self.first = consumed + rank * self.share
+        self.steps = max(1, _LOCATED_AT_ONCE // self.share)
+        self.latest = torch.full((_LATEST, 2), -1).share_memory_()  # step, and the row of it that was begun last
+        self._block, self._located = -1, (np.zeros(0), np.zeros(0))
+
+    def __getitem__(self, step: int) -> Batch | UserError:
+        """This rank's part of a step, (microbatches, local_batch, ...); a fault of the data is handed on, not raised.
+
+        The loader would wrap it into the traceback of a worker process.
+        """
+        sources, samples = self.located(step)
+        note = self.latest[step % _LATEST].numpy()
+        note[:] = step, -1
+        try:
+            return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
+        except UserError as error:
+            return error
+
+    def located(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample of it) of each sample of this rank's part of a step, (share,) int64 each."""
+        block, inside = divmod(step, self.steps)
+        if block != self._block:
+            steps = np.arange(block * self.steps, (block + 1) * self.steps)
+            positions = self.first + steps[:, None] * self.global_batch + np.arange(self.share)
+            self._located = self.data.locate(positions.ravel(), self.seed)
+            self._block = block
+        here = slice(inside * self.share, (inside + 1) * self.share)
+        return self._located[0][here], self._located[1][here]
+
+    def last_read(self, step: int) -> str:
+        """What of a step was being read last, for a person."""
+        noted, at = self.latest[step % _LATEST].tolist()
+        if noted != step or at < 0:
+            return "no worker has begun to read it"
+        sources, samples = self.located(step)
+        mixed = self.data.sources[sources[at]]
+        rows, row = mixed.locate(int(samples[at]))
+        return f'source "{mixed.source.name}", {rows.file.prefix}.bin, sample {row}'
+
+
+class Batches:
+    """Endlessly, one step after the other, this rank's part of the global batch. `close` ends what reads ahead."""
+
+    def __init__(self, plan: Plan, keys: Dataloader, pin_memory: bool):
+        """pin_memory: batches are put into page-locked memory, from where a GPU copies by itself."""
+        self._plan, self._step = plan, 0
+        self._pin = pin_memory and not keys.workers  # the loader does it itself, in a thread
+        self._source = _read_ahead(plan, keys, pin_memory) if keys.workers else map(plan.__getitem__, itertools.count())
+        self._waiting = _Waiting(plan, keys.stall_seconds)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        self._waiting.since = time.monotonic(), self._step
+        batch = next(self._source)
+        self._waiting.since = None
+        if isinstance(batch, UserError):
+            raise batch
+        self._step += 1
+        return batch.pin_memory() if self._pin else batch
+
+    def close(self) -> None:
+        """Ends the workers, which go with the last reference to the loader's iterator."""
+        self._waiting.close()
+        self._source = iter(())
+
+    __del__ = close
+
+
+def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
+    """Steps read by worker processes, in order; RuntimeError where one of them dies."""
+    loader = StatefulDataLoader(
+        plan,
+        batch_size=None,
+        sampler=itertools.count(),
+        num_workers=keys.workers,
+        prefetch_factor=keys.prefetch,
+        pin_memory=pin_memory,
+        multiprocessing_context="spawn",  # a fork would copy CUDA's and gloo's threads in the middle of their work
+        snapshot_every_n_steps=2**62,  # its state is not asked for: ours is one number
+    )
+    with _held_signals(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # PyTorch's to torchdata
+        return iter(loader)
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    """Processes started meanwhile never hear of a stop that is asked of all processes of a job: the rank will end them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Waiting:
+    """Says what is being read when a step's data is waited for longer than `patience` seconds, and again after as long."""
+
+    def __init__(self, plan: Plan, patience: float):
+        self._plan, self._patience = plan, patience
+        self.since: tuple[float, int] | None = None  # when the waiting began, and for which step
+        self._done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="data watch").start()
+
+    def close(self) -> None:
+        self._done.set()
+
+    def _watch(self) -> None:
+        told = 0.0
+        while not self._done.wait(min(1.0, self._patience / 4)):
+            now, since = time.monotonic(), self.since
+            if since is None or now - max(since[0], told) < self._patience:
+                continue
+            told = now
+            log.warning("waiting for data for %.0f s: %s", now - since[0], self._plan.last_read(since[1]))

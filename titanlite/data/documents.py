@@ -1,14 +1,90 @@
-"""Where text comes from: the standard library's sources, or the user's text and .jsonl files."""
+"""Which inputs there are, and how they are split into parts that are read side by side."""
 
+import glob
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+from titanlite.data.readers import (
+    HUB,
+    SUFFIXES,
+    BadDocument,
+    Document,
+    Part,
+    describe_place,
+    is_url,
+    need,
+    open_bytes,
+    open_dataset,
+    open_hub,
+    read,
+    where,
+)
 from titanlite.errors import UserError
 
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MIB = 2**20
+_SMALLEST, _LARGEST = _MIB, 32 * _MIB  # bytes of a unit of work
+_UNITS = 128  # that there should be of a small input, so that every worker has some of them
+_UNKNOWN = 2**63 - 1  # where a URL ends that does not tell its size
+
+
+class Input(NamedTuple):
+    """A file, URL or dataset with documents."""
+
+    path: str  # absolute, if it is on this machine
+    size: int  # bytes, about
+    stamp: str  # another one when the input was changed: time of modification, version or fingerprint
+    parts: list[Part]
+
+
+def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
+    """The inputs that files, folders, patterns, URLs and names of datasets stand for, in order; those of one name sorted.
+
+    A folder stands for all files under it that are not hidden, a pattern for the files that match. hub:NAME[:CONFIG][:SPLIT]
+    is a dataset of the Hugging Face hub, or in a local folder NAME. A folder that `save_to_disk` wrote is a dataset.
+    key: what the user calls the names. Raises UserError for names that nothing can be found under, and for what is named twice.
+    """
+    found = [entry for name in names for entry in _find(name, key)]
+    seen: set[str] = set()
+    for path, _, _, _ in found:
+        if path in seen:
+            raise UserError(f"{key}: {path} is named twice; its documents would be in the data twice")
+        seen.add(path)
+    target = unit_size(sum(size for _, _, size, _ in found))
+    return [Input(path, size, stamp, list(_split(path, kind, size, target))) for path, kind, size, stamp in found]
+
+
+def unit_size(total: int) -> int:
+    """Bytes of a unit of work of so many bytes in all."""
+    return min(max(total // _UNITS, _SMALLEST), _LARGEST)
+
+
+def group(parts: list[Part]) -> list[list[Part]]:
+    """Units of work: parts that follow each other, together not much larger than `unit_size`."""
+    target = unit_size(sum(part.size for part in parts))
+    units: list[list[Part]] = []
+    size = target
+    for part in parts:
+        if size + part.size > target:
+            units.append([])
+            size = 0
+        units[-1].append(part)
+        size += part.size
+    return units
+
+
+def stdlib_files() -> list[Path]:
+    """The sources of the standard library of the Python that runs this, sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    inside = ((file, file.relative_to(root).parts) for file in root.rglob("*.py"))
+    # lib2to3 and others keep samples in odd encodings under tests, which are left out; all else is UTF-8
+    return sorted(file for file, parts in inside if not _LEFT_OUT.intersection(parts))
 
 
 def list_files(dataset: str, dataset_path: str, section: str = "training") -> list[Path]:
@@ -18,7 +94,7 @@ def list_files(dataset: str, dataset_path: str, section: str = "training") -> li
             f"{section}.dataset = {dataset!r} and {section}.dataset_path = {dataset_path!r} both name data; give one of them"
         )
     if not dataset_path and dataset == STDLIB:
-        return _stdlib_files()
+        return stdlib_files()
     key = f"{section}.dataset_path" if dataset_path else f"{section}.dataset"
     path = Path(dataset_path or dataset)
     if path.is_file():
@@ -26,54 +102,172 @@ def list_files(dataset: str, dataset_path: str, section: str = "training") -> li
     if not path.is_dir():
         hint = "" if dataset_path else f'; the built-in data is called "{STDLIB}"'
         raise UserError(f'{key} = "{path}": no such file or folder{hint}')
-    # hidden folders too: a clone brings .git, a download .cache
-    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    files = sorted(file for file in visible if file.is_file())
+    files = _visible_files(path)
     if not files:
         raise UserError(f'{key} = "{path}": the folder holds no files')
     return files
 
 
-def read_documents(files: list[Path]) -> Iterator[str]:
-    """The text of each document, in order: a whole file, or the "text" of each line of a .jsonl file.
+def read_documents(files: list[Path], text_key: str = "text") -> Iterator[str]:
+    """The texts of files, in order, such as to train a tokenizer on; chats are left out. Raises BadDocument."""
+    for entry in list_inputs([str(file) for file in files]):
+        for part in entry.parts:
+            for found in read(part, text_key):
+                if not isinstance(found, Document):
+                    place = describe_place(part, *where(part, found.place))
+                    raise BadDocument(f"{place}: {found.reason}")
+                if isinstance(found.content, str):
+                    yield found.content
 
-    Raises UserError that names the file, and in a .jsonl file the line, for text that is not UTF-8 and for lines that are
-    not JSON objects with a text.
-    """
-    for file in files:
+
+# ------------------------------------------------------------------------------------------------------------- finding
+
+_Found = tuple[str, str, int, str]  # path, kind, size, stamp
+
+
+def _find(name: str, key: str) -> list[_Found]:
+    if name.startswith(HUB):
+        return [_find_hub(name)]
+    if is_url(name):
+        return _find_urls(name, key)
+    path = os.path.abspath(name)
+    try:
+        if os.path.isdir(path):
+            return _find_in_folder(Path(path), key)
+        if os.path.exists(path):
+            return [_find_file(path)]
+        # a folder among the matches is not walked: "**" gives its files anyway
+        matches = sorted(match for match in glob.glob(path, recursive=True) if _is_dataset(match) or os.path.isfile(match))
+        found = [_find_dataset(match) if os.path.isdir(match) else _find_file(match) for match in matches]
+    except OSError as error:
+        raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
+    if not found:
+        what = "no file matches this pattern" if glob.has_magic(name) else "no such file or folder"
+        raise UserError(f"{key} {name}: {what}")
+    return found
+
+
+def _find_in_folder(path: Path, key: str) -> list[_Found]:
+    if _is_dataset(str(path)):
+        return [_find_dataset(str(path))]
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder)))
+        raise UserError(
+            f"{key} {path}: holds the splits {', '.join(splits)}; name the folder of one, such as {path / splits[0]}"
+        )
+    found = [_find_file(str(file)) for file in _visible_files(path)]
+    if not found:
+        raise UserError(f"{key} {path}: the folder holds no files")
+    return found
+
+
+def _visible_files(path: Path) -> list[Path]:
+    # hidden folders too: a clone brings .git, a download .cache
+    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return sorted(file for file in visible if file.is_file())
+
+
+def _find_file(path: str) -> _Found:
+    status = os.stat(path)
+    return path, _kind(path), status.st_size, str(status.st_mtime_ns)
+
+
+def _kind(path: str) -> str:
+    """What a file is read as, by its suffix; the optional package for it is looked for here, before any work."""
+    kind = next((kind for suffix, kind in SUFFIXES.items() if path.lower().endswith(suffix)), "text")
+    if kind in ("parquet", "zstd"):
+        need("pyarrow" if kind == "parquet" else "zstandard", path)
+    return kind
+
+
+def _is_dataset(folder: str) -> bool:
+    return all(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_info.json"))
+
+
+def _find_dataset(folder: str) -> _Found:
+    files = sorted(Path(folder).glob("*.arrow"))
+    times = [file.stat().st_mtime_ns for file in files]
+    stamp = f"{json.loads(Path(folder, 'state.json').read_text()).get('_fingerprint')} {max(times, default=0)}"
+    return folder, "dataset", sum(file.stat().st_size for file in files), stamp
+
+
+def _find_hub(name: str) -> _Found:
+    stream, version = open_hub(name)
+    return name, "hub", stream.info.dataset_size or stream.num_shards * _LARGEST, version
+
+
+def _find_urls(name: str, key: str) -> list[_Found]:
+    fsspec = need("fsspec", f"{key} {name}")
+    try:
+        system, path = fsspec.core.url_to_fs(name)
+        if "*" in path or "[" in path:
+            names = sorted(system.unstrip_protocol(match) for match in system.glob(path) if system.isfile(match))
+        else:
+            names = [name] if system.exists(path) else []
+        found = [_find_url(system, url) for url in names]
+    except UserError:
+        raise
+    except Exception as error:  # every file system raises its own
+        raise UserError(f"{key} {name}: cannot be listed: {type(error).__name__}: {error}") from None
+    if not found:
+        raise UserError(f"{key} {name}: nothing is there")
+    return found
+
+
+def _find_url(system: Any, url: str) -> _Found:
+    info = system.info(system._strip_protocol(url))
+    names = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+    stamp = next((str(info[name]) for name in names if info.get(name)), "")
+    size = info.get("size")
+    return url, _kind(urlsplit(url).path), _UNKNOWN if size is None else size, stamp
+
+
+# ----------------------------------------------------------------------------------------------------------- splitting
+
+
+def _split(path: str, kind: str, size: int, target: int) -> Iterator[Part]:
+    if kind in _SPLITTERS and size != _UNKNOWN:
+        yield from _SPLITTERS[kind](path, size, target)
+    else:
+        yield Part(path, kind, 0, size, min(size, _LARGEST) if size == _UNKNOWN else size)
+
+
+def _split_lines(path: str, size: int, target: int) -> Iterator[Part]:
+    for begin in range(0, size, target):
+        end = min(begin + target, size)
+        yield Part(path, "jsonl", begin, end, end - begin)
+
+
+def _split_row_groups(path: str, size: int, target: int) -> Iterator[Part]:
+    pyarrow, parquet = need("pyarrow", path), need("pyarrow.parquet", path)
+    with open_bytes(path) as file:
         try:
-            if file.suffix == ".jsonl":
-                yield from _jsonl_texts(file)
-            else:
-                yield file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file}: not UTF-8 text: {error}") from None
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+            about = parquet.ParquetFile(file).metadata
+            sizes = [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
+        except (pyarrow.ArrowException, OSError):
+            yield Part(path, "parquet", 0, 0, size)  # who reads it will say what is wrong
+            return
+    first = total = 0
+    for number, one in enumerate(sizes):
+        if total and total + one > target:
+            yield Part(path, "parquet", first, number, total)
+            first, total = number, 0
+        total += one
+    yield Part(path, "parquet", first, len(sizes), total)
 
 
-def _jsonl_texts(file: Path) -> Iterator[str]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{file}, line {number}: not UTF-8 text: {error}") from None
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}, line {number}: not JSON: {error}") from None
-            if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-                raise UserError(f'{file}, line {number}: must be an object with a string under "text"')
-            try:
-                entry["text"].encode("utf-8")
-            except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, no tokenizer can read it
-                raise UserError(f"{file}, line {number}: not Unicode text: {error}") from None
-            yield entry["text"]
+def _split_rows(path: str, size: int, target: int) -> Iterator[Part]:
+    rows = len(open_dataset(path))
+    step = max(1, rows * target // max(size, 1))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        yield Part(path, "dataset", begin, end, size * (end - begin) // rows)
 
 
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    inside = ((file, file.relative_to(root).parts) for file in root.rglob("*.py"))
-    # lib2to3 and others keep samples in odd encodings under tests, which are left out; all else is UTF-8
-    return sorted(file for file, parts in inside if not _LEFT_OUT.intersection(parts))
+def _split_shards(path: str, size: int, _target: int) -> Iterator[Part]:
+    shards = open_hub(path)[0].num_shards
+    for number in range(shards):
+        yield Part(path, "hub", number, number + 1, size // shards)
+
+
+_SPLITTERS = {"jsonl": _split_lines, "parquet": _split_row_groups, "dataset": _split_rows, "hub": _split_shards}

@@ -18,6 +18,7 @@ Beside them titanlite may write NAME.loss: a byte a token, 1 where the token is 
 (what the user of a chat says). Without it every token is to be predicted.
 """
 
+import bisect
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,30 +148,34 @@ class TokenFile:
                 f"{self.tokens:,} tokens"
             )
 
-    def starts(self, documents: np.ndarray) -> np.ndarray:
-        """Where documents begin in `ids`: (n,) int64 in [0, documents] -> (n,) int64; the last one's end has a number too.
+    def boundaries(self, first: int, last: int) -> np.ndarray:
+        """Where the documents `first` .. `last` begin in `ids`, (last - first + 1,) int64; one past the last begins at the end.
 
-        Raises UserError for places outside of the file.
+        Raises UserError for places outside of the file, or that do not rise.
         """
-        sequences = self.first_sequences[documents]
+        sequences = self.first_sequences[first : last + 1]
         inside = sequences < len(self.pointers)
-        places = np.full(len(documents), self.tokens, np.int64)
+        places = np.full(len(sequences), self.tokens, np.int64)
         places[inside] = self.pointers[sequences[inside]] // self.ids.itemsize
-        wrong = (places < 0) | (places > self.tokens)
+        wrong = (places < 0) | (places > self.tokens) | (np.diff(places, prepend=0) < 0)
         if wrong.any():
+            at = int(wrong.argmax())
             raise UserError(
-                f"{self._idx}: document {documents[wrong][0]} begins outside of {self._bin.name}, at token {places[wrong][0]}"
+                f"{self._idx}: document {first + at} begins at token {places[at]}, outside of {self._bin.name} or before the "
+                "one before it"
             )
         return places
 
-    def documents_at(self, places: np.ndarray) -> np.ndarray:
-        """The document that holds each of some tokens; (n,) int64 in [0, tokens) -> (n,) int64."""
-        return _last_at_most(self.first_sequences, _last_at_most(self.pointers, places * self.ids.itemsize))
+    def document_at(self, place: int) -> int:
+        """The document that holds a token; place in [0, tokens). Reads twice log2(documents) entries of the index."""
+        # np.searchsorted would copy the whole table, since the format does not align it to 8 bytes
+        sequence = bisect.bisect_right(self.pointers, place * self.ids.itemsize) - 1
+        return bisect.bisect_right(self.first_sequences, sequence) - 1
 
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, (documents,) int64. Reads the whole index, and checks it; raises UserError."""
         self.check()
-        return np.diff(self.starts(np.arange(self.documents + 1)))
+        return np.diff(self.boundaries(0, self.documents))
 
     def check(self) -> None:
         """Reads the whole index. Raises UserError for sequences that do not follow each other."""
@@ -209,19 +214,6 @@ def _read_layout(path: Path) -> _Layout:
     if size < layout.size:
         raise UserError(f"{path}: truncated: {size:,} bytes of {layout.size:,}")
     return layout
-
-
-def _last_at_most(table: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The last entry of a rising table that is no greater than each value, at least the first; (n,) int64 -> (n,) int64.
-
-    np.searchsorted would copy the table, since the format does not align it to 8 bytes; this reads log2 of it.
-    """
-    low, high = np.zeros(len(values), np.int64), np.full(len(values), len(table))
-    while (high - low > 1).any():
-        middle = (low + high) // 2
-        above = table[middle] > values
-        high, low = np.where(above, middle, high), np.where(above, low, middle)
-    return low
 
 
 def _mapped(path: Path, kind: Any, offset: int, count: int) -> np.ndarray:

@@ -1,17 +1,23 @@
-"""The order of samples: a permutation that any position can be asked of, without a list of it in memory."""
+"""The order of samples: a mixture of sources, each in a permutation of its own; any position can be asked of at once.
+
+Nothing here is listed or remembered: sample i of a run is a function of the seed and i.
+"""
 
 import hashlib
 
 import numpy as np
 
+MIXTURE = 2**20  # shares of a mixture are parts of this
+MAX_POSITION = 2**42
 _ROUNDS = 6
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-def sample_at(positions: np.ndarray, samples: int, seed: int) -> np.ndarray:
+def sample_at(positions: np.ndarray, samples: int, seed: int | str) -> np.ndarray:
     """Which of `samples` samples stand at the given positions of an endless run of epochs.
 
     positions (n,) int64, from 0; -> (n,) int64 below `samples`. Every epoch is a permutation of its own.
+    seed: a number, or any text that tells one order from another.
     """
     assert samples > 0 and (positions >= 0).all()
     epochs, inside = np.divmod(positions, samples)
@@ -20,6 +26,40 @@ def sample_at(positions: np.ndarray, samples: int, seed: int) -> np.ndarray:
         here = epochs == epoch
         chosen[here] = permute(inside[here], samples, f"{seed}/{epoch}")
     return chosen
+
+
+def interleave(positions: np.ndarray, shares: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each position of an endless mixture, and how many samples of that source came before it.
+
+    positions (n,) int64 below 2^42; shares: whole numbers that add up to MIXTURE at most. -> two (n,) int64.
+
+    Among the first i samples a source with share s of S has floor(i s / S) of them or one more for each source before it, so
+    that every batch holds nearly the same mixture. The sources are dealt one after the other: each takes its share of what
+    those before it have left.
+    """
+    assert ((positions >= 0) & (positions < MAX_POSITION)).all() and min(shares) > 0 and sum(shares) <= MIXTURE
+    source = np.full(len(positions), len(shares) - 1)
+    index = positions.copy()  # among the samples that the sources before have left
+    open_ = np.arange(len(positions))
+    total = sum(shares)
+    for number, share in enumerate(shares[:-1]):
+        here = index[open_]
+        before = here * share // total  # below 2^62
+        takes = (here + 1) * share // total > before
+        source[open_[takes]] = number
+        index[open_] = np.where(takes, before, here - before)
+        open_ = open_[~takes]
+        total -= share
+    return source, index
+
+
+def drawn(positions: int, shares: list[int]) -> list[int]:
+    """How many of the first `positions` samples of `interleave` come from each source."""
+    counts, total = [], sum(shares)
+    for share in shares:
+        counts.append(positions * share // total)
+        positions, total = positions - counts[-1], total - share
+    return counts
 
 
 def permute(index: np.ndarray, count: int, key: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The tokenizer: a tokenizer.json of the user's, or a small one that is trained on the default data."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -24,11 +25,14 @@ class LoadedTokenizer(NamedTuple):
     vocabulary: int  # one more than the largest id
 
 
-def load_tokenizer(folder: str) -> LoadedTokenizer:
-    """The tokenizer of `model.hf_assets_path`. Raises UserError where there is none, or no end-of-text token in it."""
+def load_tokenizer(folder: str, named: str = "model.hf_assets_path =") -> LoadedTokenizer:
+    """The tokenizer of a folder. Raises UserError where there is none, or no end-of-text token in it.
+
+    named: what stands before the folder in the message.
+    """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f'model.hf_assets_path = "{folder}": there is no tokenizer.json in it')
+        raise UserError(f'{named} "{folder}": there is no tokenizer.json in it')
     try:
         tokenizer = Tokenizer.from_file(str(path))
         # what the file may ask for to fit another model's batches would cut documents short or pad them
@@ -39,6 +43,11 @@ def load_tokenizer(folder: str) -> LoadedTokenizer:
         raise
     except Exception as error:  # the library raises bare Exception for a file it cannot read
         raise UserError(f"{path}: not a tokenizer: {error}") from None
+
+
+def tokenizer_digest(loaded: LoadedTokenizer) -> str:
+    """32 hex digits; equal ones mean equal ids for equal texts."""
+    return hashlib.blake2b(loaded.tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
 
 def train_tokenizer(documents: Iterable[str]) -> Tokenizer:

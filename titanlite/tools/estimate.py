@@ -28,7 +28,7 @@ from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
 from titanlite.initialize import fill, materialize
-from titanlite.loss import summed_loss
+from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallelize import parallelize
 from titanlite.tools.check import parse_command
@@ -129,15 +129,23 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tie(model)
-        tokens = torch.zeros(config.training.local_batch_size, config.training.seq_len + 1, dtype=torch.int64)
+        batch = _empty_batch(config)
         with follow:
-            summed_loss(model, tokens).backward()
+            summed_loss(model, batch).backward()
             entered.clear()
             before = follow.peak = follow.live()
-            summed_loss(model, tokens).backward()
+            summed_loss(model, batch).backward()
     # From one block's entry to that of the block `every` later, both with their parameters gathered: what so many keep.
     kept = (entered[every] - entered[0]) / every if every else 0
     return round(kept * depth), round(follow.peak - before - kept * shown)
+
+
+def _empty_batch(config: Config) -> Batch:
+    """A microbatch with all that the configuration's own ones have."""
+    training = config.training
+    shape = training.local_batch_size, training.seq_len
+    tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64)
+    return Batch(tokens, documents=torch.zeros(shape, dtype=torch.int32) if training.document_mask else None)
 
 
 class Allocations(TorchDispatchMode):

@@ -33,8 +33,8 @@ from titanlite.checkpoint.tensors import run_tensors
 from titanlite.checks import check
 from titanlite.config import Config, Parallelism, Profiling, Validation
 from titanlite.config_file import read_config
-from titanlite.data.batches import batches
-from titanlite.data.tokens import TokenData, prepare_tokens
+from titanlite.data.batches import read_batches
+from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
 from titanlite.incidents import Step, Steps
 from titanlite.loss_scale import LossScale
@@ -171,9 +171,7 @@ class Replayed(NamedTuple):
     layers: dict[str, Layer]
 
 
-def replay(
-    config: Config, run: Path, route: Route, step: int, data: TokenData, mesh: DeviceMesh, device: torch.device
-) -> Replayed:
+def replay(config: Config, run: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device) -> Replayed:
     """Does all steps from the newest sound checkpoint of a route up to a step; all ranks together.
 
     config: of `on_mesh`. Raises UserError where the data or the model are not those of the run.
@@ -191,14 +189,11 @@ def replay(
     for number in range(progress.step + 1, step + 1):
         if source is None or number - 1 in route.jumps:
             samples = route.jumps.get(number - 1, samples)
-            source = batches(
-                data, samples, training.global_batch_size, training.local_batch_size, training.seq_len, training.seed, parts,
-                pin_memory=device.type == "cuda",
-            )  # fmt: skip
+            source = read_batches(config, data, samples, training.global_batch_size, parts, device.type == "cuda")
         process.seed_step(training.seed, number, seat)
-        tokens = next(source).to(device, non_blocking=True)
+        batch = next(source).to(device, non_blocking=True)
         scale = loss_scale and loss_scale.scale
-        share = forward_backward(model, tokens, mesh, scale, config.parallelism.reduce_every_microbatch)
+        share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
         if number == step:
             divisor = 1.0 if scale is None else scale.item()
             gradients = norms((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
@@ -216,7 +211,7 @@ def replay(
 
 
 def begin(
-    config: Config, run: Path, route: Route, step: int, data: TokenData, mesh: DeviceMesh, device: torch.device
+    config: Config, run: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer, LossScale | None, Progress, Schedule]:
     """The state that a run went on from to a step: its newest sound checkpoint before it, or what the run began with."""
     family, saves = load_family(config.model.name, config.model.flavor), run / config.checkpoint.folder
@@ -321,7 +316,7 @@ def _start(asked: argparse.Namespace) -> None:
     route = route_to(asked.step, asked.attempt, entries)
     config, ranks = on_mesh(config, global_batch, asked.ranks), asked.ranks or 1
     check_setting(config, asked.run, ranks)
-    prepare_tokens(config)
+    open_data(config)
     # as run_train.sh and torchrun have it: the threads of a rank decide how its sums are rounded
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -340,7 +335,7 @@ def _rank(rank: int, ranks: int, config: Config, run: Path, step: int, route: Ro
     try:
         device = process.start(config)
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), device.type)
-        found = replay(config, run, route, step, prepare_tokens(config), mesh, device)
+        found = replay(config, run, route, step, open_data(config), mesh, device)
         if rank == 0:
             print(describe(found, run, route, config, mesh))
         process.finish()

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from titanlite.checks import check
 from titanlite.config import Config
 from titanlite.config_file import read_config
-from titanlite.data.batches import batches
-from titanlite.data.tokens import TokenData, prepare_tokens
+from titanlite.data.batches import read_batches
+from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
+from titanlite.loss import Batch
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.optimizer import build_optimizer
@@ -41,7 +42,7 @@ class Trajectory(NamedTuple):
     """What a few steps of training did; tensors are whole, and on the CPU."""
 
     weights: dict[str, Tensor]  # before the first step
-    batches: list[Tensor]  # (global batch, seq + 1) of each step
+    batches: list[Tensor]  # (global batch, values) of each step: tokens and what goes with them
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]  # of the first step, before clipping
@@ -65,19 +66,19 @@ class Comparison(NamedTuple):
         return not self.weights and not self.batches and close and self.gradient < GRADIENT
 
 
-def record(config: Config, data: TokenData, mesh: DeviceMesh, device: torch.device) -> Trajectory:
+def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
     """Trains `training.steps` steps on a mesh by the loop's own functions; all ranks return the same."""
     training, part = config.training, (data_rank(mesh), data_degree(mesh))
     size = config.global_batch(data_degree(mesh))
     model = build_model(load_family(config.model.name, config.model.flavor), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    source = batches(data, 0, size, training.local_batch_size, training.seq_len, training.seed, part, pin_memory=False)
+    source = read_batches(config, data, 0, size, part)
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     read, losses, norms = [], [], []
     for step in range(1, training.steps + 1):
-        tokens = next(source).to(device)
-        read.append(_gather_batch(tokens, mesh))
-        share = forward_backward(model, tokens, mesh, None, config.parallelism.reduce_every_microbatch)
+        batch = next(source).to(device)
+        read.append(_gather_batch(batch, mesh))
+        share = forward_backward(model, batch, mesh, None, config.parallelism.reduce_every_microbatch)
         if step == 1:
             gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
             dtypes = {parameter.grad.dtype for parameter in model.parameters()}
@@ -110,10 +111,11 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
-def _gather_batch(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The global batch of which every data-parallel rank has read a part, in order."""
+def _gather_batch(batch: Batch, mesh: DeviceMesh) -> Tensor:
+    """The global batch of which every data-parallel rank has read a part, in order; of each row all values."""
+    mine = torch.cat([tensor.flatten(0, 1).long().cpu() for tensor in batch if tensor is not None], dim=1)
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (data_rank(mesh), tokens.flatten(0, 1).cpu()))
+    dist.all_gather_object(parts, (data_rank(mesh), mine))
     by_rank = dict(parts)
     return torch.cat([by_rank[rank] for rank in range(data_degree(mesh))])
 
@@ -135,7 +137,7 @@ def main() -> None:
         configs = [_on_mesh(config, degrees, meshes) for degrees in meshes]
         for degrees, on_mesh in zip(meshes, configs, strict=True):
             check(on_mesh, path, math.prod(degrees.values()))
-        prepare_tokens(config)  # now, so that the ranks find them in the cache
+        open_data(config)  # now, so that the ranks find them in the cache
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -244,7 +246,7 @@ def _rank(rank: int, ranks: int, config: Config, degrees: dict[str, int], folder
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     mesh = build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
-    found = record(config, prepare_tokens(config), mesh, device)
+    found = record(config, open_data(config), mesh, device)
     if rank == 0:
         torch.save(found, Path(folder) / "trajectory")
     dist.barrier()

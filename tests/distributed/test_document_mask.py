@@ -1,0 +1,178 @@
+"""P1 with documents: neither mesh, nor checkpointing, nor compilation changes what a token sees."""
+
+import itertools
+import math
+import shutil
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention import flex_attention as flex
+
+from models import blocks, llama3
+from models.blocks import block_mask
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, mesh_of
+from titanlite.config import Config
+from titanlite.loss import Batch, count_labels, summed_loss
+from titanlite.mesh import data_degree, data_rank, sum_over_data
+from titanlite.tools.verify import whole
+from titanlite.train import build_model
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_document_mask"
+MESHES = {
+    "one process": {},
+    "shard 2": {"dp_shard": 2},
+    "tp 2": {"tp": 2},
+    "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
+    "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
+    "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+}
+MODES = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "every second layer": {"mode": "selective", "selective_ac_option": 2},
+    "per operation": {"mode": "selective", "selective_ac_option": "op"},
+    "budget": {"mode": "memory_budget", "memory_budget": 0.3},
+}
+STEPS = 3
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')
+
+
+class Found(NamedTuple):
+    """What some steps gave, the weights being left as they are."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]  # of each step, whole
+    graphs: int  # that were compiled for it
+
+
+def global_batch(step: int, seq: int) -> Batch:
+    """Other documents at every step, of 1 to 33 tokens; the last eighth of every second row is padding."""
+    random = torch.Generator().manual_seed(step)
+    starts = torch.rand(GLOBAL_BATCH, seq + 1, generator=random) < torch.linspace(0, 0.6, GLOBAL_BATCH)[:, None]
+    starts[:, 0] = True
+    padding = torch.zeros_like(starts)
+    padding[::2, -seq // 8 :] = True
+    starts = (starts & ~padding) | (padding & ~padding.roll(1, dims=1))
+    tokens = torch.randint(512, starts.shape, generator=random)
+    return Batch(tokens, ~starts & ~padding, starts.cumsum(1)[:, :-1].int())
+
+
+def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False, silent: bool = False) -> Found | None:
+    """Losses and gradients of some steps on a mesh; rank 0 returns them. silent: of batches without any label."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = mesh_of(degrees)
+    model = build_model(load_family(config.model.name, config.model.flavor), config, mesh, CPU)
+    part = GLOBAL_BATCH // data_degree(mesh)
+    losses, gradients = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        if flex_attention:
+            _use_flex_attention(patch)
+        for step in range(STEPS):
+            rows = slice(data_rank(mesh) * part, (data_rank(mesh) + 1) * part)
+            batch = Batch(*(tensor[rows] for tensor in global_batch(step, config.training.seq_len)))
+            if silent:
+                batch = batch._replace(counted=torch.zeros_like(batch.counted))
+            model.zero_grad()
+            loss = summed_loss(model, batch) / count_labels(batch, mesh)
+            loss.backward()
+            losses.append(sum_over_data(loss.detach(), mesh).item())
+            gradients.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
+    return Found(losses, gradients, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
+
+
+def _use_flex_attention(patch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU, with the plain implementation, which goes backward on a CPU when nobody asks whether it may."""
+    compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
+    patch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
+    patch.setattr(flex, "_validate_device", lambda *tensors: None)
+    patch.setattr(blocks, "_compiled_flex_attention", lambda: compiled)
+
+
+@pytest.fixture(scope="module")
+def one_process(pools: dict[int, Pool]) -> Found:
+    """The reference: one process, nothing compiled, nothing computed twice."""
+    return run(pools, {}, "none", None)
+
+
+def run(pools: dict[int, Pool], degrees: dict[str, int], mode: str, backend: str | None, **options: bool) -> Found:
+    config = config_of(
+        degrees,
+        activation_checkpoint=MODES[mode],
+        compile={"enable": backend is not None, "backend": backend or "inductor"},
+    )
+    return pools[math.prod(degrees.values())].run(f"{HERE}:steps", degrees=degrees, config=config, **options)[0]
+
+
+def assert_equal_within_rounding(found: Found, reference: Found, record_property) -> None:
+    worst = {}
+    for step, (gradients, expected) in enumerate(zip(found.gradients, reference.gradients, strict=True)):
+        for name, gradient in expected.items():
+            worst[step, name] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
+    place = max(worst, key=worst.__getitem__)
+    record_property("worst", f"{worst[place]:.1e} {place}")
+    print(f"worst gradient {worst[place]:.1e}, {place}")
+    assert all(abs(a / b - 1) < 1e-5 for a, b in zip(found.losses, reference.losses, strict=True))
+    assert worst[place] < 1e-5, place
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one process"])
+def test_every_mesh_gives_the_losses_and_gradients_of_one_process(pools, one_process, mesh, record_property):
+    assert_equal_within_rounding(run(pools, MESHES[mesh], "none", None), one_process, record_property)
+
+
+@pytest.mark.parametrize("mode", ["full", "every second layer", "per operation"])
+@pytest.mark.parametrize("mesh", ["one process", "shard 2 x tp 2"])
+def test_checkpointing_changes_nothing(pools, one_process, mesh, mode, record_property):
+    assert_equal_within_rounding(run(pools, MESHES[mesh], mode, None), one_process, record_property)
+
+
+@pytest.mark.parametrize(("mesh", "mode"), list(itertools.product(["one process", "shard 2 x tp 2"], MODES)))
+def test_compiled_once_for_all_documents_in_every_mode(pools, one_process, mesh, mode, record_property):
+    found = run(pools, MESHES[mesh], mode, "aot_eager")
+    assert_equal_within_rounding(found, one_process, record_property)
+    assert found.graphs == 2  # one for all blocks and one for the head, in all steps together
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mesh", "mode"), [("one process", "none"), ("tp 2", "full"), ("shard 2", "budget"), ("shard 2 x tp 2", "per operation")]
+)
+def test_inductors_kernels_change_nothing(pools, one_process, mesh, mode, record_property):
+    found = run(pools, MESHES[mesh], mode, "inductor")
+    assert_equal_within_rounding(found, one_process, record_property)
+    assert found.graphs == 2
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "backend"),
+    [
+        ("shard 2", "none", None),
+        ("tp 2", "full", None),
+        ("shard 2 x tp 2", "per operation", None),
+        ("shard 2 x tp 2", "none", "aot_eager"),
+        ("tp 2", "full", "aot_eager"),
+        ("shard 2", "per operation", "aot_eager"),
+        ("shard 2 x tp 2", "budget", "aot_eager"),
+    ],
+)
+def test_flex_attention_goes_through_meshes_checkpointing_and_compiler(
+    pools, one_process, mesh, mode, backend, record_property
+):
+    found = run(pools, MESHES[mesh], mode, backend, flex_attention=True)
+    assert_equal_within_rounding(found, one_process, record_property)
+    assert found.graphs == (2 if backend else 1)  # by itself, FlexAttention alone is compiled
+
+
+@pytest.mark.parametrize("mesh", ["one process", "shard 2 x tp 2"])
+def test_a_batch_without_labels_has_a_loss_of_zero_and_no_gradient(pools, mesh):
+    found = run(pools, MESHES[mesh], "none", None, silent=True)
+    assert found.losses == [0.0] * STEPS
+    assert all(gradient.eq(0).all() for gradients in found.gradients for gradient in gradients.values())

@@ -1,0 +1,222 @@
+"""`titanlite tokenize` as a user runs it: what it prints, and what is left when it is killed at any instant."""
+
+import fcntl
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launcher import Ended, Launch, finish, launch
+from titanlite.data.documents import stdlib_files
+from titanlite.data.indexed import TokenFile
+from titanlite.data.tokenizer import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A folder with a tokenizer, and some MB of text: a second of work or two, in several units."""
+    folder = tmp_path_factory.mktemp("text")
+    files = [file.read_text() for file in stdlib_files()[:150]]
+    (folder / "assets").mkdir()
+    train_tokenizer(files[:40]).save(str(folder / "assets" / "tokenizer.json"))
+    lines = [json.dumps({"text": file[start : start + 3000]}) + "\n" for file in files for start in range(0, len(file), 3000)]
+    (folder / "a.jsonl").write_text("".join(lines))
+    (folder / "few.jsonl").write_text("".join(lines[:5]))
+    return folder
+
+
+def _tokenize(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Launch:
+    words = ["-m", "titanlite", "tokenize", "--input", str(text / data), "--output", str(output)]
+    return launch(*words, "--tokenizer", str(text / "assets"), *options, folder=output.parent, script=Path(sys.executable))
+
+
+def _run(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Ended:
+    return finish(_tokenize(text, output, *options, data=data))
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def _wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "this did not happen"
+        time.sleep(0.01)
+
+
+def _workers(started: Launch) -> list[int]:
+    """Its processes that tokenize."""
+    found = []
+    for pid in started.pids():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"multiprocessing.spawn" in command:
+            found.append(pid)
+    return found
+
+
+def _units(output: Path) -> list[Path]:
+    return [path for path in output.with_name(f"{output.name}.unfinished").glob("units/*") if path.suffix != ".tmp"]
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def test_it_prints_what_it_made_and_the_line_for_the_configuration(text, tmp_path):
+    ended = _run(text, tmp_path / "out", "--append-eos", "--shard-tokens", "1e3", data="few.jsonl")
+    assert ended.code == 0, ended.err
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["documents"] == 5 and len(manifest["shards"]) == 2
+    assert f"5 documents, {manifest['tokens']:,} tokens, {len(manifest['shards'])} shards" in ended.out
+    assert f'training.dataset_path = "{tmp_path / "out"}"' in ended.out
+    assert re.fullmatch(r"tokenized 5 documents, [\d,]+ tokens/s\n", ended.err)  # and no bar in a log file
+    assert sum(TokenFile(tmp_path / "out" / shard["name"]).tokens for shard in manifest["shards"]) == manifest["tokens"]
+
+
+def test_the_first_ten_that_were_skipped_are_printed_and_all_are_listed(text, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "sound"}\n' + "{\n" * 15)
+    ended = _run(text, tmp_path / "out", "--on-error", "skip", data=str(tmp_path / "bad.jsonl"))
+    assert ended.code == 0, ended.err
+    assert "15 skipped" in ended.out
+    printed = re.findall(r"bad\.jsonl:(\d+): not JSON", ended.out)
+    assert printed == [str(number) for number in range(2, 12)]
+    assert len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 15
+
+
+def test_a_fault_is_one_message_with_file_line_and_what_skips_it(text, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "sound"}\n{"body": 1}\n')
+    ended = _run(text, tmp_path / "out", data=str(tmp_path / "bad.jsonl"))
+    assert (ended.code, ended.out) == (2, "")
+    assert re.fullmatch(r'.*bad\.jsonl, line 2: must have .*; has "body"\n--on-error skip .*\n', ended.err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_path):
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "tokenizer.json").write_bytes((text / "assets" / "tokenizer.json").read_bytes())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    (tmp_path / "assets" / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 3)
+    ended = _run(tmp_path, tmp_path / "out", data="chats.jsonl")
+    assert ended.code == 0, ended.err
+    file = TokenFile(tmp_path / "out" / "00000")
+    assert file.documents == 3 and file.loss is not None
+    assert 0 < file.loss.sum() < len(file.loss) == file.tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--workers", "0"], "--workers: 0: must be a whole number of at least 1"),
+        (["--shard-tokens", "1.5"], "--shard-tokens: 1.5: must be a whole number"),
+        (["--shard-tokens", "many"], "'many' is no number"),
+        (["--best-fit", "1"], "--best-fit: 1: must be a whole number of at least 2"),
+        (["--on-error", "ignore"], "invalid choice: 'ignore'"),
+        (["--append"], "unrecognized arguments: --append"),
+        (["--tokenizer", "none"], '--tokenizer "none": there is no tokenizer.json in it'),
+        (["--input", "none*"], "--input none*: no file matches this pattern"),
+        (["--output", "."], "exists already"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_naming_it(text, tmp_path, options, words):
+    ended = _run(text, tmp_path / "out", *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert words in ended.err and "Traceback" not in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_neither_the_command_nor_a_worker_waits_for_pytorch(tmp_path):
+    code = "import sys, titanlite.tools.tokenize, titanlite.data.chat; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- killed
+
+
+def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_same_files(text, tmp_path):
+    options = ("--append-eos", "--shard-tokens", "200000")
+    started = time.monotonic()
+    assert _run(text, tmp_path / "whole", *options, "--workers", "2").code == 0
+    took = time.monotonic() - started
+    kills = 0
+    for attempt in range(12):
+        process = _tokenize(text, tmp_path / "out", *options, "--workers", str(1 + attempt % 3))
+        time.sleep(random.uniform(0.3, 0.4 + took / 3))
+        os.killpg(process.process.pid, signal.SIGKILL)
+        kills += finish(process).code == 128 + signal.SIGKILL
+        if (tmp_path / "out").exists():
+            break
+    if not (tmp_path / "out").exists():
+        ended = _run(text, tmp_path / "out", *options)
+        assert ended.code == 0, ended.err
+    assert kills
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+
+
+def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
+    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+    _wait_for(lambda: _units(tmp_path / "out"))
+    os.killpg(process.process.pid, signal.SIGKILL)
+    finish(process)
+    times = {path: path.stat().st_mtime_ns for path in _units(tmp_path / "out")}
+    assert times
+    ended = _run(text, tmp_path / "out", "--workers", "1")
+    assert ended.code == 0, ended.err
+    assert re.search(r"; (\d+) of \d+ units were there already", ended.err)[1] == str(len(times))
+
+
+def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
+    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+    _wait_for(lambda: len(_workers(process)) == 2)
+    process.process.kill()
+    ended = finish(process)
+    assert ended.left == []
+
+
+def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, tmp_path):
+    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+    _wait_for(lambda: len(_workers(process)) == 2)
+    os.kill(_workers(process)[0], signal.SIGKILL)
+    ended = finish(process)
+    assert ended.code == 2
+    assert "has ended by signal 9" in ended.err and "the same command goes on" in ended.err
+    assert "Traceback" not in ended.err
+    assert ended.left == []
+    assert _run(text, tmp_path / "out", "--workers", "2").code == 0
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
+    process = _tokenize(text, tmp_path / "out", "--workers", workers)
+    _wait_for(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
+    time.sleep(random.uniform(0, 0.5))
+    os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
+    started = time.monotonic()
+    ended = finish(process)
+    assert time.monotonic() - started < 3
+    assert (ended.code, ended.out, ended.err, ended.left) == (130, "", "", [])
+
+
+def test_another_command_is_refused_while_one_is_at_work_and_after_it_was_killed(text, tmp_path):
+    process = _tokenize(text, tmp_path / "out", "--workers", "2")
+    _wait_for(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
+    ended = _run(text, tmp_path / "out", "--workers", "2")
+    assert ended.code == 2 and "another command is at work" in ended.err
+    os.killpg(process.process.pid, signal.SIGKILL)
+    finish(process)
+    ended = _run(text, tmp_path / "out", "--append-eos")
+    assert ended.code == 2 and "end of text was None, is" in ended.err
+    with open(tmp_path / "out.unfinished" / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it

@@ -1,0 +1,54 @@
+"""Token files that tests make, and data of them without a tokenizer."""
+
+import atexit
+import functools
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.config import Config, Source
+from titanlite.data.indexed import TokenFile, Writer, smallest_type
+from titanlite.data.mixture import Data, mix
+from titanlite.data.sources import Opened
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="titanlite-tokens-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def write_file(
+    prefix: Path, documents: Sequence[Any], vocabulary: int = 2**16, losses: Sequence[Any] | None = None
+) -> TokenFile:
+    """A token file of these documents, each a sequence of ids; losses: for each a sequence of booleans."""
+    writer = Writer(prefix, smallest_type(vocabulary), losses is not None)
+    for number, document in enumerate(documents):
+        writer.add(np.asarray(document, np.int64), None if losses is None else np.asarray(losses[number], bool))
+    writer.close()
+    return TokenFile(prefix)
+
+
+def opened(file: TokenFile | list[TokenFile], name: str = "tests", foreign: bool = False, **keys: Any) -> Opened:
+    """A source of token files; keys: of the configuration's Source."""
+    files = file if isinstance(file, list) else [file]
+    content = hashlib.blake2b(b"".join(part.ids.tobytes() + part.lengths.tobytes() for part in files)).hexdigest()
+    return Opened(Source(path=name, **keys), name, files, content, None if foreign else {})
+
+
+def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_token: int = 1, losses=None) -> Data:
+    """One source of these documents, in a file that goes with the process."""
+    name = hashlib.blake2b(repr([np.asarray(d).tobytes() for d in documents]).encode()).hexdigest()[:24]
+    file = write_file(_folder() / name, documents, vocabulary, losses)
+    return mix_of([opened(file)], config, vocabulary, bytes_a_token)
+
+
+def mix_of(sources: list[Opened], config: Config, vocabulary: int = 2**16, bytes_a_token: int = 1) -> Data:
+    """Data of opened sources, without a tokenizer."""
+    return mix(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), vocabulary, "training.sources")

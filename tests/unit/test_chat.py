@@ -1,0 +1,434 @@
+"""Chats become the tokens that transformers makes of them, and only what the assistant says is to be learnt."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from titanlite.data.chat import ChatTemplate, load_template
+from titanlite.errors import UserError
+
+# Written for these tests, in the style of well-known models.
+CHATML = """\
+{%- if messages[0].role != 'system' %}
+    {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+CHATML_TAGGED = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
+{{ '\\n' }}
+{%- else %}
+{{ message['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if message.role not in ['user', 'assistant', 'tool'] %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if 'tool_calls' in message %}
+        {%- for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}
+    {%- else %}
+        {{- message['content'] | trim }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}
+    {%- if message['role'] == 'assistant' %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- elif message['role'] == 'user' %}
+        {{- '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- else %}
+        {{- '[SYSTEM] ' + message['content'] + ' [/SYSTEM]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+TEMPLATES = {"ChatML": CHATML, "ChatML, tagged": CHATML_TAGGED, "Llama": LLAMA, "Mistral": MISTRAL}
+# Before and after what the assistant says.
+AROUND = {
+    "ChatML": ("<|im_start|>assistant\n", "<|im_end|>"),
+    "ChatML, tagged": ("<|im_start|>assistant\n", "<|im_end|>"),
+    "Llama": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "Mistral": ("[/INST]", "</s>"),
+}
+SPECIAL = [
+    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("[INST]", "[/INST]", "[SYSTEM]", "[/SYSTEM]"),
+]
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+ASSISTANT = {"role": "assistant", "content": "It is 4."}
+CHATS = {
+    "one turn": [USER, ASSISTANT],
+    "several turns": [USER, ASSISTANT, {"role": "user", "content": "And 3?\n\nSay."}, {"role": "assistant", "content": "6"}],
+    "a system message": [{"role": "system", "content": "Be terse."}, USER, ASSISTANT, USER, ASSISTANT],
+    "the user's word is the last": [USER, ASSISTANT, USER],
+    "unicode": [
+        {"role": "user", "content": "¿Qué significa 猫? 🐈"},
+        {"role": "assistant", "content": "„Katze“ 猫 🐈\u200d⬛, naïve e\u0301"},
+        {"role": "user", "content": "\u05e9\u05dc\u05d5\u05dd"},
+        {"role": "assistant", "content": "🐈"},
+    ],
+    "spaces and lines": [USER, {"role": "assistant", "content": "a\n\n  b  c\t\td\n    e"}, USER, ASSISTANT],
+}
+_TEXT = ["What is 2 + 2? It is 4. user assistant system Be terse. And 3? Say. the user's word is the last one"] * 20
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2, Llama 3 and Qwen have it; the offsets that it gives leave out leading spaces."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer
+
+
+def sentence_piece() -> Tokenizer:
+    """As Llama 2 and Mistral have it: spaces are letters, what is not known is spelt in bytes."""
+    tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*"".join(_TEXT).replace(" ", "▁"), "▁"})]
+    merges = [("I", "t"), ("▁", "i"), ("▁i", "s"), ("▁", "4"), ("▁", "It")]
+    tokens += ["".join(pair) for pair in merges]
+    model = models.BPE({token: number for number, token in enumerate(tokens)}, merges, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", tokens.index("<s>"))])
+    return tokenizer
+
+
+TOKENIZERS = {"byte level": byte_level, "sentence piece": sentence_piece}
+
+
+def write(folder, template: object, tokenizer: Tokenizer, **keys: object) -> str:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "add_bos_token": True, **keys}
+    if template is not None:
+        settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return str(folder)
+
+
+def load(folder, template: str, tokenizer: Tokenizer | None = None) -> ChatTemplate:
+    found = load_template(write(folder, template, tokenizer or byte_level()))
+    assert found is not None
+    return found
+
+
+def said(chat: ChatTemplate, messages: list[dict]) -> list[str]:
+    """The text of each run of tokens that count."""
+    ids, counted = chat.encode(messages)
+    assert len(ids) == len(counted)
+    runs, last = [], False
+    for number, counts in zip(ids, counted, strict=True):
+        if counts and not last:
+            runs.append([])
+        if counts:
+            runs[-1].append(number)
+        last = counts
+    return [chat._tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+def oracle(folder) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+# ----------------------------------------------------------------------------------------------- the same as transformers
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("messages", CHATS)
+def test_the_tokens_are_those_of_transformers(tmp_path, template, tokenizer, messages):
+    ids, _ = load(tmp_path, TEMPLATES[template], TOKENIZERS[tokenizer]()).encode(CHATS[messages])
+    assert ids == oracle(tmp_path).apply_chat_template(CHATS[messages], return_dict=True)["input_ids"]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("messages", CHATS)
+def test_generation_tags_count_the_tokens_that_they_count_in_transformers(tmp_path, tokenizer, messages):
+    ids, counted = load(tmp_path, CHATML_TAGGED, TOKENIZERS[tokenizer]()).encode(CHATS[messages])
+    found = oracle(tmp_path).apply_chat_template(CHATS[messages], return_assistant_tokens_mask=True, return_dict=True)
+    assert ids == found["input_ids"]
+    assert counted == [bool(mask) for mask in found["assistant_masks"]]
+    assert any(counted) and not all(counted)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("messages", CHATS)
+def test_what_counts_is_every_turn_of_the_assistant_and_the_token_that_ends_it(tmp_path, template, messages):
+    expected = [message["content"] for message in CHATS[messages] if message["role"] == "assistant"]
+    before, after = AROUND[template]
+    space = " " if template == "Mistral" else ""
+    chat = load(tmp_path, TEMPLATES[template])
+    assert said(chat, CHATS[messages]) == [space + text + after for text in expected]
+    ids, counted = chat.encode(CHATS[messages])
+    for number in range(1, len(ids)):
+        if counted[number] and not counted[number - 1]:
+            assert chat._tokenizer.decode(ids[:number], skip_special_tokens=False).endswith(before)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_tags_and_prefixes_agree_where_both_can_tell(tmp_path, tokenizer):
+    for messages in CHATS.values():
+        messages = [{"role": "system", "content": "You are helpful."}, *messages] if messages[0] is USER else messages
+        tagged, plain = (load(tmp_path, template, TOKENIZERS[tokenizer]()) for template in (CHATML_TAGGED, CHATML))
+        if messages[0]["role"] == "system":
+            assert tagged.encode(messages) == plain.encode(messages)
+
+
+def test_a_character_of_several_tokens_counts_whole(tmp_path):
+    template = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    assert said(load(tmp_path, template), [{"role": "assistant", "content": "🐈"}]) == ["🐈"]
+
+
+def test_a_token_that_reaches_over_the_edge_counts(tmp_path):
+    template = "{% for m in messages %}user {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    chat = load(tmp_path, template)
+    assert said(chat, [{"role": "assistant", "content": "assistant"}]) == [" assistant"]
+
+
+def test_a_special_token_that_swallows_spaces_is_no_part_of_what_is_said(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(
+        [AddedToken("<|a|>", rstrip=True, special=True), AddedToken("<|b|>", lstrip=True, special=True)]
+    )
+    template = "{% for m in messages %}<|a|>{% generation %}{{ m.content }}{% endgeneration %}<|b|>{% endfor %}"
+    assert said(load(tmp_path, template, tokenizer), [{"role": "assistant", "content": " It is \n"}]) == ["It is"]
+
+
+def test_spaces_at_the_ends_of_what_is_said_count(tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>\n{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
+    )
+    assert said(load(tmp_path, template), [{"role": "assistant", "content": "\n\n It \n \n"}]) == ["\n\n It \n \n"]
+
+
+def test_calls_of_tools_and_missing_content_are_the_templates_business(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<2>"}}}]}
+    chat = [USER, call, {"role": "tool", "content": "4"}, ASSISTANT]
+    found = load(tmp_path, LLAMA)
+    assert said(found, chat) == ['{"name": "add", "arguments": {"a": "<2>"}}<|eot_id|>', "It is 4.<|eot_id|>"]
+    assert found.encode(chat)[0] == oracle(tmp_path).apply_chat_template(chat, return_dict=True)["input_ids"]
+    with pytest.raises(ValueError, match=r"the chat template refuses it: .*content"):
+        load(tmp_path, CHATML).encode(chat)
+
+
+# ---------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_a_folder_without_a_template_has_none(tmp_path):
+    assert load_template(write(tmp_path, None, byte_level())) is None
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_template(str(tmp_path)) is None
+
+
+def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(tmp_path):
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
+    chat = load_template(write(tmp_path, several, byte_level()))
+    assert chat is not None and said(chat, CHATS["one turn"]) == ["It is 4.<|im_end|>"]
+    (tmp_path / "chat_template.jinja").write_text(MISTRAL, encoding="utf-8")
+    chat = load_template(str(tmp_path))
+    assert chat is not None and said(chat, CHATS["one turn"]) == [" It is 4.</s>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("a\n{% for x in %}", ["tokenizer_config.json", "line 2", "Expected an expression"]),
+        ("{% generation %}", ["tokenizer_config.json", "line 1", "endgeneration"]),
+        ("{{ messages | nosuch }}", ["tokenizer_config.json", "nosuch"]),
+        ([{"name": "rag", "template": "x"}], ["tokenizer_config.json", "default", "rag"]),
+        (5, ["tokenizer_config.json", "chat_template"]),
+    ],
+)
+def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, words):
+    with pytest.raises(UserError) as told:
+        load_template(write(tmp_path, template, byte_level()))
+    assert all(word in str(told.value) for word in words), told.value
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("chat_template.jinja", b"{% if %}", "chat_template.jinja: broken chat template: line 1"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja: not UTF-8"),
+    ("tokenizer_config.json", b"{", "tokenizer_config.json: not JSON"),
+    ("tokenizer_config.json", b"\xff", "tokenizer_config.json: not UTF-8"),
+    ("tokenizer_config.json", b"[]", "tokenizer_config.json: not a JSON object"),
+])  # fmt: skip
+def test_a_broken_file_is_told(tmp_path, name, content, words):
+    write(tmp_path, CHATML, byte_level())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words):
+        load_template(str(tmp_path))
+
+
+def test_a_template_survives_the_way_to_a_worker_process(tmp_path):
+    chat = load(tmp_path, CHATML_TAGGED)
+    copy = pickle.loads(pickle.dumps(chat))
+    assert copy.encode(CHATS["unicode"]) == chat.encode(CHATS["unicode"])
+    assert copy.source == chat.source
+
+
+def test_the_source_tells_templates_and_their_variables_apart(tmp_path):
+    sources = {
+        load_template(write(tmp_path, text, byte_level(), bos_token=bos)).source for text in (CHATML, LLAMA) for bos in "<>"
+    }
+    assert len(sources) == 4
+
+
+def test_workers_need_neither_torch_nor_transformers(tmp_path):
+    write(tmp_path, CHATML, byte_level())
+    program = (
+        "import sys; from titanlite.data.chat import load_template;"
+        f"load_template({str(tmp_path)!r}).encode({CHATS['one turn']!r});"
+        "print({'torch', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+# ---------------------------------------------------------------------------------------------------- what cannot be used
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("hello", "must be a list"),
+        (["hello"], "must be a list of objects"),
+        ([], "no messages"),
+        ([{"content": "x"}], "message 1 must have a string under \"role\""),
+        ([USER, {"role": "assistant"}], 'message 2 must have "content"'),
+        ([USER, {"role": "assistant", "content": 5}], "message 2: .*must be a string, not 5"),
+        ([USER], "no message is the assistant's"),
+        ([{"role": "user", "content": "a</s>b"}, ASSISTANT], "message 1 spells </s>"),
+        ([USER, {**ASSISTANT, "tool_calls": [{"name": "<|im_end|>"}]}], r"message 2 spells <\|im_end\|>"),
+        ([{"role": "[INST]", "content": ""}, ASSISTANT], r"message 1 spells \[INST\]"),
+        ([USER, {"role": "assistant", "content": "\ufdd0"}], "U\\+FDD0"),
+        ([USER, {"role": "assistant", "content": "\ud800"}], "message 2 is not Unicode text"),
+        ([{"role": "wizard", "content": ""}, ASSISTANT], "the chat template refuses it: unknown role wizard"),
+    ],
+)  # fmt: skip
+def test_a_chat_that_cannot_be_used_is_refused_with_the_reason(tmp_path, messages, reason):
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path, LLAMA).encode(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        # earlier thoughts are dropped once others follow
+        (
+            "{% for m in messages %}<s>{{ m.role }}:"
+            "{{ m.content if loop.last or m.role == 'user' else m.content.split('.')[0] }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}<s>assistant:{% endif %}",
+            "rewrites message 2 when others follow; put {% generation %}",
+        ),
+        # the prompt begins a thought that the turn does not
+        (
+            "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}",
+            "opens message 2 otherwise than by its own prompt; put {% generation %}",
+        ),
+        (
+            "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}",
+            "does not heed add_generation_prompt, so headers cannot be told; put {% generation %}",
+        ),
+        ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}{{ messages }}", "enclose nothing"),
+        (
+            "{% set x %}{% generation %} x {% endgeneration %}{% endset %}{{ x | trim }}",
+            "changes what stands between its generation tags",
+        ),
+    ],
+)
+def test_a_template_that_does_not_tell_what_the_assistant_says_is_refused(tmp_path, template, reason):
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path, template).encode(CHATS["several turns"])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{{ dict.__globals__ }}",
+        "{{ strftime_now.__self__.__class__ }}",
+        "{{ ''|attr('__class__')|attr('__mro__') }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ namespace(__class__=5) }}",
+        "{% set ns = namespace() %}{% set ns.__init__ = 5 %}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ self._TemplateReference__context.environment }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% extends '/etc/passwd' %}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ range(100000000) | list }}",
+    ],
+)
+def test_a_template_cannot_reach_the_machine(tmp_path, attack):
+    """What it tries is refused, or is nothing: Jinja has an undefined value for what may not be read."""
+    plain = load(tmp_path, CHATML).encode(CHATS["one turn"])
+    messages = [dict(message) for message in CHATS["one turn"]]
+    try:
+        found = load(tmp_path, attack + CHATML).encode(messages)
+    except ValueError as error:
+        assert "the chat template refuses it" in str(error)
+    else:
+        assert found == plain
+    assert messages == CHATS["one turn"]
+
+
+def test_what_templates_of_hugging_face_use_is_there(tmp_path):
+    template = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% generation %}{{ [ns.n, m] | tojson }}{% endgeneration %}{{ dict(a=1) | tojson(indent=1) }}"
+        "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}{{ strftime_now('%Y') | length }}"
+        "{{ tools is none }}{{ documents is none }}"
+    )
+    messages = [USER, {"role": "skip", "content": ""}, {"role": "assistant", "content": "<é>"}, ASSISTANT]
+    ids, _ = load(tmp_path, template).encode(messages)
+    assert ids == oracle(tmp_path).apply_chat_template(messages, return_dict=True)["input_ids"]

@@ -1,0 +1,302 @@
+"""Attention inside documents: a packed row is worth its documents one by one, whichever kernel computes it."""
+
+import importlib
+import itertools
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as partitioner
+from torch.nn.attention import flex_attention as flex
+
+from models import blocks, llama3
+from models.blocks import IGNORE, Attention, SeqInfo, block_mask, dense_mask, positions_in_documents
+from tests.tiny import FLAVORS
+from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
+from titanlite.loss import Batch, summed_loss
+
+_SEQ = 32
+# Two rows a case: the lengths of their documents, and how many tokens of padding follow. They are seq + 1 tokens together.
+ROWS = {
+    "several": ([(5, 1, 13, 14), (20, 2, 1, 1, 9)], [0, 0]),
+    "each token by itself": ([(1,) * 33, (1,) * 33], [0, 0]),
+    "one fills the row": ([(33,), (33,)], [0, 0]),
+    "one that ends where the row does, and one whose last token is only a label": ([(32, 1), (16, 17)], [0, 0]),
+    "padding": ([(7, 1, 12), (32,)], [13, 1]),
+}
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def tiny(flavor: str = "plain") -> llama3.Model:
+    model = llama3.Model(FLAVORS[flavor])
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def packed(lengths: list[tuple[int, ...]], padding: list[int], seed: int = 0) -> Batch:
+    """Rows of random documents: the first token of each is no label, nor is padding."""
+    documents, counted = [], []
+    for row, fill in zip(lengths, padding, strict=True):
+        numbers = [number for number, length in enumerate((*row, fill)) for _ in range(length)]
+        assert len(numbers) == _SEQ + 1
+        starts = list(itertools.accumulate(row, initial=0))
+        documents.append(numbers[:_SEQ])
+        counted.append([place not in starts and number < len(row) for place, number in enumerate(numbers)])
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(512, (len(lengths), _SEQ + 1), generator=random)
+    return Batch(tokens, torch.tensor(counted), torch.tensor(documents, dtype=torch.int32))
+
+
+def alone(batch: Batch, lengths: list[tuple[int, ...]]) -> list[tuple[int, int, Tensor]]:
+    """(row, first place, tokens) of each document of a packed batch."""
+    return [
+        (row, first, batch.tokens[row, first : first + length])
+        for row, row_lengths in enumerate(lengths)
+        for first, length in zip(itertools.accumulate(row_lengths, initial=0), row_lengths, strict=False)
+    ]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference relative to the expected norm."""
+    return ((found - expected).norm() / expected.norm()).item() if expected.norm() else found.norm().item()
+
+
+def loss_and_gradients(model: nn.Module, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    losses = [summed_loss(model, batch) for batch in batches]
+    torch.stack(losses).sum().backward()
+    return sum(loss.detach() for loss in losses), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# ----------------------------------------------------------------------------------------------------------- the mathematics
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("flavor", ["plain", "scaled"])
+def test_a_packed_row_gives_the_logits_of_its_documents_one_by_one(name, flavor):
+    lengths, padding = ROWS[name]
+    batch, model = packed(lengths, padding), tiny(flavor)
+    seq = SeqInfo(positions_in_documents(batch.documents), batch.documents)
+    logits = model.head(model(batch.inputs(), seq))
+    for row, first, tokens in alone(batch, lengths):
+        tokens = tokens[: _SEQ - first]
+        if not len(tokens):
+            continue
+        expected = model.head(model(tokens[None], SeqInfo(torch.arange(len(tokens))[None])))[0]
+        assert distance(logits[row, first : first + len(tokens)], expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents_one_by_one(name, flavor, record_property):
+    lengths, padding = ROWS[name]
+    batch, model = packed(lengths, padding), tiny(flavor)
+    loss, gradients = loss_and_gradients(model, [batch])
+    documents = [Batch(tokens[None]) for _, _, tokens in alone(batch, lengths) if len(tokens) > 1]
+    if not documents:  # nobody is asked for anything
+        assert loss == 0
+        assert all(gradient.eq(0).all() for gradient in gradients.values())
+        return
+    expected_loss, expected = loss_and_gradients(model, documents)
+    worst = max(distance(gradients[key], gradient) for key, gradient in expected.items())
+    record_property("worst", worst)
+    assert abs(loss / expected_loss - 1) < 1e-5
+    assert worst < 1e-5
+
+
+def test_the_mask_is_missed_where_it_is_left_out():
+    """The comparison above would see a model that looks across documents."""
+    batch, model = packed(*ROWS["several"]), tiny()
+    loss, gradients = loss_and_gradients(model, [batch])
+    other, others = loss_and_gradients(model, [batch._replace(documents=None)])
+    assert abs(loss / other - 1) > 1e-3
+    assert max(distance(others[key], gradient) for key, gradient in gradients.items()) > 1e-2
+
+
+def test_without_documents_the_kernel_is_the_causal_one_bit_for_bit(monkeypatch):
+    def causal(self: Attention, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    batch, model = packed(*ROWS["one fills the row"])._replace(documents=None), tiny()
+    loss, gradients = loss_and_gradients(model, [batch])
+    monkeypatch.setattr(Attention, "core", causal)
+    expected_loss, expected = loss_and_gradients(model, [batch])
+    assert torch.equal(loss, expected_loss)
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
+    monkeypatch.setattr(llama3, "with_mask", lambda seq: seq)
+    with pytest.raises(AssertionError, match="with_mask"):
+        summed_loss(tiny(), packed(*ROWS["several"]))
+
+
+def test_the_mask_is_made_once_for_all_layers(monkeypatch):
+    calls = []
+    monkeypatch.setattr(blocks, "dense_mask", lambda documents: calls.append(1) or dense_mask(documents))
+    summed_loss(tiny("deep"), packed(*ROWS["several"]))
+    assert len(calls) == 1
+
+
+def test_bfloat16_follows_float32():
+    batch, model = packed(*ROWS["several"]), tiny()
+    expected = loss_and_gradients(model, [batch])[0]
+    found = loss_and_gradients(model.to(torch.bfloat16), [batch])[0]
+    assert 0 < abs(found / expected - 1) < 0.05
+
+
+# ----------------------------------------------------------------------------------------------------------------- batches
+
+
+def test_positions_start_anew_in_each_document():
+    documents = torch.tensor([[0, 0, 0, 1, 2, 2], [3, 3, 3, 3, 3, 3], [0, 1, 2, 3, 4, 5]], dtype=torch.int32)
+    positions = positions_in_documents(documents)
+    assert positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0]]
+    assert positions.dtype == torch.int64
+
+
+def test_labels_are_the_tokens_one_place_on_but_for_those_that_do_not_count():
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, IGNORE, 11]])
+    assert Batch(tokens).labels().tolist() == [[6, 7, 8], [10, IGNORE, 11]]
+    assert Batch(tokens).inputs().tolist() == [[5, 6, 7], [9, 10, 0]]
+    counted = torch.tensor([[True, False, True, True], [False, True, True, False]])
+    assert Batch(tokens, counted).labels().tolist() == [[IGNORE, 7, 8], [10, IGNORE, IGNORE]]
+
+
+def test_a_batch_splits_into_its_microbatches_with_all_it_carries():
+    rows = packed(*ROWS["several"])
+    whole = Batch(*(torch.stack([tensor, tensor.flip(0)]) for tensor in rows))
+    first, second = whole.microbatches()
+    assert all(torch.equal(a, b) for a, b in zip(first, rows, strict=True))
+    assert all(torch.equal(a, b.flip(0)) for a, b in zip(second, rows, strict=True))
+    assert [part[1:] for part in Batch(whole.tokens).microbatches()] == [(None, None)] * 2
+
+
+def test_a_batch_moves_with_all_it_carries():
+    moved = packed(*ROWS["several"]).to(torch.device("meta"), non_blocking=True)
+    assert [tensor.device.type for tensor in moved] == ["meta"] * 3
+    assert Batch(torch.zeros(1, 2)).to(torch.device("meta"))[1:] == (None, None)
+
+
+# ------------------------------------------------------------------------------------------------------------------- masks
+
+
+def random_documents(seed: int, seq: int, rows: int = 2) -> Tensor:
+    """Rising numbers that change every 30 tokens or so."""
+    random = torch.Generator().manual_seed(seed)
+    return (torch.rand(rows, seq, generator=random) < 1 / 30).cumsum(1).int()
+
+
+def test_a_token_sees_its_own_document_up_to_itself():
+    documents = random_documents(0, 50)
+    mask = dense_mask(documents)
+    assert mask.shape == (2, 1, 50, 50) and mask.dtype == torch.bool
+    for row, query, key in itertools.product(range(2), range(50), range(50)):
+        assert mask[row, 0, query, key] == (key <= query and documents[row, query] == documents[row, key])
+
+
+@pytest.mark.parametrize("seq", [32, 200, 512])
+@pytest.mark.parametrize("documents", [random_documents, lambda seed, seq: torch.zeros(2, seq, dtype=torch.int32)])
+def test_flex_attentions_blocks_hold_the_dense_mask(documents, seq):
+    """Blocks that see all are full, those that see nothing are missing, for all others the function itself is asked."""
+    numbers = documents(1, seq)
+    dense, sparse = dense_mask(numbers), block_mask(numbers)
+    size = sparse.BLOCK_SIZE[0]
+    partial = flex.BlockMask.from_kv_blocks(sparse.kv_num_blocks, sparse.kv_indices).to_dense().bool()
+    full = flex.BlockMask.from_kv_blocks(sparse.full_kv_num_blocks, sparse.full_kv_indices).to_dense().bool()
+    assert torch.equal(flex.create_mask(sparse.mask_mod, 2, 1, seq, seq, "cpu"), dense)
+    for place in itertools.product(range(2), [0], range(partial.shape[-2]), range(partial.shape[-1])):
+        row, head, query, key = place
+        part = dense[row, head, query * size : (query + 1) * size, key * size : (key + 1) * size]
+        # a block that reaches beyond the row is never full: nothing is seen there
+        assert bool(full[place]) == (part.all().item() and part.numel() == size * size)
+        assert bool(partial[place]) == (part.any().item() and not full[place])
+    mask_of_blocks = (partial | full).repeat_interleave(size, -1).repeat_interleave(size, -2)[..., :seq, :seq]
+    assert not (dense & ~mask_of_blocks).any()
+
+
+@needs_compiler
+def test_compiled_as_on_a_gpu_the_blocks_are_the_same_and_compiled_once():
+    for seed in range(4):
+        documents = random_documents(seed, 300)
+        found, expected = block_mask(documents, blocks._compiled_create_block_mask()), block_mask(documents)
+        for part, other in zip(found.as_tuple(), expected.as_tuple(), strict=True):
+            assert torch.equal(part, other) if isinstance(part, Tensor) else callable(part) or part == other
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def use_flex_attention(monkeypatch) -> None:
+    monkeypatch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_flex_attentions_compiled_forward_pass_gives_what_the_dense_mask_gives(monkeypatch, compiled):
+    """Its kernel for the CPU stands for the one of a GPU; it has no backward pass."""
+    model = tiny()
+    batches = [packed(*ROWS[name]) for name in ("several", "padding", "one fills the row")]
+    expected = [summed_loss(model, batch) for batch in batches]
+    use_flex_attention(monkeypatch)
+    blocks._compiled_flex_attention.cache_clear()
+    if compiled:
+        for layer in model.layers.values():
+            layer.forward = torch.compile(layer.forward, fullgraph=True)
+    losses = [summed_loss(model, batch) for batch in batches]
+    assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 1  # other documents, the same code
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiled"), [*itertools.product(["none", "full", "per operation"], [False, True]), ("budget", True)]
+)
+def test_flex_attentions_gradients_are_those_of_the_dense_mask_in_every_mode(monkeypatch, mode, compiled):
+    """Its plain implementation can go backward on a CPU, only not under the public function's eyes."""
+    implementation = importlib.import_module("torch._higher_order_ops.flex_attention")
+    forwards, attention = [], implementation.math_attention
+
+    def counted(*args):
+        forwards.append(1)
+        return attention(*args)
+
+    eager = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
+    batches = [packed(*ROWS[name], seed=7) for name in ("several", "padding")]
+    expected = [loss_and_gradients(tiny(), [batch]) for batch in batches]
+    use_flex_attention(monkeypatch)
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(blocks, "_compiled_flex_attention", lambda: eager)
+    monkeypatch.setattr(implementation, "math_attention", counted)
+    model = tiny()
+    if mode == "per operation":
+        checkpoint_operations(model, ())
+    if compiled:
+        for layer in model.layers.values():
+            layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
+    if mode == "full":
+        checkpoint_blocks(model, every=1)
+    for batch, (expected_loss, expected_gradients) in zip(batches, expected, strict=True):
+        forwards.clear()
+        with partitioner.patch(activation_memory_budget=0.3 if mode == "budget" else 1.0):
+            loss, gradients = loss_and_gradients(model, [batch])
+        assert abs(loss / expected_loss - 1) < 1e-5
+        assert max(distance(gradients[name], gradient) for name, gradient in expected_gradients.items()) < 1e-5
+        # the first batch also compiles, which looks at shapes through the same function; a budget may spend as it likes
+        if batch is batches[-1] and mode != "budget":
+            # once a layer; only checkpointing of whole blocks computes attention again
+            assert len(forwards) == 2 * (2 if mode == "full" else 1)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,460 @@
+"""The engine from text to token files: what it writes, in which shards, and what it does with half-done work."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from titanlite.data import documents, encode, prepare, shards
+from titanlite.data.documents import stdlib_files
+from titanlite.data.indexed import TokenFile
+from titanlite.data.readers import BadDocument
+from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest, train_tokenizer
+from titanlite.errors import UserError
+
+_TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (n % 7) for n in range(60)]
+_CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+_BAD = '{"text": 3}\n'
+
+
+class _Template:
+    """Stands for a ChatTemplate: a token for each message."""
+
+    source = "stand-in"
+
+    def encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+        if len(messages) < 2:
+            raise ValueError("nobody answers")
+        pieces = [(message["content"], message["role"] == "assistant") for message in messages]
+        return ([len(text) for text, _ in pieces], [loss for _, loss in pieces])
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LoadedTokenizer:
+    return describe(train_tokenizer(_TEXTS), None, "test")
+
+
+@pytest.fixture
+def many_units(monkeypatch):
+    monkeypatch.setattr(documents, "_SMALLEST", 200)
+
+
+def _jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def _prepare(inputs: Any, output: Path, tokenizer: LoadedTokenizer, **options: Any) -> dict[str, Any]:
+    names = [str(name) for name in (inputs if isinstance(inputs, list) else [inputs])]
+    defaults = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail"}
+    return prepare.prepare(names, output, tokenizer, **defaults | options)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def _documents(output: Path) -> list[list[int]]:
+    found = []
+    for path in sorted(output.glob("*.bin")):
+        file = TokenFile(path.with_suffix(""))
+        file.check()
+        ends = np.cumsum(file.lengths)
+        found += [file.ids[end - length : end].tolist() for end, length in zip(ends, file.lengths, strict=True)]
+    return found
+
+
+def _expected(tokenizer: LoadedTokenizer, texts: list[str], end: bool = True) -> list[list[int]]:
+    return [tokenizer.tokenizer.encode(text).ids + [tokenizer.end_of_text] * end for text in texts]
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.parametrize("end", [True, False])
+def test_every_document_is_there_in_order_closed_by_the_end_of_text_where_asked(tmp_path, tokenizer, many_units, end):
+    manifest = _prepare(_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, append_eos=end)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS, end)
+    assert manifest["end_of_text"] == (tokenizer.end_of_text if end else None)
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_the_manifest_tells_what_the_files_hold(tmp_path, tokenizer, many_units):
+    first, second = _jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "b.txt"
+    second.write_text("the end")
+    manifest = _prepare([second, first], tmp_path / "out", tokenizer, shard_tokens=300)
+    assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text())
+    ids = _documents(tmp_path / "out")
+    assert manifest["documents"] == len(ids) == sum(shard["documents"] for shard in manifest["shards"])
+    assert manifest["tokens"] == sum(map(len, ids)) == sum(shard["tokens"] for shard in manifest["shards"])
+    assert manifest["largest_id"] == max(map(max, ids)) < manifest["vocabulary"] == tokenizer.vocabulary
+    assert manifest["tokenizer"] == tokenizer_digest(tokenizer)
+    assert (manifest["format"], manifest["chats"], manifest["skipped"]) == (1, False, 0)
+    assert manifest["inputs"] == [
+        {"path": str(second), "bytes": 7, "documents": 1, "tokens": len(ids[0])},
+        {"path": str(first), "bytes": first.stat().st_size, "documents": 60, "tokens": manifest["tokens"] - len(ids[0])},
+    ]
+    for shard in manifest["shards"]:
+        file = TokenFile(tmp_path / "out" / shard["name"])
+        assert (file.documents, file.tokens) == (shard["documents"], shard["tokens"])
+        content = (tmp_path / "out" / f"{shard['name']}.bin").read_bytes()
+        assert shard["bin"] == xxhash.xxh3_128_hexdigest(content)
+        assert shard["lengths"] == xxhash.xxh3_128_hexdigest(np.array(file.lengths).tobytes())
+        assert shard["loss"] is None
+
+
+@pytest.mark.parametrize("limit", [1, 50, 100, 101, 400, 10**9])
+def test_shards_are_filled_up_to_the_limit_and_split_no_document(tmp_path, tokenizer, many_units, limit):
+    manifest = _prepare(_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, shard_tokens=limit)
+    lengths = [len(ids) for ids in _expected(tokenizer, _TEXTS)]
+    expected: list[list[int]] = []
+    for length in lengths:
+        if not expected or sum(expected[-1]) + length > limit:
+            expected.append([])
+        expected[-1].append(length)
+    assert [shard["documents"] for shard in manifest["shards"]] == [len(shard) for shard in expected]
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
+    assert [shard["name"] for shard in manifest["shards"]] == [f"{number:05d}" for number in range(len(expected))]
+
+
+def test_files_do_not_depend_on_workers_units_or_batches(tmp_path, tokenizer, monkeypatch):
+    lines = [json.dumps({"text": text}) for text in _TEXTS]
+    lines[7:7] = ["broken", json.dumps({"messages": _CHAT[:1]}), json.dumps({"messages": _CHAT})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = {"shard_tokens": 300, "on_error": "skip", "chat": _Template()}
+    _prepare(tmp_path / "a.jsonl", tmp_path / "one", tokenizer, **options)
+    monkeypatch.setattr(documents, "_SMALLEST", 150)
+    monkeypatch.setattr(encode, "_BATCH", 100)
+    monkeypatch.setattr(shards, "_TOKENS_AT_ONCE", 7)
+    _prepare(tmp_path / "a.jsonl", tmp_path / "units", tokenizer, **options)
+    _prepare(tmp_path / "a.jsonl", tmp_path / "three", tokenizer, workers=3, **options)
+    assert {"manifest.json", "skipped.jsonl", "00000.bin", "00000.idx", "00000.loss", "00001.bin"} <= set(
+        _files(tmp_path / "one")
+    )
+    assert _files(tmp_path / "one") == _files(tmp_path / "units") == _files(tmp_path / "three")
+
+
+def test_chats_have_a_loss_file_beside_every_shard_and_no_end_of_text(tmp_path, tokenizer, many_units):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    path.write_text(path.read_text() + json.dumps({"messages": _CHAT}) + "\n")
+    manifest = _prepare(path, tmp_path / "out", tokenizer, chat=_Template(), shard_tokens=300)
+    assert manifest["chats"] and manifest["documents"] == 61
+    assert _documents(tmp_path / "out") == [*_expected(tokenizer, _TEXTS), [6, 4]]
+    files = [TokenFile(tmp_path / "out" / shard["name"]) for shard in manifest["shards"]]
+    assert len(files) > 2
+    loss = np.concatenate([file.loss for file in files])
+    assert loss.tolist() == [1] * (manifest["tokens"] - 2) + [0, 1]
+    assert all(
+        shard["loss"] == xxhash.xxh3_128_hexdigest((tmp_path / "out" / f"{shard['name']}.loss").read_bytes())
+        for shard in manifest["shards"]
+    )
+
+
+def test_a_template_alone_makes_no_loss_file(tmp_path, tokenizer):
+    _prepare(_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, chat=_Template())
+    assert sorted(_files(tmp_path / "out")) == ["00000.bin", "00000.idx", "manifest.json"]
+
+
+def test_a_text_that_spells_out_a_special_token_keeps_its_letters_with_one_and_with_two_workers(
+    tmp_path, tokenizer, many_units
+):
+    path = _jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after"] * 20)
+    for workers in (1, 2):
+        _prepare(path, tmp_path / f"out{workers}", tokenizer, workers=workers)
+        assert all(ids.count(tokenizer.end_of_text) == 1 for ids in _documents(tmp_path / f"out{workers}"))
+
+
+def test_a_vocabulary_of_more_than_two_bytes_is_stored_in_four(tmp_path, tokenizer):
+    large = tokenizer._replace(vocabulary=70_000)
+    _prepare(_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", large)
+    assert TokenFile(tmp_path / "out" / "00000").ids.dtype == np.int32
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
+
+
+def test_the_built_in_data_is_prepared_like_any_other(tmp_path, tokenizer):
+    files = stdlib_files()[:5]
+    _prepare(files, tmp_path / "out", tokenizer)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, [file.read_bytes().decode() for file in files])
+
+
+def test_shards_are_packed_for_the_sequence_length_that_is_asked_for(tmp_path, tokenizer):
+    _prepare(_jsonl(tmp_path / "a.jsonl", _TEXTS), tmp_path / "out", tokenizer, shard_tokens=300, best_fit=32)
+    shards_of = {file.stem for file in (tmp_path / "out").glob("*.bin")}
+    assert {file.name for file in (tmp_path / "out").glob("*.npy")} == {f"{name}.best_fit-32.npy" for name in shards_of}
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fault_ends_the_work_with_file_and_line_and_leaves_nothing_under_the_final_name(
+    tmp_path, tokenizer, many_units, workers
+):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    path.write_text(path.read_text() + _BAD)
+    with pytest.raises(BadDocument, match=r'a\.jsonl, line 61: must have a string under "text".*; "text" is a number'):
+        _prepare(path, tmp_path / "out", tokenizer, workers=workers)
+    assert not (tmp_path / "out").exists()
+    assert not multiprocessing.active_children()
+
+
+def test_skipped_documents_are_counted_and_all_listed_in_order(tmp_path, tokenizer, many_units):
+    lines = _jsonl(tmp_path / "a.jsonl", _TEXTS).read_text().splitlines()
+    lines[30:30] = ["{", json.dumps({"messages": _CHAT}), '{"text": "\\ud800"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    manifest = _prepare([tmp_path / "a.jsonl", tmp_path / "latin.txt"], tmp_path / "out", tokenizer, on_error="skip")
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
+    listed = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert [(Path(entry["file"]).name, entry["line"]) for entry in listed] == [
+        ("a.jsonl", 31),
+        ("a.jsonl", 32),
+        ("a.jsonl", 33),
+        ("latin.txt", None),
+    ]
+    assert listed[1]["reason"] == "a chat, and the tokenizer's folder has no chat template"
+    assert manifest["skipped"] == 4
+
+
+def test_a_chat_that_the_template_refuses_is_told_with_the_reason(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": _CHAT[:1]}))
+    with pytest.raises(BadDocument, match=r"line 1: .*nobody answers"):
+        _prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, chat=_Template())
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_told_among_those_it_can(tmp_path):
+    words = Tokenizer(models.WordLevel({"<eos>": 0, "known": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    path = _jsonl(tmp_path / "a.jsonl", ["known", "unknown", "known known"])
+    manifest = _prepare(path, tmp_path / "out", describe(words, None, "test"), on_error="skip")
+    assert _documents(tmp_path / "out") == [[1, 0], [1, 1, 0]]
+    [entry] = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert entry["line"] == 2 and "the tokenizer cannot encode it" in entry["reason"]
+    assert manifest["skipped"] == 1
+
+
+def test_skipping_may_be_decided_after_the_work_has_begun_and_goes_on_with_it(tmp_path, tokenizer, many_units, monkeypatch):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    path.write_text(path.read_text() + _BAD)
+    with pytest.raises(BadDocument):
+        _prepare(path, tmp_path / "out", tokenizer)
+    done = _names(tmp_path / "out.unfinished" / "units")
+    assert done
+    made = _watch(monkeypatch)
+    assert _prepare(path, tmp_path / "out", tokenizer, on_error="skip")["skipped"] == 1
+    assert made and not done.intersection(made)
+
+
+def test_work_that_skipped_something_does_not_go_on_to_an_output_that_should_have_failed(tmp_path, tokenizer, many_units):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    path.write_text(_BAD + path.read_text())
+    _interrupted(path, tmp_path / "out", tokenizer, on_error="skip")
+    with pytest.raises(BadDocument, match=r'a\.jsonl, line or row 1: must have a string under "text"'):
+        _prepare(path, tmp_path / "out", tokenizer)
+
+
+def test_inputs_of_no_documents_are_refused_and_leave_nothing(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(_BAD)
+    with pytest.raises(UserError, match=r"0 documents.* 1 entries that are none, such as .*a\.jsonl"):
+        _prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, on_error="skip")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+# ----------------------------------------------------------------------------------------------------------- half-done
+
+
+class _Interrupt(BaseException):
+    """An end that nothing catches."""
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The units that are made from now on."""
+    made: list[str] = []
+    finish = encode._finish
+    monkeypatch.setattr(encode, "_finish", lambda job, tokenizer, unit: made.append(unit.name) or finish(job, tokenizer, unit))
+    return made
+
+
+def _interrupted(inputs: Any, output: Path, tokenizer: LoadedTokenizer, after: int = 3, **options: Any) -> None:
+    """Work that ends when some units are finished."""
+
+    def some(job: Any, units: Any, workers: int) -> Any:
+        yield from list(encode_all(job, units[:after], workers))
+        raise _Interrupt
+
+    encode_all = prepare.encode_all
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Interrupt):
+        patch.setattr(prepare, "encode_all", some)
+        _prepare(inputs, output, tokenizer, **options)
+
+
+def test_the_same_command_goes_on_and_makes_only_what_is_missing(tmp_path, tokenizer, many_units, monkeypatch):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    _prepare(path, tmp_path / "whole", tokenizer)
+    _interrupted(path, tmp_path / "out", tokenizer)
+    leftover = tmp_path / "out.unfinished" / "units" / "00005.123.tmp"
+    leftover.mkdir()
+    (leftover / "tokens.bin").write_bytes(b"half")
+    made = _watch(monkeypatch)
+    _prepare(path, tmp_path / "out", tokenizer)
+    assert made[:1] == ["00003"] and len(made) > 5
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("point", ["writing the index", "renaming a unit", "assembling", "the manifest", "handing over"])
+def test_whatever_the_instant_of_the_end_the_same_command_gives_the_same_files(tmp_path, tokenizer, many_units, point):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    _prepare(path, tmp_path / "whole", tokenizer, shard_tokens=300)
+
+    def end(*_: Any, **__: Any) -> None:
+        raise _Interrupt
+
+    places = {
+        "writing the index": ("titanlite.data.indexed.write_index", end),
+        "renaming a unit": ("titanlite.data.encode.sync_folder", end),
+        "assembling": ("titanlite.data.shards.write_index", end),
+        "the manifest": ("titanlite.data.prepare._count_inputs", end),
+        "handing over": ("titanlite.data.prepare._hand_over", end),
+    }
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Interrupt):
+        patch.setattr(*places[point])
+        _prepare(path, tmp_path / "out", tokenizer, shard_tokens=300)
+    assert not (tmp_path / "out").exists()
+    _prepare(path, tmp_path / "out", tokenizer, shard_tokens=300)
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+
+
+def test_an_end_within_the_handing_over_is_mended(tmp_path, tokenizer, monkeypatch):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    work = tmp_path / "out.unfinished"
+
+    def no_removal(folder: Path, ignore_errors: bool = False) -> None:
+        if folder == work:
+            raise _Interrupt
+        shutil_rmtree(folder, ignore_errors)
+
+    shutil_rmtree = shutil.rmtree
+    with monkeypatch.context() as patch, pytest.raises(_Interrupt):
+        patch.setattr(prepare.shutil, "rmtree", no_removal)
+        _prepare(path, tmp_path / "out", tokenizer)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
+    assert work.exists()
+    with pytest.raises(UserError, match="exists already"):
+        _prepare(path, tmp_path / "out", tokenizer)
+    assert not work.exists()
+
+
+def test_another_command_is_refused_with_what_differs_and_the_remedy(tmp_path, tokenizer, many_units):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    other = describe(train_tokenizer(["other other"]), None, "test")
+    _interrupted(path, tmp_path / "out", tokenizer)
+    for difference, words in (
+        ({"append_eos": False}, f"end of text was {tokenizer.end_of_text}, is None"),
+        ({"text_key": "body"}, "text key was text, is body"),
+        ({"shard_tokens": 7}, "tokens of a shard was 1000000000, is 7"),
+        ({"best_fit": 7}, "best fit was None, is 7"),
+        ({"chat": _Template()}, "chat template was None, is "),
+        ({"tokenizer": other}, f"tokenizer was {tokenizer_digest(tokenizer)}, is {tokenizer_digest(other)}"),
+    ):
+        with pytest.raises(UserError) as error:
+            _prepare(path, tmp_path / "out", **{"tokenizer": tokenizer, **difference})
+        assert words in str(error.value)
+        assert "Give that command again to go on with it, or remove the folder" in str(error.value)
+    _prepare(path, tmp_path / "out", tokenizer, workers=2)  # their number is no difference
+
+
+def test_changed_inputs_are_refused_with_their_names(tmp_path, tokenizer, many_units):
+    paths = [_jsonl(tmp_path / f"{name}.jsonl", _TEXTS) for name in "abc"]
+    _interrupted(paths, tmp_path / "out", tokenizer)
+    with pytest.raises(UserError, match="another order"):
+        _prepare(paths[::-1], tmp_path / "out", tokenizer)
+    with pytest.raises(UserError, match=r"c\.jsonl is no more among the inputs"):
+        _prepare(paths[:2], tmp_path / "out", tokenizer)
+    new = _jsonl(tmp_path / "d.jsonl", _TEXTS)
+    with pytest.raises(UserError, match=r"d\.jsonl is new"):
+        _prepare([*paths, new], tmp_path / "out", tokenizer)
+    os.utime(paths[1], (1, 1))
+    with pytest.raises(UserError, match=r"b\.jsonl has changed"):
+        _prepare(paths, tmp_path / "out", tokenizer)
+
+
+def test_inputs_that_change_while_they_are_read_never_get_the_final_name(tmp_path, tokenizer, many_units, monkeypatch):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    encode_all = prepare.encode_all
+
+    def meanwhile(*arguments: Any) -> Any:
+        yield from encode_all(*arguments)
+        _jsonl(path, _TEXTS[:-1])
+
+    monkeypatch.setattr(prepare, "encode_all", meanwhile)
+    with pytest.raises(UserError, match=r"changed while they were read: .*a\.jsonl has changed"):
+        _prepare(path, tmp_path / "out", tokenizer)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists_is_refused_and_not_touched(tmp_path, tokenizer):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="out: exists already"):
+        _prepare(path, tmp_path / "out", tokenizer)
+    assert _names(tmp_path) == {"a.jsonl", "out"}
+    assert not _names(tmp_path / "out")
+
+
+def test_two_commands_at_once_are_refused(tmp_path, tokenizer):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    (tmp_path / "out.unfinished").mkdir()
+    with open(tmp_path / "out.unfinished" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another command is at work"):
+            _prepare(path, tmp_path / "out", tokenizer)
+    _prepare(path, tmp_path / "out", tokenizer)
+
+
+def test_a_name_that_nothing_can_be_written_under_is_refused(tmp_path, tokenizer):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    with pytest.raises(UserError, match=r"a\.jsonl/.*cannot be written: Not a directory"):
+        _prepare(path, path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_write_that_fails_is_told_and_the_same_command_goes_on(tmp_path, tokenizer, workers, monkeypatch):
+    monkeypatch.setattr(documents, "_SMALLEST", 100_000)
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS * 30)
+    _prepare(path, tmp_path / "whole", tokenizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # stands for a disk that is full
+    try:
+        with pytest.raises(
+            UserError, match=r"out.unfinished/units/.*cannot be written: File too large; what is finished is kept"
+        ):
+            _prepare(path, tmp_path / "out", tokenizer, workers=workers)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "out").exists()
+    _prepare(path, tmp_path / "out", tokenizer)
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+
+
+def test_shards_that_the_disk_has_no_room_for_are_not_begun(tmp_path, tokenizer, monkeypatch):
+    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"its disk has 0.0 GB free, .* make room"):
+        patch.setattr(prepare.shutil, "disk_usage", lambda _: usage(1, 1, 0))
+        _prepare(path, tmp_path / "out", tokenizer)
+    _prepare(path, tmp_path / "out", tokenizer)
+    assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)

@@ -1,0 +1,389 @@
+"""What each kind of input holds: its documents one after the other, and what is wrong with those that are none."""
+
+import gzip
+import hashlib
+import importlib
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from titanlite.errors import UserError
+
+HUB = "hub:"
+_MESSAGES = "messages"  # where a chat stands, in place of a text under the default key
+_ROWS_AT_ONCE = 1024
+_BYTES_AT_ONCE = 2**20
+_BOM = b"\xef\xbb\xbf"  # some Windows programs begin a UTF-8 file with it; it belongs to no text
+
+
+class Part(NamedTuple):
+    """A stretch of an input that is read on its own."""
+
+    path: str  # a file, a URL, a folder that a dataset was saved to, or hub:NAME
+    kind: str  # of READERS
+    begin: int  # .jsonl: a byte; .parquet: a row group; dataset: a row; hub: a shard of the stream; else 0
+    end: int  # the first one that is not read
+    size: int  # bytes, about
+
+
+class Document(NamedTuple):
+    """A text, or the messages of a chat."""
+
+    place: int | None  # as `where` takes it
+    content: str | list[Any]
+
+
+class Bad(NamedTuple):
+    """What should have been a document."""
+
+    place: int | None
+    reason: str
+
+
+class BadDocument(UserError):
+    """An input holds something that is no document, and such are not to be skipped."""
+
+
+def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    """The documents of a part, in order. Raises UserError for an input that cannot be read, never for what it holds.
+
+    text_key: where an entry of a .jsonl file, a table or a dataset has its text. With "text", an entry that has none may have
+    a chat under "messages".
+    """
+    try:
+        yield from READERS[part.kind](part, text_key)
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{part.path}: cannot be read: {error.strerror or error}") from None
+    except Exception as error:
+        if part.kind != "hub" and not is_url(part.path):
+            raise
+        # each file system and each hub has its own classes for a connection that is lost
+        raise UserError(f"{part.path}: cannot be read: {type(error).__name__}: {error}") from None
+
+
+def where(part: Part, place: int | None) -> tuple[str, int | None]:
+    """(file, line or row) of what `read` found at a place. Lines count from 1; rows from 0, as `dataset[row]` takes them.
+
+    The lines before a part in the middle of a file are counted here, which is why nobody asks this of a sound document.
+    """
+    if part.kind == "hub":
+        return f"{part.path}, shard {part.begin}", place
+    if part.kind == "jsonl" and part.begin and place is not None:
+        with open_bytes(part.path) as file:
+            left, lines = part.begin - 1, 1
+            while left and (block := file.read(min(left, _BYTES_AT_ONCE))):
+                lines += block.count(b"\n")
+                left -= len(block)
+        return part.path, lines + place
+    return part.path, place
+
+
+def describe_place(part: Part, file: str, place: int | None) -> str:
+    """What `where` gave, in words."""
+    word = "line" if part.kind in ("jsonl", "gzip", "zstd") else "row"
+    return file if place is None else f"{file}, {word} {place}"
+
+
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
+def open_bytes(path: str) -> BinaryIO:
+    """A file or URL for reading. Raises OSError, or for a URL UserError too."""
+    if not is_url(path):
+        return open(path, "rb")
+    fsspec = need("fsspec", "a URL")
+    try:
+        return fsspec.open(path, "rb").open()
+    except Exception as error:
+        raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
+
+
+def need(module: str, what: str) -> Any:
+    """An optional package. Raises UserError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UserError(f"{what} needs {package}: pip install 'titanlite[data]'") from None
+
+
+def open_hub(path: str) -> tuple[Any, str]:
+    """The stream of hub:NAME[:CONFIG][:SPLIT], a datasets.IterableDataset, and what tells its versions apart.
+
+    Raises UserError where it cannot be opened.
+    """
+    datasets = need("datasets", path)
+    name, config, split = (*path.removeprefix(HUB).split(":", 2), "", "")[:3]
+    datasets.disable_progress_bars()  # many workers would draw one each
+    try:
+        builder = datasets.load_dataset_builder(name, config or None)
+        stream = builder.as_streaming_dataset(split=split or "train")
+    except Exception as error:
+        raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
+    files = (builder.config.data_files or {}).get(split or "train")
+    # commits of a dataset on the hub, times of files in a folder
+    versions = repr([builder.hash, getattr(files, "origin_metadata", None)])
+    return stream, hashlib.blake2b(versions.encode(), digest_size=16).hexdigest()
+
+
+def open_dataset(folder: str) -> Any:
+    """What `save_to_disk` wrote, a datasets.Dataset. Raises UserError where it cannot be opened."""
+    datasets = need("datasets", f"{folder}, a saved dataset,")
+    try:
+        return datasets.load_from_disk(folder)
+    except Exception as error:
+        raise UserError(f"{folder}: cannot be opened: {type(error).__name__}: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------ text and lines
+
+
+def _text(part: Part, _text_key: str) -> Iterator[Document | Bad]:
+    with open_bytes(part.path) as file:
+        content = file.read()
+    try:
+        yield Document(None, content.removeprefix(_BOM).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        yield Bad(None, f"not UTF-8 text: line {line}, byte {error.start}: {error.reason}")
+
+
+def _jsonl(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    """The lines whose first byte is in the part."""
+    with open_bytes(part.path) as file:
+        at = part.begin
+        if at:
+            file.seek(at - 1)
+            at += len(file.readline()) - 1  # the rest of a line that belongs to the part before
+        yield from _entries(_lines_until(file, at, part.end), text_key)
+
+
+def _lines_until(file: Iterable[bytes], at: int, end: int) -> Iterator[bytes]:
+    if at < end:
+        for line in file:
+            yield line
+            at += len(line)
+            if at >= end:
+                return
+
+
+def _gzip(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    with open_bytes(part.path) as file:
+        yield from _compressed(gzip.GzipFile(fileobj=file), text_key)
+
+
+def _zstd(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    need("zstandard", part.path)
+    with open_bytes(part.path) as file:
+        yield from _compressed(io.BufferedReader(_ZstdFile(file), _BYTES_AT_ONCE), text_key)
+
+
+def _compressed(file: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
+    damage: list[Bad] = []
+
+    def sound_lines() -> Iterator[bytes]:
+        number = 0
+        try:
+            for number, line in enumerate(file, 1):  # noqa: B007, it is asked below
+                yield line
+        except (EOFError, zlib.error, gzip.BadGzipFile, _Truncated) as error:
+            damage.append(Bad(number + 1, f"the compressed file is damaged or truncated here: {error}"))
+
+    yield from _entries(sound_lines(), text_key)
+    yield from damage
+
+
+class _Truncated(Exception):
+    """Compressed data that ends early or cannot be decompressed."""
+
+
+class _ZstdFile(io.RawIOBase):
+    """A .zst file, decompressed. The package's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self._ready = file, b""
+        self._frame = self._new_frame()
+        self._within = False  # a frame
+
+    def _new_frame(self) -> Any:
+        return need("zstandard", ".zst").ZstdDecompressor(max_window_size=2**31).decompressobj()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self._ready:
+            block = self._file.read(_BYTES_AT_ONCE // 8)
+            if not block:
+                if self._within:
+                    raise _Truncated("it ends within a frame")
+                return 0
+            self._ready = self._decompress(block)
+        count = min(len(target), len(self._ready))
+        target[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _decompress(self, block: bytes) -> bytes:
+        pieces = []
+        while block:
+            try:
+                pieces.append(self._frame.decompress(block))
+            except need("zstandard", ".zst").ZstdError as error:
+                raise _Truncated(str(error)) from None
+            self._within = not self._frame.eof
+            block = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = self._new_frame()
+        return b"".join(pieces)
+
+
+def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line.removeprefix(_BOM).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield Bad(number, f"not UTF-8 text: byte {error.start} of the line: {error.reason}")
+        except json.JSONDecodeError as error:
+            yield Bad(number, f"not JSON: {error.msg} at character {error.pos + 1} of the line")
+        except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
+            yield Bad(number, f"not JSON that can be read: {error}")
+        else:
+            document = _document(number, entry, text_key)
+            # JSON can spell half a surrogate pair, which no tokenizer can read, and only in this way
+            escaped = b"\\ud" in line or b"\\uD" in line
+            yield _without_surrogates(document) if escaped and isinstance(document, Document) else document
+
+
+def _without_surrogates(document: Document) -> Document | Bad:
+    try:
+        json.dumps(document.content, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return Bad(document.place, "not Unicode text: half of a surrogate pair (\\ud800 to \\udfff)")
+    return document
+
+
+def _document(place: int, entry: Any, text_key: str) -> Document | Bad:
+    if not isinstance(entry, dict):
+        return Bad(place, f"must be an object with a {_asked(text_key)}, is {_kind(entry)}")
+    text = entry.get(text_key)
+    if isinstance(text, str):
+        return Document(place, text)
+    if text is None and text_key == "text" and isinstance(entry.get(_MESSAGES), list):
+        return Document(place, entry[_MESSAGES])
+    found = [f'"{key}" is {_kind(entry[key])}' for key in (text_key, _MESSAGES) if key in entry]
+    return Bad(place, f"must have a {_asked(text_key)}; {', '.join(found) or 'has ' + _names(entry)}")
+
+
+def _asked(text_key: str) -> str:
+    return 'string under "text" or a list under "messages"' if text_key == "text" else f'string under "{text_key}"'
+
+
+def _names(keys: Iterable[Any]) -> str:
+    names = [f'"{key}"' for key in keys]
+    return ", ".join(names[:5]) + (" and others" if len(names) > 5 else "") or "nothing"
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "a boolean"
+    known = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number"}
+    return known.get(type(value), type(value).__name__)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    pyarrow, parquet = need("pyarrow", part.path), need("pyarrow.parquet", part.path)
+    with open_bytes(part.path) as file:
+        try:
+            table = parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+        except (pyarrow.ArrowException, OSError) as error:
+            yield _damage(None, "not a Parquet file, or truncated", error)
+            return
+        columns = _columns(names, text_key)
+        if not columns:
+            if part.begin == 0:  # once for the file
+                yield Bad(None, f"must have a column {_asked(text_key)}; has {_names(names)}")
+            return
+        sizes = [table.metadata.row_group(group).num_rows for group in range(part.end)]
+        for group in range(part.begin, part.end):
+            row = sum(sizes[:group])
+            try:
+                for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns):
+                    yield from _rows(batch, row, text_key)
+                    row += batch.num_rows
+            except (pyarrow.ArrowException, OSError) as error:
+                yield _damage(row, f"rows {row} to {sum(sizes[: group + 1]) - 1} cannot be read", error)
+
+
+def _damage(place: int | None, what: str, error: Exception) -> Bad:
+    """pyarrow calls damage an OSError too, but one without a number. Raises the others, which are a disk's or a network's."""
+    if isinstance(error, OSError) and error.errno:
+        raise error
+    return Bad(place, f"{what}: {error}")
+
+
+def _columns(names: list[str], text_key: str) -> list[str]:
+    wanted = [text_key, _MESSAGES] if text_key == "text" else [text_key]
+    return [name for name in wanted if name in names]
+
+
+def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
+    try:
+        entries = batch.to_pylist()
+    except UnicodeDecodeError:  # in one of them
+        entries = [_row(batch, number) for number in range(batch.num_rows)]
+    for row, entry in enumerate(entries, first):
+        yield Bad(row, f"not UTF-8 text: {entry}") if isinstance(entry, ValueError) else _document(row, entry, text_key)
+
+
+def _row(batch: Any, number: int) -> dict[str, Any] | UnicodeDecodeError:
+    try:
+        return batch.slice(number, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return error
+
+
+def _dataset(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    data = open_dataset(part.path)
+    columns = _columns(data.column_names, text_key)
+    if not columns:
+        if part.begin == 0:
+            yield Bad(None, f"must have a column {_asked(text_key)}; has {_names(data.column_names)}")
+        return
+    data = data.select_columns(columns).with_format("arrow")
+    for row in range(part.begin, part.end, _ROWS_AT_ONCE):
+        yield from _rows(data[row : min(row + _ROWS_AT_ONCE, part.end)], row, text_key)
+
+
+def _hub(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    stream, _ = open_hub(part.path)
+    for row, entry in enumerate(stream.shard(num_shards=stream.num_shards, index=part.begin)):
+        yield _document(row, entry, text_key)
+
+
+SUFFIXES = {  # any other: a text file, which is one document
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "gzip",
+    ".jsonl.zst": "zstd",
+    ".parquet": "parquet",
+}
+READERS = {
+    "text": _text,
+    "jsonl": _jsonl,
+    "gzip": _gzip,
+    "zstd": _zstd,
+    "parquet": _parquet,
+    "dataset": _dataset,
+    "hub": _hub,
+}

@@ -1,0 +1,106 @@
+"""From token files to rows of a batch: what of the documents stands in a row, under each `document_policy`.
+
+A row has seq_len + 1 tokens: inputs and, one place on, labels. Under every policy it is made of pieces, each a run of tokens
+of one file; what the pieces leave free is padding. A row never reaches from one file into the next.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlite.data.indexed import TokenFile
+from titanlite.data.packing import Packing
+
+Piece = tuple[int, int]  # (first token in the file, tokens)
+
+
+class Rows(NamedTuple):
+    """The rows of one token file."""
+
+    file: TokenFile
+    count: int
+    tokens: int  # that stand in rows, repeated ones too
+    packing: Packing | None
+    pieces: Callable[["Rows", int, int], list[Piece]]  # (rows, row, seq_len)
+
+
+def count_packed(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
+    """(rows, tokens in them): the documents behind each other, cut every seq_len tokens. Neighbours share one token."""
+    rows = max(0, (file.tokens - 1) // seq_len)
+    return rows, rows * seq_len
+
+
+def packed(rows: Rows, row: int, seq_len: int) -> list[Piece]:
+    return [(row * seq_len, seq_len + 1)]
+
+
+def packed_by_document(rows: Rows, row: int, seq_len: int) -> list[Piece]:
+    """As `packed`, cut where documents begin."""
+    first, last = row * seq_len, (row + 1) * seq_len
+    cuts = rows.file.boundaries(rows.file.document_at(first) + 1, rows.file.document_at(last)).tolist()
+    edges = [first, *cuts, last + 1]
+    return [(a, b - a) for a, b in itertools.pairwise(edges) if b > a]  # documents may be empty
+
+
+def count_best_fit(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
+    assert packing is not None
+    return packing.rows, packing.kept
+
+
+def best_fit(rows: Rows, row: int, seq_len: int) -> list[Piece]:
+    assert rows.packing is not None
+    return rows.packing.pieces(row)
+
+
+def count_truncated(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
+    """(rows, tokens in them): a row for each document."""
+    step = 2**22
+    parts = (file.boundaries(at, min(at + step, file.documents)) for at in range(0, file.documents, step))
+    return file.documents, sum(int(np.minimum(np.diff(part), seq_len + 1).sum()) for part in parts)
+
+
+def truncated(rows: Rows, row: int, seq_len: int) -> list[Piece]:
+    first, end = rows.file.boundaries(row, row + 1).tolist()
+    return [(first, min(end - first, seq_len + 1))] if end > first else []
+
+
+# document_policy -> (rows and tokens of a file, pieces of a row, pieces of a row where documents are kept apart)
+POLICIES = {
+    "pack": (count_packed, packed, packed_by_document),
+    "best_fit": (count_best_fit, best_fit, best_fit),
+    "truncate": (count_truncated, truncated, truncated),
+}
+
+
+def rows_of(file: TokenFile, policy: str, seq_len: int, mask: bool, packing: Packing | None) -> Rows:
+    """The rows of a file under a policy; mask: documents are kept apart. packing: for "best_fit"."""
+    count, apart_or_not = POLICIES[policy][0], POLICIES[policy][2 if mask else 1]
+    return Rows(file, *count(file, seq_len, packing), packing, apart_or_not)
+
+
+class Arrays(NamedTuple):
+    """A batch as it is filled in: arrays of (rows, seq_len + 1), `documents` of (rows, seq_len). See titanlite.loss.Batch."""
+
+    tokens: np.ndarray  # int64
+    counted: np.ndarray | None  # bool: is to be predicted
+    documents: np.ndarray | None  # int32, rising along the row; padding has a number of its own
+
+
+def fill(batch: Arrays, at: int, rows: Rows, row: int, seq_len: int) -> None:
+    """Puts one row of a file into row `at` of a batch that is all padding: tokens 0, counted False, documents 0."""
+    tokens, ids, place, number = batch.tokens[at], rows.file.ids, 0, 0
+    for number, (first, length) in enumerate(rows.pieces(rows, row, seq_len), 1):
+        end = place + length
+        tokens[place:end] = ids[first : first + length]
+        if batch.counted is not None:
+            loss = rows.file.loss
+            batch.counted[at, place:end] = True if loss is None else loss[first : first + length]
+        if batch.documents is not None:
+            batch.documents[at, place:end] = number
+            if batch.counted is not None:
+                batch.counted[at, place] = False
+        place = end
+    if batch.documents is not None:
+        batch.documents[at, place:] = number + 1
