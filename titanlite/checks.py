@@ -100,6 +100,9 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
     if config.checkpoint.enable and local_size is not None:  # otherwise this is not the machine that will train
         folder = Path(config.job.dump_folder) / config.checkpoint.folder
         yield from filter(None, [room_fault(folder, checkpoint_bytes(model), config.checkpoint)])
+    head_dim = getattr(family.config, "head_dim", 16)
+    if config.training.document_mask and torch.cuda.is_available() and head_dim < 16:
+        yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
     yield from _decay_faults(config, model)
     yield from _vocabulary_faults(config, family)
 

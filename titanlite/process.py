@@ -37,9 +37,9 @@ def set_up_logging() -> None:
     logger.setLevel(logging.INFO if str(rank) in chosen.split(",") else logging.WARNING)
 
 
-def end_with_launcher() -> None:
-    """On Linux, has the kernel end this rank when the launcher dies, even by SIGKILL: no rank trains on without it."""
-    if "RANK" in os.environ and sys.platform == "linux":
+def end_with_parent() -> None:
+    """On Linux, has the kernel end this process when the one that started it dies, even by SIGKILL."""
+    if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
 

@@ -24,7 +24,6 @@ from titanlite.checkpoint.tensors import model_tensors, run_tensors
 from titanlite.config import Checkpoint as Keys
 from titanlite.config import Config
 from titanlite.data.mixture import Data
-from titanlite.data.order import MIXTURE
 from titanlite.errors import UserError
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
@@ -253,7 +252,7 @@ def _source_sentence(source: dict[str, Any] | None) -> str:
         return "no such source"
     return (
         f"{source['name']}: {source['tokens']:,} tokens in {source['documents']:,} documents, fingerprint "
-        f"{source['fingerprint'][:12]}, {source['share'] / MIXTURE:.4%} of samples"
+        f"{source['fingerprint'][:12]}, {source['share']:.4%} of samples"
     )
 
 

@@ -135,7 +135,6 @@ def train(
         log.info("validation reads the text that is trained on; [validation] dataset_path names another")
     family = load_family(config.model.name, config.model.flavor)
     global_batch = config.global_batch(data_degree(mesh))
-    check_epochs(data, training.steps * global_batch)
     step_tokens = global_batch * training.seq_len
     flops, peak = family.module.flops(family.config, training.seq_len), peak_flops(device, training.mixed_precision_param)
 
@@ -337,7 +336,8 @@ def main() -> None:
     started = time.perf_counter()
     process.set_up_logging()
     rank, world = process.rank_and_world()
-    process.end_with_launcher()
+    if "RANK" in os.environ:
+        process.end_with_parent()  # no rank trains on without the launcher
     patience = _PATIENCE
     try:
         path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
@@ -347,13 +347,15 @@ def main() -> None:
         check(config, path, world)
         data = open_data(config)
         validation = open_data(config, "validation") if config.validation.enable else None
+        degrees = resolve_degrees(config.parallelism, world)
+        check_epochs(data, config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
         held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         profiling.record_collectives(config)
         if torch.cuda.is_available() and config.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         device = process.start(config)
         stacks.open_dump(Path(config.job.dump_folder), rank)  # not before rank 0 holds the lock, which start waits for
-        mesh = build_mesh(resolve_degrees(config.parallelism, world), device.type)
+        mesh = build_mesh(degrees, device.type)
         stopped = train(config, data, validation, mesh, device, started)
         process.finish()
         stacks.close_dump()

@@ -136,7 +136,7 @@ def test_the_run_folder_holds_what_the_run_was(finished):
 def test_the_provenance_says_how_to_repeat_the_run(finished):
     folder, _ = finished
     (entry,) = json.loads((folder / "out/provenance.json").read_text())
-    assert {"time", "command", "git", "python", "platform", "device", "versions", "values", "data_fingerprint"} <= set(entry)
+    assert {"time", "command", "git", "python", "platform", "device", "versions", "values", "data"} <= set(entry)
     assert entry["command"][1:] == ["run.toml", "--job.print_config", "true"]
     assert entry["versions"]["torch"] == torch.__version__
     assert entry["git"] is None or set(entry["git"]) == {"commit", "diff"}

@@ -21,7 +21,10 @@ REPLICATE, RESHARD = "parallelism.data_parallel_replicate_degree", "parallelism.
 GLOBAL, LOCAL = "training.global_batch_size", "training.local_batch_size"
 STEPS, WARMUP = "training.steps", "lr_scheduler.warmup_steps"
 TOTAL, RATIO, LEAST = "lr_scheduler.total_steps", "lr_scheduler.decay_ratio", "lr_scheduler.min_lr_factor"
+SOURCES, TESTED, POLICY = "training.sources", "validation.sources", "training.document_policy"
+APART, AHEAD, READERS = "training.document_mask", "dataloader.prefetch", "dataloader.workers"
 DATASET, DATASET_PATH, BOARD = "training.dataset", "training.dataset_path", "metrics.save_tb_folder"
+NONE, MIXED = {DATASET: "stdlib"}, [{"path": "file", "weight": 2.0}, {"path": "."}]
 DECAYED, UNDECAYED, TOKENIZER = "optimizer.decay_parameters", "optimizer.weight_decay", "model.hf_assets_path"
 NAME, FLAVOR = "model.name", "model.flavor"
 DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
@@ -115,9 +118,17 @@ CASES = [
     (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", "learning rate is 0"], {RATIO: 0.0}),
 
     (1, {DATASET: "stdlib", DATASET_PATH: "nowhere"}, [f'{DATASET_PATH} = "nowhere"'], {DATASET_PATH: "file"}),
-    (1, {DATASET: "stdlib", DATASET_PATH: "empty"}, [f'{DATASET_PATH} = "empty"', "no files"], {DATASET_PATH: "."}),
+    (1, {DATASET: "stdlib", DATASET_PATH: "empty"}, [f"{DATASET_PATH} = ", "/empty: the folder holds no"], {DATASET_PATH: "."}),
     (1, {DATASET: "c4"}, [f'{DATASET} = "c4"', 'the built-in data is called "stdlib"'], {DATASET: "file"}),
     (1, {DATASET: "file", DATASET_PATH: "file"}, [f"{DATASET} = 'file'", f"{DATASET_PATH} = 'file'"], {DATASET: "stdlib"}),
+
+    (1, NONE | {SOURCES: [{"path": "nowhere"}]}, [f'{SOURCES} = "nowhere"', "no such file"], {SOURCES: MIXED[1:]}),
+    (1, {SOURCES: [{"path": "file"}], DATASET: "file"}, [f"{DATASET} = 'file' and {SOURCES} both"], {DATASET: "stdlib"}),
+    (1, NONE | {SOURCES: MIXED}, [SOURCES, '"." has no weight'], {SOURCES: [MIXED[0], {"path": ".", "weight": 1.0}]}),
+    (1, NONE | {SOURCES: MIXED[:1] * 2}, [SOURCES, 'two are called "file"'], {SOURCES: MIXED[:1]}),
+    (1, {VALIDATE: True, TESTED: MIXED[:1]}, [TESTED, 'weight and epochs of "file"'], {TESTED: MIXED[1:]}),
+    (1, {APART: True, POLICY: "truncate"}, [f"{APART} = true", f'{POLICY} = "truncate"'], {POLICY: "best_fit"}),
+    (1, {AHEAD: 4}, [f"{AHEAD} = 4", f"{READERS} = 0"], {READERS: 1}),
 
     (1, {DUMP: "file"}, ['job.dump_folder = "file"', "is a file"], {DUMP: "empty"}),
     (1, {DUMP: "file/new"}, ['job.dump_folder = "file/new"', "is a file"], {DUMP: "new/new"}),

@@ -29,6 +29,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "training": {
         "dataset": "",
         "dataset_path": "true",
+        "sources": [
+            {"path": 'a "b"', "name": "web", "weight": 0.1 + 0.2, "epochs": 1e-3},
+            {"path": "c", "name": "", "weight": None, "epochs": None},
+        ],
+        "document_policy": "best_fit",
+        "document_mask": True,
         "local_batch_size": 3,
         "global_batch_size": 12,
         "seq_len": 1,
@@ -41,6 +47,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "seed": 2**63 - 1,
         "deterministic": True,
     },
+    "dataloader": {"workers": 2, "prefetch": 3, "stall_seconds": 0.5},
     "parallelism": {
         "data_parallel_replicate_degree": 2,
         "data_parallel_shard_degree": 4,
@@ -97,7 +104,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "save_memory_snapshot_folder": "b",
     },
     "comm": {"init_timeout_seconds": 1, "train_timeout_seconds": 2, "save_timeout_seconds": 3, "trace_buf_size": 9},
-    "validation": {"enable": True, "dataset": "d", "dataset_path": "e", "freq": 1, "steps": -1},
+    "validation": {
+        "enable": True,
+        "dataset": "d",
+        "dataset_path": "e",
+        "sources": [{"path": "f", "name": "g", "weight": None, "epochs": None}],
+        "freq": 1,
+        "steps": -1,
+    },
 }
 
 

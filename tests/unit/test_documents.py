@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import fsspec
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
@@ -156,6 +157,8 @@ def test_units_hold_all_parts_in_order_and_are_of_about_one_size(tmp_path, monke
     assert all(sum(part.size for part in unit) <= target or len(unit) == 1 for unit in units)
     assert len(units) < 25
     assert group([]) == []
+    empty = parts[0]._replace(size=0)
+    assert group([empty, empty]) == [[empty, empty]]
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
@@ -362,7 +365,13 @@ def test_the_splits_of_a_saved_dataset_are_named(tmp_path):
     assert _contents(tmp_path / "saved" / "train") == ["x"]
 
 
-def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path):
+@pytest.fixture
+def hub_cache(tmp_path_factory, monkeypatch):
+    """The package leaves locks in the user's cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path, hub_cache):
     for name, texts in (("train-0", ["a", "b"]), ("train-1", ["c"]), ("test-0", ["d"])):
         _write(tmp_path / f"{name}.jsonl", _lines(texts))
     [entry] = list_inputs([f"hub:{tmp_path}"])
@@ -373,7 +382,7 @@ def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path):
     assert list_inputs([f"hub:{tmp_path}"])[0].stamp != entry.stamp
 
 
-def test_a_dataset_by_name_tells_the_shard_and_row_of_a_fault(tmp_path):
+def test_a_dataset_by_name_tells_the_shard_and_row_of_a_fault(tmp_path, hub_cache):
     for number, texts in enumerate((["a"], ["b", None])):
         _write(tmp_path / f"train-{number}.jsonl", _lines(texts))
     [(place, reason)] = _faults(f"hub:{tmp_path}")
@@ -381,7 +390,7 @@ def test_a_dataset_by_name_tells_the_shard_and_row_of_a_fault(tmp_path):
     assert '"text" is null' in reason
 
 
-def test_a_dataset_that_cannot_be_opened_is_refused_with_its_name(tmp_path):
+def test_a_dataset_that_cannot_be_opened_is_refused_with_its_name(tmp_path, hub_cache):
     with pytest.raises(UserError, match=f"hub:{tmp_path}/none: cannot be opened"):
         list_inputs([f"hub:{tmp_path}/none"])
 
@@ -391,6 +400,20 @@ def test_urls_and_their_patterns_are_read_as_files_are(tmp_path, name):
     content = b"text" if name.endswith("txt") else _lines(_TEXTS)
     _write(tmp_path / name.replace("*", "b"), content)
     assert _contents(f"file://{tmp_path}/{name}") == (["text"] if name.endswith("txt") else _TEXTS)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl?signature=a.txt"])
+def test_a_url_is_known_by_its_suffix_before_any_signature_and_even_without_a_folder(name):
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(f"/{name}", _lines(_TEXTS))
+    assert _contents(f"memory://{name}") == _TEXTS
+    memory.rm(f"/{name}")
+
+
+def test_a_url_that_does_not_tell_its_size_is_one_part(tmp_path):
+    path = _write(tmp_path / "a.jsonl", _lines(_TEXTS))
+    [part] = documents._split(f"file://{path}", "jsonl", None, 10)
+    assert [found.content for found in read(part, "text")] == _TEXTS
 
 
 def test_parquet_behind_a_url_is_read(tmp_path):

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from titanlite.data.order import permute, sample_at
+from titanlite.data.order import MAX_POSITION, MIXTURE, drawn, interleave, permute, sample_at
 
 
 def _order(count: int, key: str = "0/0") -> np.ndarray:
@@ -101,3 +101,52 @@ def test_small_counts_reach_every_permutation(count):
     expected = draws / every
     assert len(orders) == every
     assert seen.max() < expected + 6 * expected**0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- mixtures
+
+_MIXTURES = [[1], [1, 1], [3, 1], [1, 3, 1], [1000, 1, 7], [MIXTURE - 2, 1, 1], [5, 5, 5, 5, 5, 5, 5]]
+
+
+@pytest.mark.parametrize("shares", _MIXTURES, ids=str)
+def test_a_mixture_deals_every_sample_of_every_source_once_and_in_order(shares):
+    source, index = interleave(np.arange(5000), shares)
+    for number in range(len(shares)):
+        assert index[source == number].tolist() == list(range((source == number).sum()))
+
+
+@pytest.mark.parametrize("shares", _MIXTURES, ids=str)
+def test_every_stretch_of_a_mixture_holds_the_shares_within_one_sample_a_source(shares):
+    source, _ = interleave(np.arange(5000), shares)
+    for end in (1, 7, 100, 3001, 5000):
+        counts = np.bincount(source[:end], minlength=len(shares))
+        assert drawn(end, shares) == counts.tolist()
+        expected = np.array(shares) * end / sum(shares)
+        assert (abs(counts - expected) <= len(shares)).all()
+
+
+def test_far_positions_of_a_mixture_follow_from_what_was_drawn_before():
+    random = np.random.default_rng(0)
+    for shares in _MIXTURES:
+        for position in [*random.integers(0, 2**40, 50).tolist(), 2**40, MAX_POSITION - 2]:
+            source, index = (int(values[0]) for values in interleave(np.array([position]), shares))
+            before, after = drawn(position, shares), drawn(position + 1, shares)
+            assert index == before[source]
+            assert [b - a for a, b in zip(before, after, strict=True)] == [number == source for number in range(len(shares))]
+
+
+@pytest.mark.parametrize("position", [-1, MAX_POSITION, 2**62])
+def test_a_position_that_arithmetic_cannot_hold_is_refused(position):
+    with pytest.raises(AssertionError):
+        interleave(np.array([0, position]), [1, 1])
+
+
+@pytest.mark.parametrize("count", [2**20 + 1, 2**33 - 7, 2**40])
+def test_far_places_of_a_permutation_are_distinct_and_in_range(count):
+    random = np.random.default_rng(count)
+    index = np.unique(random.integers(0, count, 20_000))
+    image = permute(index, count, "0/0")
+    assert len(np.unique(image)) == len(index)
+    assert ((image >= 0) & (image < count)).all()
+    with pytest.raises(AssertionError):
+        permute(np.array([count]), count, "0/0")

@@ -29,14 +29,15 @@ SOURCE = Path("run/checkpoint/step-00000010")
 # goes on with another value, still be the uninterrupted one, but for rounding?
 MATHEMATICS = """
     model.name training.global_batch_size training.max_norm training.mixed_precision_param training.mixed_precision_reduce
-    training.seed training.document_policy training.document_mask optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
+    training.seed training.document_policy training.document_mask
+    optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
     optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
     lr_scheduler.decay_type lr_scheduler.min_lr_factor
 """
 NOTHING = """
     job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
-    training.dataset training.dataset_path training.sources training.local_batch_size training.steps training.on_nonfinite training.gc_freq
-    training.deterministic
+    training.dataset training.dataset_path training.sources training.local_batch_size training.steps
+    training.on_nonfinite training.gc_freq training.deterministic
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
     parallelism.cpu_offload
@@ -202,8 +203,8 @@ def test_other_data_needs_its_own_word():
 
     with pytest.raises(
         UserError,
-        match=r"\n  data = 'tests: 500 tokens in 1 documents, fingerprint \w+, 100.0000% of samples', was 'tests: 20,002 tokens in "
-        r"1 documents, .*\n.*--checkpoint.allow_changes 'training.\*,data'$",
+        match=r"\n  data = 'tests: 500 tokens in 1 documents, fingerprint \w+, 100.0000% of samples', was 'tests: 20,002 "
+        r"tokens in 1 documents, .*\n.*--checkpoint.allow_changes 'training.\*,data'$",
     ):
         go_on("training.*")
     go_on("data")

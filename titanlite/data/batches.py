@@ -6,16 +6,19 @@ The position in the data is one number: samples consumed so far. So there is no 
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from titanlite import process
 from titanlite.config import Config, Dataloader
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
@@ -108,7 +111,10 @@ class Batches:
 
     def __next__(self) -> Batch:
         self._waiting.since = time.monotonic(), self._step
-        batch = next(self._source)
+        try:
+            batch = next(self._source)
+        except (ConnectionError, EOFError, FileNotFoundError) as error:  # a batch whose memory went with its worker
+            raise RuntimeError("a worker that reads data has ended; it may have been killed for want of memory") from error
         self._waiting.since = None
         if isinstance(batch, UserError):
             raise batch
@@ -125,24 +131,35 @@ class Batches:
 
 def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
-    loader = StatefulDataLoader(
-        plan,
-        batch_size=None,
-        sampler=itertools.count(),
-        num_workers=keys.workers,
-        prefetch_factor=keys.prefetch,
-        pin_memory=pin_memory,
-        multiprocessing_context="spawn",  # a fork would copy CUDA's and gloo's threads in the middle of their work
-        snapshot_every_n_steps=2**62,  # its state is not asked for: ours is one number
-    )
+    multiprocessing.set_forkserver_preload([__name__])
     with _held_signals(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # PyTorch's to torchdata
-        return iter(loader)
+        return iter(
+            StatefulDataLoader(
+                plan,
+                batch_size=None,
+                sampler=itertools.count(),
+                num_workers=keys.workers,
+                prefetch_factor=keys.prefetch,
+                pin_memory=pin_memory,
+                # A fork of this process would copy CUDA's and gloo's threads in the middle of their work; these are forks of a
+                # server that has only imported what they need.
+                multiprocessing_context="forkserver",
+                worker_init_fn=_end_with_server,
+                snapshot_every_n_steps=2**62,  # its state is not asked for: ours is one number
+            )
+        )
+
+
+def _end_with_server(_number: int) -> None:
+    """The server ends with the rank, and the workers with the server, even where the rank is killed."""
+    process.end_with_parent()
 
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
     """Processes started meanwhile never hear of a stop that is asked of all processes of a job: the rank will end them."""
+    resource_tracker.ensure_running()  # it would be started with the first process, and then let some of these signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
     try:
         yield

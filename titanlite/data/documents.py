@@ -3,11 +3,11 @@
 import glob
 import json
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from titanlite.data.readers import (
     HUB,
@@ -31,14 +31,13 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 _MIB = 2**20
 _SMALLEST, _LARGEST = _MIB, 32 * _MIB  # bytes of a unit of work
 _UNITS = 128  # that there should be of a small input, so that every worker has some of them
-_UNKNOWN = 2**63 - 1  # where a URL ends that does not tell its size
 
 
 class Input(NamedTuple):
     """A file, URL or dataset with documents."""
 
     path: str  # absolute, if it is on this machine
-    size: int  # bytes, about
+    size: int | None  # bytes, about; None for a URL that does not tell
     stamp: str  # another one when the input was changed: time of modification, version or fingerprint
     parts: list[Part]
 
@@ -46,8 +45,10 @@ class Input(NamedTuple):
 def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
     """The inputs that files, folders, patterns, URLs and names of datasets stand for, in order; those of one name sorted.
 
-    A folder stands for all files under it that are not hidden, a pattern for the files that match. hub:NAME[:CONFIG][:SPLIT]
-    is a dataset of the Hugging Face hub, or in a local folder NAME. A folder that `save_to_disk` wrote is a dataset.
+    A folder stands for all files under it that are not hidden, a pattern for the files that match, anything with "://" for
+    what fsspec finds there. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the
+    Hugging Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
+
     key: what the user calls the names. Raises UserError for names that nothing can be found under, and for what is named twice.
     """
     found = [entry for name in names for entry in _find(name, key)]
@@ -56,7 +57,7 @@ def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
         if path in seen:
             raise UserError(f"{key}: {path} is named twice; its documents would be in the data twice")
         seen.add(path)
-    target = unit_size(sum(size for _, _, size, _ in found))
+    target = unit_size(sum(size or 0 for _, _, size, _ in found))
     return [Input(path, size, stamp, list(_split(path, kind, size, target))) for path, kind, size, stamp in found]
 
 
@@ -69,9 +70,9 @@ def group(parts: list[Part]) -> list[list[Part]]:
     """Units of work: parts that follow each other, together not much larger than `unit_size`."""
     target = unit_size(sum(part.size for part in parts))
     units: list[list[Part]] = []
-    size = target
+    size = 0
     for part in parts:
-        if size + part.size > target:
+        if not units or size + part.size > target:
             units.append([])
             size = 0
         units[-1].append(part)
@@ -122,7 +123,7 @@ def read_documents(files: list[Path], text_key: str = "text") -> Iterator[str]:
 
 # ------------------------------------------------------------------------------------------------------------- finding
 
-_Found = tuple[str, str, int, str]  # path, kind, size, stamp
+_Found = tuple[str, str, int | None, str]  # path, kind, size, stamp
 
 
 def _find(name: str, key: str) -> list[_Found]:
@@ -218,18 +219,20 @@ def _find_url(system: Any, url: str) -> _Found:
     info = system.info(system._strip_protocol(url))
     names = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
     stamp = next((str(info[name]) for name in names if info.get(name)), "")
-    size = info.get("size")
-    return url, _kind(urlsplit(url).path), _UNKNOWN if size is None else size, stamp
+    # what follows a question mark is a signature or a version
+    return url, _kind(url.partition("?")[0]), info.get("size"), stamp
 
 
 # ----------------------------------------------------------------------------------------------------------- splitting
 
 
-def _split(path: str, kind: str, size: int, target: int) -> Iterator[Part]:
-    if kind in _SPLITTERS and size != _UNKNOWN:
-        yield from _SPLITTERS[kind](path, size, target)
+def _split(path: str, kind: str, size: int | None, target: int) -> Iterator[Part]:
+    if kind == "jsonl" and size is None:
+        yield Part(path, kind, 0, sys.maxsize, target)
+    elif kind in _SPLITTERS:
+        yield from _SPLITTERS[kind](path, target if size is None else size, target)
     else:
-        yield Part(path, kind, 0, size, min(size, _LARGEST) if size == _UNKNOWN else size)
+        yield Part(path, kind, 0, 0, target if size is None else size)
 
 
 def _split_lines(path: str, size: int, target: int) -> Iterator[Part]:

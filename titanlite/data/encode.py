@@ -68,8 +68,8 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
     One worker is this process, with the tokenizer's threads. Raises UserError (BadDocument for content) from the unit at fault,
     and where a worker was killed.
     """
-    workers = min(workers, len(units))
-    if workers <= 1:
+    # a daemon of multiprocessing, such as another library's worker, may have no children
+    if min(workers, len(units)) <= 1 or multiprocessing.current_process().daemon:
         tokenizer = _tokenizer(job)
         for unit in units:
             yield unit, _finish(job, tokenizer, unit)
@@ -79,7 +79,7 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
     queue = iter(units)
     try:
         with _starting():
-            for _ in range(workers):
+            for _ in range(min(workers, len(units))):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(job, theirs), daemon=True)
                 process.start()
@@ -88,8 +88,7 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
                 ours.send(next(queue))
         yield from _gather(list(processes), queue)
     except (EOFError, ConnectionError):
-        for process in processes.values():
-            process.join(0.5)
+        connection.wait([process.sentinel for process in processes.values()], timeout=1.0)
         codes = [process.exitcode for process in processes.values() if process.exitcode]
         how = f"by signal {-codes[0]}" if codes and codes[0] < 0 else f"with exit code {codes[0]}" if codes else "unseen"
         raise UserError(

@@ -154,15 +154,16 @@ class TokenFile:
         Raises UserError for places outside of the file, or that do not rise.
         """
         sequences = self.first_sequences[first : last + 1]
-        inside = sequences < len(self.pointers)
+        inside = (sequences >= 0) & (sequences < len(self.pointers))
         places = np.full(len(sequences), self.tokens, np.int64)
         places[inside] = self.pointers[sequences[inside]] // self.ids.itemsize
-        wrong = (places < 0) | (places > self.tokens) | (np.diff(places, prepend=0) < 0)
+        wrong = (sequences < 0) | (sequences > len(self.pointers)) | (places < 0) | (places > self.tokens)
+        wrong |= np.diff(places, prepend=0) < 0
         if wrong.any():
             at = int(wrong.argmax())
             raise UserError(
-                f"{self._idx}: document {first + at} begins at token {places[at]}, outside of {self._bin.name} or before the "
-                "one before it"
+                f"{self._idx}: document {first + at} begins at token {places[at]}, with sequence {sequences[at]}: outside of "
+                f"{self._bin.name}, or before the one before it"
             )
         return places
 
@@ -186,6 +187,8 @@ class TokenFile:
                 f"{self._idx}: sequence {gaps[0]} ends at byte {ends[gaps[0]]} of {self._bin.name}, "
                 "where the next one does not begin"
             )
+        if len(ends) and self.pointers[0]:
+            raise UserError(f"{self._idx}: the first sequence begins at byte {self.pointers[0]} of {self._bin.name}, not at 0")
         if (np.diff(self.first_sequences) < 0).any():
             raise UserError(f"{self._idx}: its document index does not rise")
 

@@ -77,7 +77,7 @@ class Data:
                 "documents": mixed.documents,
                 "tokens": mixed.tokens,
                 "fingerprint": mixed.source.fingerprint,
-                "share": mixed.share,
+                "share": mixed.share / self._shares,
             }
             for mixed in self.sources
         ]

@@ -218,7 +218,7 @@ def _assemble(
         shutil.rmtree(work)
         raise UserError(f"the inputs hold 0 documents, 0 tokens{aside}")
     _refuse_full_disk(work, tokens * (kind.itemsize + chats) + documents * 20)
-    with tqdm(desc="writing shards", total=tokens, disable=None, bar_format=_BAR) as bar:
+    with tqdm(desc="writing shards", total=tokens, disable=None, delay=1, leave=False, bar_format=_BAR) as bar:
         units = (work / "units" / name for name in records)
         shards, largest = write_shards(units, whole, kind, plan["tokens of a shard"], chats, bar.update)
     if plan["best fit"]:

@@ -13,7 +13,7 @@ from titanlite.errors import UserError
 
 HUB = "hub:"
 _MESSAGES = "messages"  # where a chat stands, in place of a text under the default key
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 128  # books are rows too
 _BYTES_AT_ONCE = 2**20
 _BOM = b"\xef\xbb\xbf"  # some Windows programs begin a UTF-8 file with it; it belongs to no text
 
@@ -59,9 +59,9 @@ def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
     except OSError as error:
         raise UserError(f"{part.path}: cannot be read: {error.strerror or error}") from None
     except Exception as error:
-        if part.kind != "hub" and not is_url(part.path):
+        if part.kind not in ("hub", "dataset") and not is_url(part.path):
             raise
-        # each file system and each hub has its own classes for a connection that is lost
+        # each file system has its own classes for a connection that is lost
         raise UserError(f"{part.path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -98,7 +98,8 @@ def open_bytes(path: str) -> BinaryIO:
         return open(path, "rb")
     fsspec = need("fsspec", "a URL")
     try:
-        return fsspec.open(path, "rb").open()
+        # its own files find the ends of lines in Python
+        return io.BufferedReader(fsspec.open(path, "rb").open(), _BYTES_AT_ONCE)
     except Exception as error:
         raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
 

@@ -47,7 +47,8 @@ def sources_of(config: Config, section: str) -> list[Source]:
     keys = getattr(config, section)
     given = {"dataset": keys.dataset != STDLIB, "dataset_path": bool(keys.dataset_path), "sources": bool(keys.sources)}
     if sum(given.values()) > 1:
-        names = " and ".join(f"{section}.{key}" for key, is_given in given.items() if is_given)
+        texts = {"dataset": f" = {keys.dataset!r}", "dataset_path": f" = {keys.dataset_path!r}", "sources": ""}
+        names = " and ".join(f"{section}.{key}{texts[key]}" for key, is_given in given.items() if is_given)
         raise UserError(f"{names} both name data; give one of them")
     sources = keys.sources or [Source(path=keys.dataset_path or keys.dataset)]
     weighted = [source for source in sources if source.weight is not None]
@@ -66,7 +67,7 @@ def sources_of(config: Config, section: str) -> list[Source]:
 
 def name_of(source: Source) -> str:
     """What reports call a source: its `name`, or the last part of its path."""
-    return source.name or Path(source.path).name
+    return source.name or Path(source.path).absolute().name
 
 
 def key_of(config: Config, section: str) -> str:
@@ -77,15 +78,16 @@ def key_of(config: Config, section: str) -> str:
 
 def find(path: str, key: str) -> list[Path] | None:
     """The token files at a path, without suffixes, or None for text. Raises UserError for what is neither."""
-    place = Path(path)
+    place = Path(path) if Path(path).name else Path(path).absolute()
     if place.suffix in (".bin", ".idx"):
         place = place.with_suffix("")
-    if path_of(place, "idx").is_file() or path_of(place, "bin").is_file():
+    if place.name and (path_of(place, "idx").is_file() or path_of(place, "bin").is_file()):  # "/" has no name
         return [place]
     if (place / MANIFEST).is_file():
         return [place / shard["name"] for shard in read_manifest(place)["shards"]]
-    if place.is_dir() and (indexes := sorted(place.glob("*.idx"))):
-        return [index.with_suffix("") for index in indexes]
+    if place.is_dir() and any(place.glob("*.idx")):
+        # a .bin whose .idx was not copied along is to be missed, not left out
+        return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in place.glob(f"*.{suffix}")})
     if not place.exists() and place.with_name(f"{place.name}.unfinished").is_dir():
         raise UserError(f'{key} = "{path}": not finished: give the same `titanlite tokenize` command again, it goes on')
     if not (place.exists() or path == STDLIB or path.startswith(HUB) or is_url(path) or glob.has_magic(path)):
@@ -108,6 +110,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError("it lacks entries")
         if any(Path(shard["name"]).name != shard["name"] for shard in manifest["shards"]):
             raise ValueError("a shard is not in its folder")
+        if not all({"documents", "tokens", "loss"} <= set(shard) for shard in manifest["shards"]):
+            raise ValueError("a shard lacks entries")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: not a manifest of `titanlite tokenize`: {error}") from None
     return manifest
@@ -128,7 +132,8 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     files = [TokenFile(prefix) for prefix in prefixes]
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     if manifest is None:
-        fingerprint = digest(*(_probe(path_of(file.prefix, suffix)) for file in files for suffix in ("bin", "idx")))
+        paths = [path_of(file.prefix, suffix) for file in files for suffix in ("bin", "idx", "loss")]
+        fingerprint = digest(*(_probe(path) for path in paths if path.suffix != ".loss" or path.exists()))
         return Opened(source, name_of(source), files, fingerprint, None)
     _check_manifest(manifest, folder, files, loaded, vocabulary)
     return Opened(source, name_of(source), files, manifest["fingerprint"], manifest)
@@ -201,6 +206,8 @@ def _check_manifest(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
                 f"{shard['documents']:,} of {shard['tokens']:,}"
             )
+        if shard["loss"] and file.loss is None:
+            raise UserError(f"{file.prefix}.loss: is missing; without it what users of chats say would be predicted too")
 
 
 def _probe(path: Path) -> str:

@@ -129,7 +129,7 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tie(model)
-        batch = _empty_batch(config)
+        batch = Batch(torch.zeros(config.training.local_batch_size, config.training.seq_len + 1, dtype=torch.int64))
         with follow:
             summed_loss(model, batch).backward()
             entered.clear()
@@ -138,14 +138,6 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     # From one block's entry to that of the block `every` later, both with their parameters gathered: what so many keep.
     kept = (entered[every] - entered[0]) / every if every else 0
     return round(kept * depth), round(follow.peak - before - kept * shown)
-
-
-def _empty_batch(config: Config) -> Batch:
-    """A microbatch with all that the configuration's own ones have."""
-    training = config.training
-    shape = training.local_batch_size, training.seq_len
-    tokens = torch.zeros(shape[0], shape[1] + 1, dtype=torch.int64)
-    return Batch(tokens, documents=torch.zeros(shape, dtype=torch.int32) if training.document_mask else None)
 
 
 class Allocations(TorchDispatchMode):

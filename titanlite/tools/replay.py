@@ -331,7 +331,7 @@ def _start(asked: argparse.Namespace) -> None:
 def _rank(rank: int, ranks: int, config: Config, run: Path, step: int, route: Route) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     process.set_up_logging()
-    process.end_with_launcher()
+    process.end_with_parent()
     try:
         device = process.start(config)
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), device.type)

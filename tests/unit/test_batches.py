@@ -1,0 +1,233 @@
+"""Global batches: the same on every number of ranks and workers, from every position; what stalls or fails is named."""
+
+import logging
+import multiprocessing.forkserver as forkserver
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.token_files import mix_of, opened, write_file
+from titanlite.config import Config
+from titanlite.data.batches import Batches, Plan, read_batches
+from titanlite.data.mixture import Data
+from titanlite.data.samples import Arrays
+from titanlite.errors import UserError
+from titanlite.loss import Batch
+
+SEQ_LEN, GLOBAL = 8, 12
+POLICIES = {
+    "pack": {},
+    "pack, apart": {"document_mask": True},
+    "best fit": {"document_policy": "best_fit", "document_mask": True},
+    "truncate": {"document_policy": "truncate"},
+}
+
+
+def config_of(local: int = 1, seed: int = 0, workers: int = 0, stall: float = 20.0, **training) -> Config:
+    sizes = {"seq_len": SEQ_LEN, "local_batch_size": local, "global_batch_size": GLOBAL, "seed": seed}
+    dataloader = {"workers": workers, "stall_seconds": stall}
+    return Config.model_validate({"training": {**sizes, **training}, "dataloader": dataloader})
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> list:
+    """Two sources of some documents each, the second with a weight of three and with places that are not predicted."""
+    folder, random = tmp_path_factory.mktemp("tokens"), np.random.default_rng(0)
+    first = [random.integers(1, 300, random.integers(1, 40)) for _ in range(60)]
+    second = [random.integers(300, 600, random.integers(1, 40)) for _ in range(50)]
+    losses = [random.random(len(document)) < 0.7 for document in second]
+    return [
+        opened(write_file(folder / "first", first), "first", weight=1.0),
+        opened(write_file(folder / "second", second, losses=losses), "second", weight=3.0),
+    ]
+
+
+def global_batches(data: Data, config: Config, ranks: int, steps: int, consumed: int = 0) -> list[Batch]:
+    """Steps as all ranks together read them, (sequences, ...) each."""
+    parts = [read_batches(config, data, consumed, GLOBAL, (rank, ranks)) for rank in range(ranks)]
+    found = [[next(part) for part in parts] for _ in range(steps)]
+    for part in parts:
+        part.close()
+    return [
+        Batch(
+            *(
+                None if tensors[0] is None else torch.cat([t.flatten(0, 1) for t in tensors])
+                for tensors in zip(*step, strict=True)
+            )
+        )
+        for step in found
+    ]
+
+
+def same(found: list[Batch], expected: list[Batch]) -> bool:
+    return len(found) == len(expected) and all(
+        (a is None and b is None) or torch.equal(a, b)
+        for x, y in zip(found, expected, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_global_batches_are_the_same_on_any_number_of_ranks_with_accumulation_and_after_resuming(sources, policy, monkeypatch):
+    monkeypatch.setattr("titanlite.data.batches._LOCATED_AT_ONCE", 64)  # so many iterators would locate too much
+    keys, steps = POLICIES[policy], 9  # more than an epoch of the second source
+    data = mix_of(sources, config_of(**keys))
+    reference = global_batches(data, config_of(local=GLOBAL, **keys), 1, steps)
+    assert len({batch.tokens.numpy().tobytes() for batch in reference}) == steps
+    for ranks in (1, 2, 3, 4):
+        for local in (1, GLOBAL // ranks):
+            assert same(global_batches(data, config_of(local=local, **keys), ranks, steps), reference)
+        for resumed in range(steps):
+            later = global_batches(data, config_of(**keys), ranks, steps - resumed, consumed=resumed * GLOBAL)
+            assert same(later, reference[resumed:])
+
+
+def test_two_workers_read_what_none_reads_on_any_number_of_ranks_and_after_resuming(sources):
+    keys = POLICIES["pack, apart"]
+    data = mix_of(sources, config_of(**keys))
+    reference = global_batches(data, config_of(**keys), 1, 6)
+    assert same(global_batches(data, config_of(workers=2, **keys), 2, 6), reference)
+    assert same(global_batches(data, config_of(workers=2, **keys), 1, 3, consumed=3 * GLOBAL), reference[3:])
+
+
+def test_blocks_in_which_samples_are_located_leave_no_trace(sources, monkeypatch):
+    data = mix_of(sources, config_of())
+    reference = global_batches(data, config_of(), 2, 12)
+    for at_once in (1, 6, 13, 60):
+        monkeypatch.setattr("titanlite.data.batches._LOCATED_AT_ONCE", at_once)
+        assert same(global_batches(data, config_of(), 2, 12), reference)
+
+
+def test_every_sample_of_an_epoch_comes_once_and_sources_in_their_shares(sources):
+    data = mix_of(sources, config_of())
+    steps = 400
+    plan = Plan(data, 0, GLOBAL, 1, 0, (0, 1))
+    source, sample = (np.concatenate(parts) for parts in zip(*(plan.located(step) for step in range(steps)), strict=True))
+    for number, mixed in enumerate(data.sources):
+        mine = sample[source == number]
+        for epoch in range(len(mine) // mixed.count):
+            assert sorted(mine[epoch * mixed.count : (epoch + 1) * mixed.count]) == list(range(mixed.count))
+    assert (source == 1).mean() == pytest.approx(0.75, abs=0.001)
+
+
+def test_another_seed_is_another_order_of_the_same_samples(sources):
+    data = mix_of(sources[:1], config_of())
+    count = data.sources[0].count
+    orders = [Plan(data, 0, count, 1, seed, (0, 1)).located(0)[1].tolist() for seed in (0, 1)]
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(count))
+
+
+def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
+    """One source says which of its tokens count, the other does not: a step may hold samples of one alone."""
+    data = mix_of(sources, config_of())
+    shapes = {tuple((t.shape, t.dtype) for t in batch if t is not None) for batch in global_batches(data, config_of(), 4, 30)}
+    assert len(shapes) == 1
+
+
+# -------------------------------------------------------------------------------------------------- stalls and failures
+
+
+class Slow(Data):
+    """Data whose reading stands still for a moment, in any process."""
+
+    seconds = 2.5
+
+    def read(self, sources, samples, note=None) -> Arrays:
+        if note is not None:
+            note[0] = 1
+        time.sleep(self.seconds)
+        return super().read(sources, samples, note)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_that_stalls_is_named_with_file_and_sample(sources, caplog, monkeypatch, workers):
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    data = mix_of(sources, config_of())
+    data.__class__ = Slow
+    source = read_batches(config_of(workers=workers, stall=0.4), data, 0, GLOBAL, (0, 1))
+    next(source)
+    if workers:
+        next(source)
+    source.close()
+    named = [record.message for record in caplog.records if "waiting for data" in record.message]
+    sources_of, samples = Plan(data, 0, GLOBAL, 1, 0, (0, 1)).located(0)
+    mixed = data.sources[sources_of[1]]
+    assert any(
+        f'source "{mixed.source.name}", ' in text and f"{mixed.source.name}.bin, sample {samples[1]}" in text for text in named
+    )
+    assert len(named) >= 3  # again after as long
+
+
+def test_data_that_comes_in_time_is_not_spoken_of(sources, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    source = read_batches(config_of(stall=0.2), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    for _ in range(3):
+        next(source)
+        time.sleep(0.3)  # a step of the model, which is not waiting for data
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers):
+    file = write_file(tmp_path / "other", [np.arange(200)])
+    config = config_of(workers=workers)
+    source = read_batches(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), 0, GLOBAL, (0, 1))
+    with pytest.raises(UserError) as error:
+        for _ in range(3):
+            next(source)
+    source.close()
+    assert str(error.value).startswith(f"{file.prefix}.bin: holds the id 1")
+    assert "Traceback" not in str(error.value)
+
+
+def workers() -> set[int]:
+    """The reading processes that there are: what the fork server has started."""
+    server = forkserver._forkserver._forkserver_pid
+    found = [Path(f"/proc/{server}/task/{server}/children").read_text().split()] if server else [[]]
+    return {int(pid) for pid in found[0]}
+
+
+def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
+    before = workers()
+    source = read_batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    next(source)
+    (worker,) = workers() - before
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly|worker .* has ended"):
+        for _ in range(10):
+            next(source)
+
+
+def test_workers_do_not_hear_of_a_stop_that_is_asked_of_all_processes_and_end_with_close(sources):
+    before = workers()
+    source = read_batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    (worker,) = workers() - before
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while it starts
+        os.kill(worker, number)
+    next(source)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(worker, number)
+    for _ in range(10):
+        next(source)
+    source.close()
+    assert worker not in workers()
+
+
+def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):
+    import threading
+
+    before = threading.active_count()
+    source: Batches | None = read_batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    next(source)
+    assert threading.active_count() == before + 1
+    source = None
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() == before

@@ -1,0 +1,379 @@
+"""Token files in Megatron-LM's format: read as others write them, written as others read them, never trusted, never loaded."""
+
+import math
+import pickle
+import resource
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.token_files import write_file
+from titanlite.data.indexed import TokenFile, Writer, path_of, smallest_type, write_index
+from titanlite.errors import UserError
+
+_CODES = {1: ("B", 1), 4: ("i", 4), 5: ("q", 8), 8: ("H", 2)}  # of the ids' type -> for struct, bytes an id
+_HEADER = 9 + 8 + 1 + 8 + 8
+
+Sequences = list[list[int]]  # of one document
+
+
+def _megatron_index(documents: list[Sequences], code: int) -> bytes:
+    """NAME.idx as Megatron-LM's _IndexWriter writes it, field by field."""
+    lengths = [len(sequence) for document in documents for sequence in document]
+    pointers, place = [], 0
+    for length in lengths:
+        pointers.append(place)
+        place += length * _CODES[code][1]
+    first_sequences = [0]
+    for document in documents:
+        first_sequences.append(first_sequences[-1] + len(document))
+    out = b"MMIDIDX\x00\x00"
+    out += struct.pack("<Q", 1)
+    out += struct.pack("<B", code)
+    out += struct.pack("<Q", len(lengths))
+    out += struct.pack("<Q", len(first_sequences))
+    out += b"".join(struct.pack("<i", length) for length in lengths)
+    out += b"".join(struct.pack("<q", pointer) for pointer in pointers)
+    out += b"".join(struct.pack("<q", sequence) for sequence in first_sequences)
+    return out
+
+
+def _megatron(prefix: Path, documents: list[Sequences], code: int = 8, behind: bytes = b"") -> Path:
+    """A pair of files as Megatron-LM writes it; behind: what follows in NAME.idx."""
+    ids = [token for document in documents for sequence in document for token in sequence]
+    path_of(prefix, "bin").write_bytes(struct.pack(f"<{len(ids)}{_CODES[code][0]}", *ids))
+    path_of(prefix, "idx").write_bytes(_megatron_index(documents, code) + behind)
+    return prefix
+
+
+def _read(file: TokenFile) -> list[list[int]]:
+    """Every document by itself."""
+    return [file.ids[slice(*file.boundaries(number, number + 1))].tolist() for number in range(file.documents)]
+
+
+def _patch(path: Path, at: int, form: str, value: int) -> None:
+    """Overwrites one number of a file."""
+    content = bytearray(path.read_bytes())
+    struct.pack_into(form, content, at, value)
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def pair(tmp_path) -> tuple[Path, Path]:
+    """NAME.bin and NAME.idx of four documents in five sequences, 14 tokens of two bytes."""
+    prefix = _megatron(tmp_path / "a", [[[1, 2, 3]], [[4, 5], [6]], [[7, 8, 9, 10]], [[11, 12, 13, 14]]])
+    return path_of(prefix, "bin"), path_of(prefix, "idx")
+
+
+def _length(sequence: int) -> int:
+    return _HEADER + 4 * sequence
+
+
+def _pointer(sequence: int) -> int:
+    return _HEADER + 4 * 5 + 8 * sequence
+
+
+def _first_sequence(document: int) -> int:
+    return _HEADER + (4 + 8) * 5 + 8 * document
+
+
+def _refusal(prefix: Path) -> str:
+    with pytest.raises(UserError) as error:
+        TokenFile(prefix)
+    return str(error.value)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("behind", [b"", bytes(6), b"\x01" * 6], ids=["", "modes 0", "modes 1"])
+@pytest.mark.parametrize(("code", "largest"), [(1, 255), (8, 65535), (4, 2**31 - 1), (5, 2**62)])
+def test_a_pair_that_another_implementation_wrote_is_read(tmp_path, code, largest, behind):
+    documents = [[[1, 2, 3], [4]], [[5, 0]], [[], [largest, 7, 8], []]]
+    file = TokenFile(_megatron(tmp_path / "a", documents, code, behind))
+    file.check()
+    assert _read(file) == [[1, 2, 3, 4], [5, 0], [largest, 7, 8]]
+    assert (file.documents, file.tokens, file.ids.itemsize) == (3, 9, _CODES[code][1])
+    assert file.document_lengths().tolist() == [4, 2, 3]
+    assert file.loss is None
+
+
+def test_a_name_with_dots_keeps_them(tmp_path):
+    prefix = tmp_path / "web.2024.part"
+    _megatron(prefix, [[[1, 2]]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["web.2024.part.bin", "web.2024.part.idx"]
+    assert _read(TokenFile(prefix)) == [[1, 2]]
+
+
+@pytest.mark.parametrize("documents", [[], [[]], [[[]], [[]]]], ids=["no documents", "no sequences", "no tokens"])
+def test_a_pair_that_holds_nothing_is_read(tmp_path, documents):
+    file = TokenFile(_megatron(tmp_path / "a", documents))
+    file.check()
+    assert file.tokens == 0
+    assert _read(file) == [[] for _ in documents]
+
+
+def _random_documents(random: np.random.Generator) -> list[Sequences]:
+    """Some of them without tokens, some without even a sequence."""
+    counts = random.integers(0, 4, random.integers(1, 30))
+    return [[random.integers(0, 256, random.integers(0, 4)).tolist() for _ in range(count)] for count in counts]
+
+
+@pytest.mark.parametrize("code", [1, 8, 5])
+@pytest.mark.parametrize("seed", range(12))
+def test_boundaries_and_document_at_are_what_counting_gives(tmp_path, seed, code):
+    documents = _random_documents(np.random.default_rng(seed))
+    lengths = [sum(len(sequence) for sequence in document) for document in documents]
+    begins = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
+    file = TokenFile(_megatron(tmp_path / "a", documents, code))
+    for first in range(len(documents) + 1):
+        for last in range(first, len(documents) + 1):
+            assert file.boundaries(first, last).tolist() == begins[first : last + 1]
+    holders = [number for number, length in enumerate(lengths) for _ in range(length)]
+    assert [file.document_at(place) for place in range(file.tokens)] == holders
+
+
+# -------------------------------------------------------------------------------------------------------------- writing
+
+
+@pytest.mark.parametrize(("vocabulary", "code"), [(256, 1), (257, 8), (65536, 8), (65537, 4), (2**31, 4), (2**31 + 1, 5)])
+def test_what_is_written_is_byte_for_byte_what_another_implementation_writes(tmp_path, vocabulary, code):
+    documents = [[1, 2, vocabulary - 1], [], [0], list(range(200))]
+    theirs = _megatron(tmp_path / "theirs", [[document] for document in documents], code)
+    write_file(tmp_path / "ours", documents, vocabulary)
+    for suffix in ("bin", "idx"):
+        assert path_of(tmp_path / "ours", suffix).read_bytes() == path_of(theirs, suffix).read_bytes()
+
+
+def test_places_beyond_four_gigabytes_are_written_whole(tmp_path):
+    write_index(tmp_path / "a", np.dtype(np.int32), np.array([2**30, 2**30, 2**30, 5], np.int32))
+    content = path_of(tmp_path / "a", "idx").read_bytes()
+    assert struct.unpack_from("<4q", content, _HEADER + 4 * 4) == (0, 2**32, 2**33, 3 * 2**32)
+
+
+def test_flags_of_the_loss_come_back_and_stand_for_all_where_none_are_given(tmp_path):
+    writer = Writer(tmp_path / "a", smallest_type(10), losses=True)
+    writer.add(np.array([1, 2, 3]), np.array([False, True, True]))
+    writer.add(np.array([4, 5]))
+    writer.close()
+    assert path_of(tmp_path / "a", "loss").read_bytes() == bytes([0, 1, 1, 1, 1])
+    file = TokenFile(tmp_path / "a")
+    assert file.loss is not None
+    assert file.loss.tolist() == [0, 1, 1, 1, 1]
+    assert _read(file) == [[1, 2, 3], [4, 5]]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        (2 * 14 - 1, "27 bytes are no whole number of uint16 ids"),
+        (2 * 13, "has 26 bytes, and a.idx describes 28"),
+        (0, "has 0 b"),
+    ],
+)
+def test_a_truncated_bin_is_refused(pair, left, words):
+    tokens, index = pair
+    tokens.write_bytes(tokens.read_bytes()[:left])
+    message = _refusal(index.with_suffix(""))
+    assert message.startswith(f"{tokens}: truncated: ") and words in message
+
+
+@pytest.mark.parametrize("left", [0, 5, _HEADER - 1, _HEADER, _HEADER + 4 * 5 + 3, -8, -1])
+def test_a_truncated_idx_is_refused(pair, left):
+    tokens, index = pair
+    index.write_bytes(index.read_bytes()[:left])
+    message = _refusal(tokens.with_suffix(""))
+    assert message.startswith(f"{index}: ")
+    assert ("not an index" if 0 <= left < _HEADER else "truncated") in message
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "words"),
+    [
+        (0, "<B", ord("X"), r"not an index in Megatron's format: it begins with b'XMIDIDX"),
+        (7, "<B", 1, "not an index"),  # the magic bytes end with two zeros
+        (9, "<Q", 2, "version 2 of Megatron's format; only version 1 is known"),
+        (17, "<B", 6, r"ids of type 6; known are 1 \(uint8\), .*8 \(uint16\)"),  # floating-point
+        (17, "<B", 9, "ids of type 9"),
+        (18, "<Q", 2**60, "truncated"),
+        (26, "<Q", 0, "has no document index"),
+        (26, "<Q", 7, "truncated"),
+        (26, "<Q", 4, "its document index goes from sequence 0 to 4, must be from 0 to 5"),
+    ],
+)
+def test_a_wrong_head_is_refused(pair, at, form, value, words):
+    tokens, index = pair
+    _patch(index, at, form, value)
+    with pytest.raises(UserError, match=f"{index}: .*{words}"):
+        TokenFile(tokens.with_suffix(""))
+
+
+@pytest.mark.parametrize(("document", "value", "words"), [(0, 1, "from sequence 1 to 5"), (4, 6, "from sequence 0 to 6")])
+def test_a_document_index_that_is_not_of_all_sequences_is_refused(pair, document, value, words):
+    tokens, index = pair
+    _patch(index, _first_sequence(document), "<q", value)
+    message = _refusal(tokens.with_suffix(""))
+    assert message.startswith(f"{index}: ") and words in message
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_file_is_named(pair, missing):
+    pair[missing].unlink()
+    assert _refusal(pair[0].with_suffix("")).startswith(f"{pair[missing]}: cannot be read: No such file")
+
+
+@pytest.mark.parametrize("size", [0, 13, 15])
+def test_flags_of_the_loss_for_another_number_of_tokens_are_refused(pair, size):
+    flags = pair[0].with_suffix(".loss")
+    flags.write_bytes(bytes(size))
+    assert _refusal(pair[0].with_suffix("")) == f"{flags}: has {size} bytes, must have one for each of the 14 tokens"
+
+
+def test_the_idx_of_another_file_is_refused(pair, tmp_path):
+    tokens, index = pair
+    _megatron(tmp_path / "b", [[[1, 2, 3, 4]]])
+    index.write_bytes((tmp_path / "b.idx").read_bytes())
+    message = _refusal(tokens.with_suffix(""))
+    assert message == f"{index}: describes 8 bytes of the 28 in a.bin; it belongs to another file"
+    _megatron(tmp_path / "c", [[[1] * 100]])
+    index.write_bytes((tmp_path / "c.idx").read_bytes())
+    assert "a.idx belongs to another file" in _refusal(tokens.with_suffix(""))
+
+
+@pytest.mark.parametrize(("at", "form", "value"), [(_pointer(4), "<q", 22), (_length(4), "<i", 5)])
+def test_a_last_entry_that_points_past_the_end_is_refused(pair, at, form, value):
+    tokens, index = pair
+    _patch(index, at, form, value)
+    message = _refusal(tokens.with_suffix(""))
+    assert message.startswith(str(tokens)) and "describes 30" in message
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (_pointer(3), 2**40),  # past the end
+        (_pointer(3), 4),  # before the document before it
+        (_pointer(3), -2),
+        (_first_sequence(2), 6),
+        (_first_sequence(2), -1),  # must not be counted from the end
+        (_first_sequence(2), -(10**9)),
+    ],
+)
+def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_read(pair, at, value):
+    tokens, index = pair
+    _patch(index, at, "<q", value)
+    file = TokenFile(tokens.with_suffix(""))  # which looks at the last entries only
+    for first, last in ((0, 4), (1, 2), (1, 3)):
+        with pytest.raises(UserError, match=f"{index}: document 2 begins at token .* outside of a.bin, or before the one"):
+            file.boundaries(first, last)
+    assert file.boundaries(0, 1).tolist() == [0, 3]
+    with pytest.raises(UserError, match=f"{index}: "):
+        file.check()
+    with pytest.raises(UserError, match=f"{index}: "):
+        file.document_lengths()
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "value", "words"),
+    [
+        (_pointer(0), "<q", 2, "sequence 0 ends at byte 8"),
+        (_pointer(2), "<q", 8, "sequence 1 ends at byte 10"),
+        (_length(1), "<i", 3, "sequence 1 ends at byte 12"),
+        (_length(1), "<i", -2, "sequence 1 ends at byte 2"),
+        (_first_sequence(1), "<q", 4, "its document index does not rise"),
+    ],
+)
+def test_sequences_that_do_not_follow_each_other_are_found_by_a_check(pair, at, form, value, words):
+    tokens, index = pair
+    file = TokenFile(tokens.with_suffix(""))
+    file.check()
+    _patch(index, at, form, value)
+    with pytest.raises(UserError, match=f"{index}: {words}"):
+        TokenFile(tokens.with_suffix("")).check()
+
+
+def test_tokens_before_the_first_sequence_are_found_by_a_check(pair):
+    tokens, index = pair
+    _patch(index, _pointer(0), "<q", 2)
+    _patch(index, _length(0), "<i", 2)
+    with pytest.raises(UserError, match=f"{index}: the first sequence begins at byte 2 of a.bin, not at 0"):
+        TokenFile(tokens.with_suffix("")).check()
+
+
+# ---------------------------------------------------------------------------------------------------------- large files
+
+
+class _Counting(Sequence):
+    """A sequence that counts what is read of it."""
+
+    def __init__(self, values: np.ndarray):
+        self.values, self.reads = values, 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, at):
+        self.reads += 1
+        return self.values[at]
+
+
+def test_a_token_is_found_by_reading_few_entries_of_the_index(tmp_path):
+    count = 100_000
+    write_index(tmp_path / "a", np.dtype(np.uint8), np.full(count, 3, np.int32))
+    (tmp_path / "a.bin").write_bytes(bytes(3 * count))
+    file = TokenFile(tmp_path / "a")
+    pointers, sequences = _Counting(file.pointers), _Counting(file.first_sequences)
+    file.pointers, file.first_sequences = pointers, sequences  # type: ignore[assignment]
+    for place in (0, 1, 123_456, 3 * count - 1):
+        pointers.reads = sequences.reads = 0
+        assert file.document_at(place) == place // 3
+        assert max(pointers.reads, sequences.reads) <= math.ceil(math.log2(count + 1)) + 1
+
+
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
+    tokens, documents = 2**30, 10**7
+    with open(tmp_path / "a.bin", "wb") as file:
+        file.truncate(2 * tokens)
+    with open(tmp_path / "a.idx", "wb") as file:  # 200 MB of which all is zero but what must not be
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
+        file.truncate(_HEADER + (4 + 8 + 8) * documents + 8)
+        file.seek(_HEADER + 12 * documents - 8)
+        file.write(struct.pack("<q", 2 * tokens))
+        file.seek(-16, 2)
+        file.write(struct.pack("<2q", documents - 1, documents))
+    before, began = _resident(), time.monotonic()
+    opened = TokenFile(tmp_path / "a")
+    assert opened.documents == documents
+    assert opened.boundaries(documents - 1, documents).tolist() == [tokens, tokens]
+    assert opened.document_at(0) == documents - 2  # all before the last one begin at 0, and this one ends elsewhere
+    assert opened.ids[tokens // 2] == 0
+    assert pickle.loads(pickle.dumps(opened)).tokens == tokens
+    assert _resident() - before < 20 * 10**6  # the smallest of the tables has 40
+    assert time.monotonic() - began < 5
+
+
+def test_a_file_travels_by_its_name_and_is_mapped_anew(tmp_path):
+    file = write_file(tmp_path / "a", [[1, 2, 3]] * 10_000)
+    packed = pickle.dumps(file)
+    assert len(packed) < 1000
+    again = pickle.loads(packed)
+    assert not np.shares_memory(again.ids, file.ids)
+    assert np.array_equal(again.ids, file.ids)
+    assert (again.documents, again.document_at(29_999)) == (10_000, 9_999)
+    path_of(file.prefix, "bin").unlink()
+    with pytest.raises(UserError, match=r"a\.bin: cannot be read"):
+        pickle.loads(packed)

@@ -1,0 +1,158 @@
+"""Best-fit packing: as good as the algorithm it is named after, and no label is lost or stands in two rows."""
+
+import pickle
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.token_files import write_file
+from titanlite.data.packing import Packing, best_fit, pack_file
+
+_SEEDS = range(25)
+
+
+def _naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Free places of each row, by the definition: each piece, the longest first, into the row it leaves least room in."""
+    free: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, room in enumerate(free) if room >= length]
+        if fitting:
+            free[min(fitting, key=free.__getitem__)] -= length
+        else:
+            free.append(capacity - length)
+    return free
+
+
+def _random_lengths(seed: int) -> tuple[np.ndarray, int]:
+    """Pieces of two to `capacity` tokens, at times few different lengths and at times most of them short."""
+    random = np.random.default_rng(seed)
+    capacity = int(random.integers(2, 70))
+    most = int(random.integers(2, capacity + 1)) if seed % 2 else capacity
+    return random.integers(2, most + 1, random.integers(1, 400)), capacity
+
+
+def _random_documents(seed: int) -> list[list[int]]:
+    """Numbered tokens in documents of no token, of one, and of up to some rows."""
+    random = np.random.default_rng(seed)
+    ends = np.cumsum(random.choice([0, 1, 2, 3, 7, 8, 9, 16, 17, 18, 40], random.integers(1, 120)))
+    return [list(part) for part in np.split(np.arange(ends[-1]), ends[:-1])]
+
+
+def _packing(tmp_path, documents: list[list[int]], seq_len: int) -> Packing:
+    file = write_file(tmp_path / "a", documents)
+    pack_file(file.prefix, seq_len, tmp_path / "rows.npy")
+    return Packing(tmp_path / "rows.npy")
+
+
+# ----------------------------------------------------------------------------------------------------------- algorithm
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_rows_are_as_full_as_those_of_naive_best_fit_decreasing(seed):
+    lengths, capacity = _random_lengths(seed)
+    row_of = best_fit(lengths, capacity)
+    used = np.bincount(row_of, lengths).astype(int)
+    assert sorted((capacity - used).tolist()) == sorted(_naive_best_fit(lengths.tolist(), capacity))
+    assert used.min() > 0  # numbered without gaps
+
+
+def test_a_piece_goes_into_the_fullest_row_with_room_and_not_into_the_first():
+    row_of = best_fit(np.array([6, 7, 3]), 10)  # both have room for the 3
+    assert row_of[2] == row_of[1] != row_of[0]
+
+
+def test_pieces_as_long_as_a_row_stand_alone_and_nothing_makes_no_rows():
+    assert sorted(best_fit(np.array([5, 5, 5]), 5).tolist()) == [0, 1, 2]
+    assert best_fit(np.array([], np.int64), 5).tolist() == []
+
+
+def test_a_million_pieces_take_a_few_seconds_at_most():
+    lengths = np.random.default_rng(0).lognormal(6, 1.5, 10**6).astype(np.int64).clip(2, 4097)
+    began = time.process_time()
+    rows = best_fit(lengths, 4097).max() + 1
+    assert time.process_time() - began < 5
+    assert rows * 4097 < 1.001 * lengths.sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize("seq_len", [1, 8, 30])
+def test_every_label_of_every_document_stands_in_exactly_one_row_and_rows_are_not_overfull(tmp_path, seed, seq_len):
+    documents = _random_documents(seed)
+    packing = _packing(tmp_path, documents, seq_len)
+    labels: Counter[int] = Counter()
+    document_of = [number for number, document in enumerate(documents) for _ in document]
+    for row in range(packing.rows):
+        pieces = packing.pieces(row)
+        assert 2 <= sum(length for _, length in pieces) <= seq_len + 1
+        for first, length in pieces:
+            assert document_of[first] == document_of[first + length - 1]
+            labels.update(range(first + 1, first + length))  # a piece's first token is only read
+    expected = {token for document in documents for token in document[1:]}
+    assert set(labels) == expected
+    assert set(labels.values()) <= {1}
+
+
+def test_a_long_document_is_cut_into_full_pieces_that_share_a_token(tmp_path):
+    packing = _packing(tmp_path, [[9], list(range(20)), []], 8)
+    pieces = sorted(piece for row in range(packing.rows) for piece in packing.pieces(row))
+    assert pieces == [(1, 9), (9, 9), (17, 4)]
+    assert (packing.rows, packing.kept) == (3, 9 + 9 + 4)
+
+
+def test_documents_that_fit_are_never_cut(tmp_path):
+    documents = [list(range(length)) for length in (9, 2, 5, 4, 9, 8, 3)]
+    packing = _packing(tmp_path, documents, 8)
+    begins = np.cumsum([0, *map(len, documents)])
+    expected = sorted(zip(begins[:-1].tolist(), map(len, documents), strict=True))
+    assert sorted(piece for row in range(packing.rows) for piece in packing.pieces(row)) == expected
+
+
+def test_documents_of_one_token_or_none_are_left_out(tmp_path):
+    packing = _packing(tmp_path, [[1], [], [2, 3], [4]], 8)
+    assert [packing.pieces(row) for row in range(packing.rows)] == [[(1, 2)]]
+    nothing = _packing(tmp_path, [[1], [], [2]], 8)
+    assert (nothing.rows, nothing.kept) == (0, 0)
+
+
+def test_the_tokens_kept_are_those_of_all_rows(tmp_path):
+    packing = _packing(tmp_path, _random_documents(3), 8)
+    assert packing.kept == sum(length for row in range(packing.rows) for _, length in packing.pieces(row))
+
+
+def test_rows_that_are_written_and_read_are_those_of_the_algorithm(tmp_path):
+    documents = [list(range(length)) for length in (5, 9, 4, 4, 3, 2, 2, 6)]
+    packing = _packing(tmp_path, documents, 8)
+    begins = np.cumsum([0, *map(len, documents)])
+    row_of = best_fit(np.array([len(document) for document in documents]), 9)
+    expected: list[list[tuple[int, int]]] = [[] for _ in range(row_of.max() + 1)]
+    for number, document in enumerate(documents):
+        expected[row_of[number]].append((int(begins[number]), len(document)))
+    assert [packing.pieces(row) for row in range(packing.rows)] == expected
+
+
+def test_packing_again_gives_the_same_file(tmp_path):
+    file = write_file(tmp_path / "a", _random_documents(1))
+    for name in ("first.npy", "second.npy"):
+        pack_file(file.prefix, 8, tmp_path / name)
+    assert (tmp_path / "first.npy").read_bytes() == (tmp_path / "second.npy").read_bytes()
+
+
+def test_rows_travel_by_the_name_of_their_file(tmp_path):
+    packing = _packing(tmp_path, [[1, 2]] * 5000, 8)
+    packed = pickle.dumps(packing)
+    assert len(packed) < 1000
+    again = pickle.loads(packed)
+    assert again.rows == packing.rows == 1250
+    assert again.pieces(1249) == packing.pieces(1249)
+
+
+def test_a_truncated_file_of_rows_is_refused(tmp_path):
+    packing = _packing(tmp_path, _random_documents(1), 8)
+    packing.path.write_bytes(packing.path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="mmap length is greater than file size"):
+        Packing(packing.path)

@@ -1,0 +1,328 @@
+"""What stands in a row under each document policy, which of it is predicted, and in which proportion sources give rows.
+
+Tokens are numbered through each file from 1 on, so that a token tells its place, and 0 is padding.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.token_files import mix_of, opened, write_file
+from titanlite.config import Config
+from titanlite.data.mixture import Data
+from titanlite.data.samples import Arrays
+from titanlite.errors import UserError
+
+_SEQ_LEN = 8
+_SEEDS = range(8)
+_POLICIES = ["pack", "best_fit", "truncate"]
+_EVERY = [(policy, mask) for policy in _POLICIES for mask in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+
+
+def _config(policy: str = "pack", mask: bool = False, seq_len: int = _SEQ_LEN) -> Config:
+    training = {"seq_len": seq_len, "document_policy": policy, "document_mask": mask}
+    return Config.model_validate({"training": training})
+
+
+def _numbered(lengths: list[int], first: int = 1) -> list[list[int]]:
+    """Documents of these lengths, whose tokens count upwards."""
+    ends = np.cumsum([first, *lengths])
+    return [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+
+
+def _random_lengths(seed: int) -> list[int]:
+    """Of documents, some of them empty and some longer than a row."""
+    random = np.random.default_rng(seed)
+    return [20, *random.choice([0, 1, 2, 3, 7, 8, 9, 10, 16, 17, 25], random.integers(5, 60)).tolist()]
+
+
+def _random_flags(documents: list[list[int]], seed: int) -> list[list[bool]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 2, len(document)).astype(bool).tolist() for document in documents]
+
+
+def _data(tmp_path, documents, policy="pack", mask=False, losses=None, name="a") -> Data:
+    return mix_of([opened(write_file(tmp_path / name, documents, losses=losses))], _config(policy, mask))
+
+
+def _read_all(data: Data, source: int = 0) -> Arrays:
+    """An epoch of a source, in the order of its files."""
+    count = data.sources[source].count
+    return data.read(np.full(count, source), np.arange(count))
+
+
+def _counted(arrays: Arrays) -> np.ndarray:
+    return np.ones(arrays.tokens.shape, bool) if arrays.counted is None else arrays.counted
+
+
+# ----------------------------------------------------------------------------------------------------------------- pack
+
+
+def test_packed_rows_share_one_token_and_cover_the_tokens(tmp_path):
+    arrays = _read_all(_data(tmp_path, _numbered([100, 1, 30 * 8 - 100])))
+    assert arrays.tokens.dtype == np.int64
+    assert arrays.tokens.shape == (30, _SEQ_LEN + 1)
+    assert arrays.tokens[:, :-1].ravel().tolist() == list(range(1, 241))
+    assert arrays.tokens[:, 1:].ravel().tolist() == list(range(2, 242))
+    assert arrays.counted is None and arrays.documents is None  # all of every row counts
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(9, 1), (16, 1), (17, 2)])
+def test_a_packed_row_needs_a_label_for_each_of_its_inputs(tmp_path, tokens, rows):
+    assert _data(tmp_path, _numbered([tokens])).sources[0].count == rows
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens"), [("pack", 0), ("pack", 1), ("pack", 8), ("best_fit", 0), ("best_fit", 1), ("truncate", 0)]
+)
+def test_data_of_no_sample_is_refused_with_key_and_name(tmp_path, policy, tokens):
+    with pytest.raises(UserError, match=f"training.seq_len = 8: training.sources: tests has {tokens} tokens, not one whole"):
+        _data(tmp_path, _numbered([tokens]), policy)
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_packed_rows_with_a_mask_are_cut_where_documents_begin(tmp_path, seed):
+    lengths = _random_lengths(seed)
+    begins = set(itertools.accumulate(lengths[:-1], initial=1))  # that of an empty document is that of the next one
+    arrays = _read_all(_data(tmp_path, _numbered(lengths), mask=True))
+    assert arrays.counted is not None and arrays.documents is not None
+    assert arrays.tokens[:, :-1].ravel().tolist() == list(range(1, arrays.tokens[-1, -1]))
+    for tokens, counted, documents in zip(arrays.tokens, arrays.counted, arrays.documents, strict=True):
+        assert counted[1:].tolist() == [token not in begins for token in tokens[1:].tolist()]
+        expected = list(itertools.accumulate((token in begins for token in tokens[1:-1].tolist()), initial=1))
+        assert documents.tolist() == expected
+
+
+def test_documents_of_a_row_are_numbered_from_one_on(tmp_path):
+    arrays = _read_all(_data(tmp_path, _numbered([3, 0, 4, 1, 1, 9]), mask=True))
+    assert arrays.documents is not None and arrays.counted is not None
+    assert arrays.documents.tolist() == [[1, 1, 1, 2, 2, 2, 2, 3], [1, 2, 2, 2, 2, 2, 2, 2]]
+    assert arrays.counted[0].tolist() == [False, True, True, False, True, True, True, False, False]
+    assert arrays.counted[1, 1:].tolist() == [False, *[True] * 7]
+
+
+# ------------------------------------------------------------------------------------------- documents that are kept apart
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_truncated_rows_are_the_beginnings_of_documents(tmp_path, seed, mask):
+    documents = _numbered(_random_lengths(seed))
+    flags = _random_flags(documents, seed)
+    arrays = _read_all(_data(tmp_path, documents, "truncate", mask, flags))
+    assert arrays.counted is not None and len(arrays.tokens) == len(documents)
+    for row, (document, flag) in enumerate(zip(documents, flags, strict=True)):
+        kept = document[: _SEQ_LEN + 1]
+        padding = _SEQ_LEN + 1 - len(kept)
+        assert arrays.tokens[row].tolist() == kept + [0] * padding
+        expected = flag[: _SEQ_LEN + 1] + [False] * padding
+        assert arrays.counted[row, mask:].tolist() == expected[mask:]  # with a mask a first token is never predicted
+        if mask:
+            assert arrays.documents is not None
+            assert not arrays.counted[row, 0]
+            inside = min(len(kept), _SEQ_LEN)
+            assert arrays.documents[row].tolist() == [1] * inside + [1 + bool(document)] * (_SEQ_LEN - inside)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("seed", _SEEDS)
+def test_best_fit_rows_are_whole_pieces_of_documents_and_then_padding(tmp_path, seed, mask):
+    documents = _numbered(_random_lengths(seed))
+    flags = _random_flags(documents, seed)
+    arrays = _read_all(_data(tmp_path, documents, "best_fit", mask, flags))
+    assert arrays.counted is not None
+    document_of = {token: number for number, document in enumerate(documents) for token in document}
+    flag_of = dict(zip(itertools.chain(*documents), itertools.chain(*flags), strict=True))
+    labels = []
+    for row in range(len(arrays.tokens)):
+        tokens = arrays.tokens[row].tolist()
+        kept = [token for token in tokens if token]
+        assert tokens == kept + [0] * (len(tokens) - len(kept))
+        joined = [a + 1 == b and document_of[a] == document_of[b] for a, b in itertools.pairwise(kept)]
+        first = [True, *(not joins for joins in joined)]  # of a piece
+        labels += [token for token, is_first in zip(kept, first, strict=True) if not is_first]
+        expected = [flag_of[token] and not (mask and is_first) for token, is_first in zip(kept, first, strict=True)]
+        assert arrays.counted[row].tolist() == expected + [False] * (len(tokens) - len(kept))
+        if mask:
+            assert arrays.documents is not None
+            pieces = list(itertools.accumulate(first))
+            numbers = pieces + [pieces[-1] + 1] * (len(tokens) - len(kept))
+            assert arrays.documents[row].tolist() == numbers[:_SEQ_LEN]
+    assert sorted(labels) == [token for document in documents for token in document[1:]]
+
+
+# ------------------------------------------------------------------------------------------------------ under all policies
+
+
+@pytest.mark.parametrize(("policy", "mask"), _EVERY)
+def test_flags_of_the_loss_decide_what_is_counted(tmp_path, policy, mask):
+    documents = _numbered(_random_lengths(0))
+    flags = _random_flags(documents, 1)
+    with_flags = _read_all(_data(tmp_path, documents, policy, mask, flags))
+    without = _read_all(_data(tmp_path, documents, policy, mask, name="b"))
+    flag_of = np.array([False, *itertools.chain(*flags)])
+    assert np.array_equal(with_flags.tokens, without.tokens)
+    assert np.array_equal(_counted(with_flags), _counted(without) & flag_of[with_flags.tokens])
+    assert 0 < _counted(with_flags).sum() < _counted(without).sum()
+
+
+@pytest.mark.parametrize(("policy", "mask"), _EVERY)
+def test_padding_is_never_counted_and_is_a_document_of_its_own(tmp_path, policy, mask):
+    arrays = _read_all(_data(tmp_path, _numbered(_random_lengths(2)), policy, mask))
+    padding = arrays.tokens == 0
+    assert padding.any() == (policy != "pack")
+    assert not (_counted(arrays) & padding).any()
+    assert (arrays.documents is not None) == mask
+    if arrays.documents is not None:
+        for numbers, padded in zip(arrays.documents, padding[:, :-1], strict=True):
+            assert (np.diff(numbers) >= 0).all()
+            assert not set(numbers[padded]) & set(numbers[~padded])
+
+
+@pytest.mark.parametrize(("policy", "mask"), _EVERY)
+def test_a_sample_of_minus_one_is_a_row_that_nothing_counts_of(tmp_path, policy, mask):
+    data = _data(tmp_path, _numbered([40, 40]), policy, mask)
+    alone = data.read(np.zeros(1, int), np.array([1]))
+    arrays = data.read(np.zeros(3, int), np.array([-1, 1, -1]))
+    assert arrays.counted is not None
+    assert not arrays.counted[[0, 2]].any() and not arrays.tokens[[0, 2]].any()
+    assert np.array_equal(arrays.tokens[1], alone.tokens[0])
+    assert np.array_equal(arrays.counted[1, 1:], _counted(alone)[0, 1:])
+    if mask:
+        assert arrays.documents is not None and alone.documents is not None
+        assert np.array_equal(arrays.documents[1], alone.documents[0])
+
+
+@pytest.mark.parametrize(("policy", "mask"), _EVERY)
+def test_no_row_reaches_from_one_file_into_the_next(tmp_path, policy, mask):
+    parts = [_numbered(lengths, 1000 * number + 1) for number, lengths in enumerate(([30, 5], [1], [7, 30], [20]))]
+    together = mix_of(
+        [opened([write_file(tmp_path / f"{number}", part) for number, part in enumerate(parts)])], _config(policy, mask)
+    )
+    arrays = _read_all(together)
+    files = [set((tokens[tokens > 0] // 1000).tolist()) for tokens in arrays.tokens]
+    assert all(len(numbers) == 1 for numbers in files)
+    rows = [sum(numbers == {number} for numbers in files) for number in range(len(parts))]
+    assert rows == [part.count for part in together.sources[0].rows]
+    for number in (0, 2, 3):
+        alone = _read_all(mix_of([opened(together.sources[0].rows[number].file, str(number))], _config(policy, mask)))
+        assert rows[number] == len(alone.tokens)
+        first = sum(rows[:number])
+        assert np.array_equal(arrays.tokens[first : first + rows[number]], alone.tokens)
+
+
+def test_the_row_that_is_being_read_is_noted(tmp_path, monkeypatch):
+    data = _data(tmp_path, _numbered([100]), "truncate")
+    note, seen = np.array([-1]), []
+    locate = type(data.sources[0]).locate
+    monkeypatch.setattr(type(data.sources[0]), "locate", lambda *about: seen.append(int(note[0])) or locate(*about))
+    data.read(np.zeros(3, int), np.zeros(3, int), note)
+    assert seen == [0, 1, 2]
+
+
+# ----------------------------------------------------------------------------------------------------------- foreign ids
+
+
+def _with_id(tmp_path, wrong: int, foreign: bool) -> Data:
+    documents = _numbered([100])
+    documents[0][44] = wrong
+    kept = opened(write_file(tmp_path / "kept", _numbered([50])), "kept")
+    file = write_file(tmp_path / "wrong", documents, 2**17)
+    return mix_of([kept, opened(file, "wrong", foreign)], _config(), vocabulary=1000)
+
+
+@pytest.mark.parametrize("wrong", [1000, 70_000, -1])
+def test_an_id_of_a_foreign_file_that_the_model_does_not_know_is_refused_when_it_is_read(tmp_path, wrong):
+    data = _with_id(tmp_path, wrong, foreign=True)
+    fine = data.read(np.array([1, 0, 1]), np.array([4, 1, 6]))
+    assert fine.tokens.shape == (3, 9)
+    with pytest.raises(UserError) as error:
+        data.read(np.array([1, 0, 1]), np.array([4, 1, 5]))
+    prefix = tmp_path / "wrong"
+    assert f"{prefix}.bin: holds the id {wrong} in sample 5, and the model's vocabulary is 1000" in str(error.value)
+
+
+def test_the_largest_id_of_the_vocabulary_is_read(tmp_path):
+    data = _with_id(tmp_path, 999, foreign=True)
+    assert 999 in data.read(np.array([1]), np.array([5])).tokens
+
+
+def test_ids_of_files_that_were_checked_when_they_were_made_are_not_looked_at(tmp_path):
+    data = _with_id(tmp_path, 1000, foreign=False)
+    assert 1000 in data.read(np.array([1]), np.array([5])).tokens
+
+
+# ------------------------------------------------------------------------------------------------------- what is left out
+
+
+@pytest.mark.parametrize("seed", _SEEDS)
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_padding_and_unused_tokens_are_what_counting_gives(tmp_path, policy, seed):
+    lengths = _random_lengths(seed)
+    data = _data(tmp_path, _numbered(lengths), policy)
+    tokens = _read_all(data).tokens
+    padding, unused = data.waste(data.sources[0])
+    places = tokens if policy != "pack" else tokens[:, :-1]  # the token that rows share is the next row's first
+    assert padding == pytest.approx((places == 0).mean())
+    missing = set(range(1, sum(lengths) + 1)) - set(places.ravel().tolist())
+    # a long document that best_fit cuts has a token in two rows, which is counted twice
+    repeated = (tokens > 0).sum() - len(set(tokens[tokens > 0].tolist())) if policy == "best_fit" else 0
+    assert unused == pytest.approx(max(0, len(missing) - repeated) / sum(lengths))
+
+
+def test_the_start_of_the_log_tells_epochs_shares_and_waste_of_each_source(tmp_path):
+    half = opened(write_file(tmp_path / "half", [[1] * 5] * 40), "half", weight=1)  # 5 of 9 places
+    long = opened(write_file(tmp_path / "long", [[1] * 18] * 10), "long", weight=1.8)  # half of each document
+    lines = mix_of([half, long], _config("truncate")).derived_values(100)
+    assert lines == {
+        "data: half": "200 tokens in 40 documents, 50.0% of samples, 1.25 epochs; 44.4% padding, 0.0% of tokens unused",
+        "data: long": "180 tokens in 10 documents, 50.0% of samples, 5.00 epochs; 0.0% padding, 50.0% of tokens unused",
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("policy", ["truncate", "best_fit"])
+def test_weights_are_of_tokens_and_not_of_samples(tmp_path, policy):
+    random = np.random.default_rng(0)
+    short = opened(write_file(tmp_path / "short", [[1] * n for n in random.integers(5, 9, 300)]), "short", weight=3)
+    long = opened(write_file(tmp_path / "long", [[2] * 9] * 100), "long", weight=1)
+    data = mix_of([short, long], _config(policy))
+    assert data.waste(data.sources[0])[0] > 0.1  # else samples would be as good a measure
+    tokens = data.read(*data.locate(np.arange(20_000), seed=0)).tokens
+    assert (tokens == 1).sum() / (tokens == 2).sum() == pytest.approx(3, rel=0.01)
+
+
+def test_only_proportions_of_weights_matter(tmp_path):
+    first, second = (write_file(tmp_path / name, _numbered([900])) for name in ("a", "b"))
+    shares = [
+        [mixed.share for mixed in mix_of([opened(first, "a", weight=a), opened(second, "b", weight=b)], _config()).sources]
+        for a, b in ((1, 4), (0.2, 0.8), (1000, 4000))
+    ]
+    assert shares[0] == shares[1] == shares[2]
+    assert shares[0][1] / shares[0][0] == pytest.approx(4, rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", _POLICIES)
+def test_without_weights_every_source_is_read_once_in_the_same_time(tmp_path, policy):
+    lengths = {"a": 300, "b": 30, "c": 10}
+    sources = [opened(write_file(tmp_path / name, _numbered([12] * count)), name) for name, count in lengths.items()]
+    data = mix_of(sources, _config(policy))
+    counts = [mixed.count for mixed in data.sources]
+    draws = data.draws(sum(counts))
+    assert all(abs(drawn - count) <= 1 for drawn, count in zip(draws, counts, strict=True))
+    assert len(set(counts)) == 3
+
+
+def test_a_weight_too_small_to_be_kept_is_refused_with_the_name_of_its_source(tmp_path):
+    files = [opened(write_file(tmp_path / n, _numbered([90])), n, weight=w) for n, w in (("all", 1.0), ("next to none", 1e-7))]
+    with pytest.raises(UserError, match=r"training.sources: the weight of next to none is below a millionth of all; leave it"):
+        mix_of(files, _config())
+    assert mix_of([files[0], files[1]._replace(keys=files[1].keys.model_copy(update={"weight": 2e-6}))], _config())

@@ -1,0 +1,171 @@
+"""The tokenizer: which one a configuration names, what of it is taken and what is not, and how a default one is trained."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from titanlite.data import sources
+from titanlite.data.documents import stdlib_files
+from titanlite.data.sources import open_tokenizer
+from titanlite.data.tokenizer import byte_lengths, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.errors import UserError
+
+_TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    train_tokenizer(_TEXTS).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def default_files(tmp_path, monkeypatch) -> list[Path]:
+    """An empty cache, and three small files in place of the standard library."""
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+    files = [tmp_path / f"{number}.py" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_text(_TEXTS[0] * (number + 1) + f"\nname_{number} = naïve\n" * 5, encoding="utf-8")
+    monkeypatch.setattr(sources, "stdlib_files", lambda: files)
+    return files
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_training_twice_gives_the_same_tokenizer():
+    documents = [file.read_text(encoding="utf-8") for file in stdlib_files()[:12]]
+    first, second = train_tokenizer(documents), train_tokenizer(iter(documents))
+    assert first.to_str() == second.to_str()
+    assert 300 < first.get_vocab_size() <= 4096
+
+
+def test_every_text_comes_back_from_its_ids(folder):
+    loaded = load_tokenizer(str(folder))
+    for text in [*_TEXTS, "ids of bytes that it has never seen: ÿ ☃ 🧊\x00"]:
+        assert loaded.tokenizer.decode(loaded.tokenizer.encode(text).ids) == text
+
+
+def test_default_tokenizer_is_trained_once_on_the_default_data(default_files, monkeypatch):
+    first = open_tokenizer("")
+    assert first.tokenizer.to_str() == train_tokenizer(file.read_text(encoding="utf-8") for file in default_files).to_str()
+    monkeypatch.setattr(sources, "train_tokenizer", None)
+    second = open_tokenizer("")
+    assert (tokenizer_digest(second), second.end_of_text) == (tokenizer_digest(first), first.end_of_text)
+
+
+def test_default_tokenizer_is_trained_again_where_the_standard_library_is_another(default_files):
+    first = tokenizer_digest(open_tokenizer(""))
+    default_files[0].write_text("an altogether different file, an altogether different tokenizer\n" * 5)
+    assert tokenizer_digest(open_tokenizer("")) != first
+
+
+def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files, tmp_path):
+    first = tokenizer_digest(open_tokenizer(""))
+    [kept] = (tmp_path / "cache").glob("tokenizer-*.json")
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert tokenizer_digest(open_tokenizer("")) == first
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+def test_loaded_tokenizer_knows_its_end_of_text_and_vocabulary(folder):
+    loaded = open_tokenizer(str(folder))
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "<|endoftext|>"
+    assert loaded.vocabulary == loaded.tokenizer.get_vocab_size()
+
+
+def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["added_tokens"].append({**content["added_tokens"][0], "content": "<far>", "id": 5000})
+    content["model"]["vocab"]["<far>"] = 5000
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert load_tokenizer(str(folder)).vocabulary == 5001
+
+
+@pytest.mark.parametrize("end", ["Ġ", {"content": "Ġ", "lstrip": False}])
+def test_end_of_text_is_the_one_that_tokenizer_config_names(folder, end):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
+    loaded = load_tokenizer(str(folder))
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
+
+
+@pytest.mark.parametrize("settings", [{}, {"eos_token": None}])
+def test_a_tokenizer_config_without_an_end_leaves_the_usual_names(folder, settings):
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(str(folder))
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "<|endoftext|>"
+
+
+def test_a_missing_end_of_text_is_refused_naming_what_was_looked_for(folder):
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<the end>"}')
+    with pytest.raises(UserError, match=r"tokenizer.json: has no end-of-text token; looked for <the end>"):
+        load_tokenizer(str(folder))
+    (folder / "tokenizer_config.json").unlink()
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("<|endoftext|>", "<other>"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"looked for .*<\|endoftext\|>.*</s>"):
+        load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer_file_is_named(folder, name):
+    (folder / name).write_text("[1")
+    with pytest.raises(UserError, match=f"{name}: not a"):
+        load_tokenizer(str(folder))
+
+
+def test_a_folder_without_tokenizer_is_refused_under_the_name_that_the_user_gave_it(tmp_path):
+    with pytest.raises(UserError, match=r"model.hf_assets_path = .*no tokenizer.json"):
+        open_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match=r"--tokenizer .*no tokenizer.json"):
+        load_tokenizer(str(tmp_path), "--tokenizer")
+
+
+def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(folder):
+    path = folder / "tokenizer.json"
+    plain = load_tokenizer(str(folder)).tokenizer
+    cutting = Tokenizer.from_file(str(path))
+    cutting.enable_truncation(5)
+    cutting.enable_padding()
+    cutting.save(str(path))
+    loaded = load_tokenizer(str(folder)).tokenizer
+    expected = [encoding.ids for encoding in plain.encode_batch(_TEXTS)]
+    assert [encoding.ids for encoding in loaded.encode_batch(_TEXTS)] == expected
+
+
+def test_a_document_that_spells_out_the_end_of_text_token_does_not_end_there(folder):
+    loaded = load_tokenizer(str(folder))
+    text = "before <|endoftext|> after"
+    ids = loaded.tokenizer.encode(text).ids
+    assert loaded.end_of_text not in ids
+    assert loaded.tokenizer.decode(ids) == text
+
+
+# --------------------------------------------------------------------------------------------------- what is known of it
+
+
+def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(folder, tmp_path):
+    digest = tokenizer_digest(load_tokenizer(str(folder)))
+    other = tmp_path / "other"
+    other.mkdir()
+    Tokenizer.from_file(str(folder / "tokenizer.json")).save(str(other / "tokenizer.json"), pretty=True)
+    assert tokenizer_digest(load_tokenizer(str(other))) == digest
+    train_tokenizer(["other other other"]).save(str(other / "tokenizer.json"))
+    assert tokenizer_digest(load_tokenizer(str(other))) != digest
+
+
+def test_bytes_of_the_ids_of_a_text_add_up_to_its_bytes_and_the_end_of_text_has_none(folder):
+    loaded = load_tokenizer(str(folder))
+    lengths = byte_lengths(loaded)
+    assert lengths.shape == (loaded.vocabulary,)
+    assert lengths[loaded.end_of_text] == 0
+    for text in _TEXTS:
+        assert lengths[np.array(loaded.tokenizer.encode(text).ids, int)].sum() == len(text.encode())
