@@ -18,13 +18,13 @@ from titanlite.mesh import sum_over_data
 class Batch(NamedTuple):
     """One rank's part of a batch, (microbatches, local_batch, ...), or one microbatch of it, (local_batch, ...)."""
 
-    tokens: Tensor  # (..., seq + 1) int64: the inputs and, one place on, the labels; IGNORE is no label, and read as token 0
+    tokens: Tensor  # (..., seq + 1) int64: the inputs and, one place on, the labels
     counted: Tensor | None = None  # (..., seq + 1) bool, False where a token is no label; None: all are
     documents: Tensor | None = None  # (..., seq) int32, each input's document, where attention stays inside documents
 
     def inputs(self) -> Tensor:
         """(..., seq) int64, what the model reads."""
-        return self.tokens[..., :-1].clamp(min=0)
+        return self.tokens[..., :-1]
 
     def labels(self) -> Tensor:
         """(..., seq) int64, what it must tell of each input, IGNORE where nothing is asked."""

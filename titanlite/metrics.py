@@ -41,7 +41,11 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """The device's dense FLOP/s in bfloat16, or None where it is not known or the computation is in another precision."""
     if device.type != "cuda" or precision != "bfloat16":
         return None
-    name = torch.cuda.get_device_name(device)
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of(name: str) -> float | None:
+    """The dense bfloat16 FLOP/s of what the driver calls a device, or None where it is not known."""
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 

@@ -42,7 +42,7 @@ INSTEAD: dict[str, str] = {
     "training.enable_cpu_offload": "use parallelism.cpu_offload",
     "training.dtype": "masters are float32; use training.mixed_precision_param for the precision of the computation",
     "training.gc_debug": "remove it",
-    "training.dataloader": "the order of the data follows from training.seed alone; remove it",
+    "training.dataloader": "use dataloader.workers and dataloader.prefetch",
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
     "training.data_parallel_replicate_degree": "use parallelism.data_parallel_replicate_degree",
     "training.data_parallel_shard_degree": "use parallelism.data_parallel_shard_degree",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from models.blocks import IGNORE
 from titanlite.config import Config
 from titanlite.data.batches import to_batch
-from titanlite.data.mixture import Data
+from titanlite.data.mixture import PADDING, Data
 from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
 
@@ -65,5 +65,5 @@ def part_of_batch(data: Data, source: int, config: Config, batch: int, part: int
     share = size // parts
     first = batch * size + part * share
     samples = np.arange(first, first + share)
-    samples[samples >= data.sources[source].count] = -1
+    samples[samples >= data.sources[source].count] = PADDING
     return to_batch(data.read(np.full(share, source), samples), config.training.local_batch_size)

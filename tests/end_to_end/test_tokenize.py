@@ -27,7 +27,7 @@ def text(tmp_path_factory) -> Path:
     (folder / "assets").mkdir()
     train_tokenizer(files[:40]).save(str(folder / "assets" / "tokenizer.json"))
     lines = [json.dumps({"text": file[start : start + 3000]}) + "\n" for file in files for start in range(0, len(file), 3000)]
-    (folder / "a.jsonl").write_text("".join(lines))
+    (folder / "a.jsonl").write_text("".join(lines * 2))
     (folder / "few.jsonl").write_text("".join(lines[:5]))
     return folder
 
@@ -88,7 +88,7 @@ def test_the_first_ten_that_were_skipped_are_printed_and_all_are_listed(text, tm
     ended = _run(text, tmp_path / "out", "--on-error", "skip", data=str(tmp_path / "bad.jsonl"))
     assert ended.code == 0, ended.err
     assert "15 skipped" in ended.out
-    printed = re.findall(r"bad\.jsonl:(\d+): not JSON", ended.out)
+    printed = re.findall(r"bad\.jsonl, line (\d+): not JSON", ended.out)
     assert printed == [str(number) for number in range(2, 12)]
     assert len((tmp_path / "out" / "skipped.jsonl").read_text().splitlines()) == 15
 
@@ -153,7 +153,7 @@ def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_s
     kills = 0
     for attempt in range(12):
         process = _tokenize(text, tmp_path / "out", *options, "--workers", str(1 + attempt % 3))
-        time.sleep(random.uniform(0.3, 0.4 + took / 3))
+        time.sleep(random.uniform(0.25, 0.25 + took / 4))
         os.killpg(process.process.pid, signal.SIGKILL)
         kills += finish(process).code == 128 + signal.SIGKILL
         if (tmp_path / "out").exists():
@@ -201,7 +201,7 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
 def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
     process = _tokenize(text, tmp_path / "out", "--workers", workers)
     _wait_for(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
-    time.sleep(random.uniform(0, 0.5))
+    time.sleep(random.uniform(0, 0.3))
     os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
     started = time.monotonic()
     ended = finish(process)

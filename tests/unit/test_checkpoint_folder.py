@@ -30,7 +30,7 @@ from titanlite.config import Checkpoint
 from titanlite.errors import UserError
 from titanlite.zoo import load_family
 
-NUMBERS = {"samples": 8, "global_batch": 8, "data": "d", "schedule": {}, "config": {}, "architecture": {}}
+NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
 
 
 @pytest.fixture(scope="module", autouse=True)

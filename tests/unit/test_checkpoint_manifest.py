@@ -16,7 +16,7 @@ NUMBERS: dict[str, Any] = {
     "step": 100,
     "samples": 800,
     "global_batch": 8,
-    "data": "8f0e",
+    "data": {"tokenizer": "8f0e", "sources": []},
     "schedule": {"lr": 1e-3},
     "config": {"training": {"max_norm": math.inf}},
     "architecture": {"dim": 64},

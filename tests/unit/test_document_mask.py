@@ -171,11 +171,11 @@ def test_positions_start_anew_in_each_document():
 
 
 def test_labels_are_the_tokens_one_place_on_but_for_those_that_do_not_count():
-    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, IGNORE, 11]])
-    assert Batch(tokens).labels().tolist() == [[6, 7, 8], [10, IGNORE, 11]]
-    assert Batch(tokens).inputs().tolist() == [[5, 6, 7], [9, 10, 0]]
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 3, 11]])
+    assert Batch(tokens).labels().tolist() == [[6, 7, 8], [10, 3, 11]]
+    assert Batch(tokens).inputs().tolist() == [[5, 6, 7], [9, 10, 3]]
     counted = torch.tensor([[True, False, True, True], [False, True, True, False]])
-    assert Batch(tokens, counted).labels().tolist() == [[IGNORE, 7, 8], [10, IGNORE, IGNORE]]
+    assert Batch(tokens, counted).labels().tolist() == [[IGNORE, 7, 8], [10, 3, IGNORE]]
 
 
 def test_a_batch_splits_into_its_microbatches_with_all_it_carries():

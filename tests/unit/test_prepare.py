@@ -259,7 +259,7 @@ def test_work_that_skipped_something_does_not_go_on_to_an_output_that_should_hav
     path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
     path.write_text(_BAD + path.read_text())
     _interrupted(path, tmp_path / "out", tokenizer, on_error="skip")
-    with pytest.raises(BadDocument, match=r'a\.jsonl, line or row 1: must have a string under "text"'):
+    with pytest.raises(BadDocument, match=r'a\.jsonl, line 1: must have a string under "text"'):
         _prepare(path, tmp_path / "out", tokenizer)
 
 

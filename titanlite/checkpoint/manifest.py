@@ -23,7 +23,7 @@ _NUMBERS = {
     "step": int,
     "samples": int,
     "global_batch": int,
-    "data": str,
+    "data": dict,
     "schedule": dict,
     "config": dict,
     "architecture": dict,

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from titanlite.data.readers import (
     HUB,
-    SUFFIXES,
     BadDocument,
     Document,
     Part,
     describe_place,
     is_url,
+    kind_of,
     need,
     open_bytes,
     open_dataset,
@@ -29,7 +29,7 @@ from titanlite.errors import UserError
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MIB = 2**20
-_SMALLEST, _LARGEST = _MIB, 32 * _MIB  # bytes of a unit of work
+_SMALLEST, _LARGEST = _MIB // 2, 32 * _MIB  # bytes of a unit of work
 _UNITS = 128  # that there should be of a small input, so that every worker has some of them
 
 
@@ -115,7 +115,7 @@ def read_documents(files: list[Path], text_key: str = "text") -> Iterator[str]:
         for part in entry.parts:
             for found in read(part, text_key):
                 if not isinstance(found, Document):
-                    place = describe_place(part, *where(part, found.place))
+                    place = describe_place(*where(part, found.place))
                     raise BadDocument(f"{place}: {found.reason}")
                 if isinstance(found.content, str):
                     yield found.content
@@ -174,8 +174,8 @@ def _find_file(path: str) -> _Found:
 
 
 def _kind(path: str) -> str:
-    """What a file is read as, by its suffix; the optional package for it is looked for here, before any work."""
-    kind = next((kind for suffix, kind in SUFFIXES.items() if path.lower().endswith(suffix)), "text")
+    """What a file is read as; the optional package for it is looked for here, before any work."""
+    kind = kind_of(path)
     if kind in ("parquet", "zstd"):
         need("pyarrow" if kind == "parquet" else "zstandard", path)
     return kind
@@ -219,8 +219,7 @@ def _find_url(system: Any, url: str) -> _Found:
     info = system.info(system._strip_protocol(url))
     names = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
     stamp = next((str(info[name]) for name in names if info.get(name)), "")
-    # what follows a question mark is a signature or a version
-    return url, _kind(url.partition("?")[0]), info.get("size"), stamp
+    return url, _kind(url), info.get("size"), stamp
 
 
 # ----------------------------------------------------------------------------------------------------------- splitting

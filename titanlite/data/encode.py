@@ -257,7 +257,7 @@ class _Encoder:
         part = self.parts[number]
         file, line = where(part, found.place)
         if not self.job.skip:
-            raise BadDocument(f"{describe_place(part, file, line)}: {found.reason}")
+            raise BadDocument(f"{describe_place(file, line)}: {found.reason}")
         self.record.skipped.append({"file": file, "line": line, "reason": found.reason})
 
 

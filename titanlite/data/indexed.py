@@ -89,7 +89,9 @@ class _Layout(NamedTuple):
     lengths_at: int
     pointers_at: int
     documents_at: int
-    size: int  # bytes; some writers put more behind, such as Megatron's modes
+    end: int  # some writers put more behind, such as Megatron's modes
+    described: int  # bytes of NAME.bin, by the last sequence
+    document_index: tuple[int, int]  # its first and its last entry
 
 
 class TokenFile:
@@ -107,11 +109,12 @@ class TokenFile:
             size = self._bin.stat().st_size
             if size % layout.kind.itemsize:
                 raise UserError(f"{self._bin}: truncated: {size} bytes are no whole number of {layout.kind.name} ids")
-            self.ids = _mapped(self._bin, layout.kind, 0, size // layout.kind.itemsize)  # (tokens,)
-            self.lengths = _mapped(self._idx, "<i4", layout.lengths_at, layout.sequences)
-            self.pointers = _mapped(self._idx, "<i8", layout.pointers_at, layout.sequences)
-            self.first_sequences = _mapped(self._idx, "<i8", layout.documents_at, layout.documents + 1)
-            self.loss = _mapped(loss, np.uint8, 0, loss.stat().st_size) if loss.exists() else None
+            self.ids = _mapped(self._bin, layout.kind, size // layout.kind.itemsize)  # (tokens,)
+            index = _mapped(self._idx, np.dtype(np.uint8), layout.end)
+            self.lengths = index[layout.lengths_at : layout.pointers_at].view("<i4")
+            self.pointers = index[layout.pointers_at : layout.documents_at].view("<i8")
+            self.first_sequences = index[layout.documents_at :].view("<i8")
+            self.loss = _mapped(loss, np.dtype(np.uint8), loss.stat().st_size) if loss.exists() else None
         except OSError as error:
             raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror}") from None
         self.documents = layout.documents
@@ -125,8 +128,7 @@ class TokenFile:
         return TokenFile, (self.prefix,)
 
     def _check_ends(self, layout: _Layout) -> None:
-        said = int(self.pointers[-1]) + int(self.lengths[-1]) * layout.kind.itemsize if layout.sequences else 0
-        have = self.tokens * layout.kind.itemsize
+        said, have = layout.described, self.tokens * layout.kind.itemsize
         if said > have:
             raise UserError(
                 f"{self._bin}: truncated: it has {have:,} bytes, and {self._idx.name} describes {said:,}; or {self._idx.name} "
@@ -136,11 +138,10 @@ class TokenFile:
             raise UserError(
                 f"{self._idx}: describes {said:,} bytes of the {have:,} in {self._bin.name}; it belongs to another file"
             )
-        ends = int(self.first_sequences[0]), int(self.first_sequences[-1])
-        if ends != (0, layout.sequences):
+        if layout.document_index != (0, layout.sequences):
+            first, last = layout.document_index
             raise UserError(
-                f"{self._idx}: its document index goes from sequence {ends[0]} to {ends[1]}, "
-                f"must be from 0 to {layout.sequences}"
+                f"{self._idx}: its document index goes from sequence {first} to {last}, must be from 0 to {layout.sequences}"
             )
         if self.loss is not None and len(self.loss) != self.tokens:
             raise UserError(
@@ -194,31 +195,39 @@ class TokenFile:
 
 
 def _read_layout(path: Path) -> _Layout:
+    """Reads the head of an index, and the ends of its tables: read and not mapped, since a mapped page counts as memory."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(_HEADER.size)
-    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-        raise UserError(f"{path}: not an index in Megatron's format: it begins with {head[:9]!r}")
-    _, version, code, sequences, entries = _HEADER.unpack(head)
-    if version != _VERSION:
-        raise UserError(f"{path}: version {version} of Megatron's format; only version {_VERSION} is known")
-    if code not in _TYPES:
-        raise UserError(
-            f"{path}: ids of type {code}; known are {', '.join(f'{c} ({np.dtype(t).name})' for c, t in _TYPES.items())}"
-        )
-    if entries < 1:
-        raise UserError(f"{path}: has no document index")
-    lengths_at = _HEADER.size
-    pointers_at = lengths_at + 4 * sequences
-    documents_at = pointers_at + 8 * sequences
-    layout = _Layout(
-        np.dtype(_TYPES[code]), sequences, entries - 1, lengths_at, pointers_at, documents_at, documents_at + 8 * entries
-    )
-    if size < layout.size:
-        raise UserError(f"{path}: truncated: {size:,} bytes of {layout.size:,}")
-    return layout
+        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+            raise UserError(f"{path}: not an index in Megatron's format: it begins with {head[:9]!r}")
+        _, version, code, sequences, entries = _HEADER.unpack(head)
+        if version != _VERSION:
+            raise UserError(f"{path}: version {version} of Megatron's format; only version {_VERSION} is known")
+        if code not in _TYPES:
+            known = ", ".join(f"{number} ({np.dtype(kind).name})" for number, kind in _TYPES.items())
+            raise UserError(f"{path}: ids of type {code}; known are {known}")
+        if entries < 1:
+            raise UserError(f"{path}: has no document index")
+        lengths_at = _HEADER.size
+        pointers_at = lengths_at + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        end = documents_at + 8 * entries
+        if size < end:
+            raise UserError(f"{path}: truncated: {size:,} bytes of {end:,}")
+
+        def number_at(place: int, layout: str) -> int:
+            file.seek(place)
+            return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+
+        kind = np.dtype(_TYPES[code])
+        described = 0
+        if sequences:
+            described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * kind.itemsize
+        document_index = number_at(documents_at, "<q"), number_at(end - 8, "<q")
+    return _Layout(kind, sequences, entries - 1, lengths_at, pointers_at, documents_at, end, described, document_index)
 
 
-def _mapped(path: Path, kind: Any, offset: int, count: int) -> np.ndarray:
-    """Part of a file as an array, (count,). A mapping cannot be empty, so nothing is mapped of nothing."""
-    return np.memmap(path, kind, "r", offset, (count,)).view(np.ndarray) if count else np.zeros(0, kind)
+def _mapped(path: Path, kind: np.dtype, count: int) -> np.ndarray:
+    """A file as an array, (count,). A mapping cannot be empty, so nothing is mapped of nothing."""
+    return np.memmap(path, kind, "r", 0, (count,)).view(np.ndarray) if count else np.zeros(0, kind)

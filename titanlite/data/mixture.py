@@ -18,6 +18,8 @@ from titanlite.data.tokenizer import byte_lengths, tokenizer_digest
 from titanlite.errors import UserError
 from titanlite.zoo import load_family
 
+PADDING, USED_UP = -1, -2  # in place of a sample's number: a row of padding, and more than a source's `epochs` allow
+
 
 class Mixed(NamedTuple):
     """A source with its rows counted."""
@@ -110,32 +112,33 @@ class Data:
     def locate(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample of it) at each position of the run; positions (n,) int64 -> two (n,) int64.
 
-        Raises UserError where a source would be read more often than its `epochs` allow.
+        A sample is USED_UP where its source would be read more often than its `epochs` allow: no fault until it is read.
         """
         source, index = interleave(positions, [mixed.share for mixed in self.sources])
         for number, mixed in enumerate(self.sources):
             here = source == number
-            allowed = mixed.source.keys.epochs
-            if allowed is not None and (index[here] >= allowed * mixed.count).any():
-                raise UserError(
-                    f"{self.key}: {mixed.source.name} is used up: {allowed:g} epochs of its {mixed.count:,} samples are allowed"
-                )
-            index[here] = sample_at(index[here], mixed.count, f"{seed}/{number}")
+            drawn_before = index[here]
+            index[here] = sample_at(drawn_before, mixed.count, f"{seed}/{number}")
+            if (allowed := mixed.source.keys.epochs) is not None:
+                index[here] = np.where(drawn_before < allowed * mixed.count, index[here], USED_UP)
         return source, index
 
     def read(self, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
-        """The samples of some sources, (n,) each, as n rows. A sample of -1 gives a row of padding, which no label counts of.
+        """The samples of some sources, (n,) each, as n rows; of a row of PADDING no label counts.
 
         note: (1,) int64, into which the number of each row is written before it is read.
-        Raises UserError for an id that is not in the vocabulary.
+        Raises UserError for an id that is not in the vocabulary, and for a sample that is USED_UP.
         """
         length = self.seq_len
-        arrays = self._empty(len(samples), with_counted=self._some_uncounted or bool((samples < 0).any()))
+        arrays = self._empty(len(samples), with_counted=self._some_uncounted or bool((samples == PADDING).any()))
         for at, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
             if note is not None:
                 note[0] = at
-            if sample < 0:
+            if sample == PADDING:
                 continue
+            if sample == USED_UP:
+                name, allowed = self.sources[source].source.name, self.sources[source].source.keys.epochs
+                raise UserError(f"{self.key}: {name} is used up: {allowed:g} epochs of it are allowed")
             rows, row = self.sources[source].locate(sample)
             if arrays.counted is None:  # one piece a row, and nothing to be said of it
                 arrays.tokens[at] = rows.file.ids[row * length : row * length + length + 1]

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from titanlite.data.documents import Input, group, list_inputs
 from titanlite.data.encode import KEPT, Job, Record, Unit, encode_all, open_record, sync, sync_folder
 from titanlite.data.indexed import smallest_type
-from titanlite.data.readers import BadDocument
+from titanlite.data.readers import BadDocument, describe_place
 from titanlite.data.shards import write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
@@ -196,8 +196,7 @@ def _refuse_skipped(record: Record, skip: bool) -> None:
     """Work that was begun with "skip" and goes on with "fail"."""
     if record.skipped and not skip:
         first = record.skipped[0]
-        line = "" if first["line"] is None else f", line or row {first['line']}"
-        raise BadDocument(f"{first['file']}{line}: {first['reason']}")
+        raise BadDocument(f"{describe_place(first['file'], first['line'])}: {first['reason']}")
 
 
 # -------------------------------------------------------------------------------------------------------------- output

@@ -82,10 +82,16 @@ def where(part: Part, place: int | None) -> tuple[str, int | None]:
     return part.path, place
 
 
-def describe_place(part: Part, file: str, place: int | None) -> str:
+def describe_place(file: str, place: int | None) -> str:
     """What `where` gave, in words."""
-    word = "line" if part.kind in ("jsonl", "gzip", "zstd") else "row"
+    word = "line" if kind_of(file) in ("jsonl", "gzip", "zstd") else "row"
     return file if place is None else f"{file}, {word} {place}"
+
+
+def kind_of(path: str) -> str:
+    """What a file or URL is read as, by its suffix."""
+    path = path.lower() if not is_url(path) else path.lower().partition("?")[0]  # a signature or a version follows
+    return next((kind for suffix, kind in SUFFIXES.items() if path.endswith(suffix)), "text")
 
 
 def is_url(path: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.prepare import prepare
-from titanlite.data.readers import BadDocument
+from titanlite.data.readers import BadDocument, describe_place
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
@@ -120,8 +120,7 @@ def _report(manifest: dict[str, Any], output: Path) -> None:
         with open(listing, encoding="utf-8") as lines:
             for _, line in zip(range(_SHOWN), lines, strict=False):
                 entry = json.loads(line)
-                place = "" if entry["line"] is None else f":{entry['line']}"
-                print(f"  {entry['file']}{place}: {entry['reason']}")
+                print(f"  {describe_place(entry['file'], entry['line'])}: {entry['reason']}")
     print(f'training.dataset_path = "{os.path.abspath(output)}"')
 
 

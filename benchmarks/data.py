@@ -1,0 +1,187 @@
+"""What the data path costs: python -m benchmarks.data [--rounds 7] [--megabytes 40] [--folder DIR]
+
+Four comparisons, each between two ways of doing the same, one after the other in each round; ratios are medians over rounds of
+the ratio inside a round.
+    reading     batches as the training loop gets them, without workers, beside a bare loop that copies the same rows of the
+                mapped file into an int64 array; and how many tokens a second two workers hand over
+    recipes     what the debug recipe's model consumes on this machine, and what llama_1b, the fastest of the others, would
+                consume on an H100 that did nothing but multiply
+    tokenize    `titanlite tokenize` with one process a core, beside the tokenizer's own encode_batch on the same text
+    a trillion  opening a set of 10^12 tokens and going to step 1,000,000
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from models import llama3
+from tests import sparse_set
+from tests.token_files import mix_of, opened, write_file
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.data.batches import Plan, read_batches
+from titanlite.data.documents import stdlib_files
+from titanlite.data.prepare import prepare
+from titanlite.data.sources import open_tokenizer
+from titanlite.loss import Batch
+from titanlite.mesh import DIMENSIONS, build_mesh
+from titanlite.metrics import peak_flops_of
+from titanlite.optimizer import build_optimizer, create_state
+from titanlite.train import build_model, forward_backward, update
+from titanlite.zoo import load_family
+
+_SHAPES = ((8, 256), (8, 2048), (8, 8192), (64, 2048))  # sequences of a rank's step, their length
+_VARIANTS = {
+    "pack": {},
+    "pack, document_mask": {"document_mask": True},
+    "best_fit, document_mask": {"document_policy": "best_fit", "document_mask": True},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", type=int, default=40, help="of text that is tokenized")
+    parser.add_argument("--folder", help="where files are written; default: a temporary folder")
+    keys = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=keys.folder) as folder:
+        print(f"PyTorch {torch.__version__}, {os.cpu_count()} cores")
+        fastest = reading(Path(folder), keys.rounds)
+        recipes(fastest)
+        tokenize(Path(folder), keys.rounds, keys.megabytes)
+        a_trillion(Path(folder))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def reading(folder: Path, rounds: int) -> float:
+    """Prints the table; -> the fewest tokens a second that two workers handed over."""
+    random = np.random.default_rng(0)
+    file = write_file(folder / "tokens", [random.integers(0, 60_000, 1000) for _ in range(100_000)])
+    print("| rank's step | documents | tokens/s, 0 workers | of a bare loop | tokens/s, 2 workers |")
+    print("| --- | --- | --- | --- | --- |")
+    slowest = float("inf")
+    for share, length in _SHAPES:
+        for name, variant in _VARIANTS.items():
+            training = {"seq_len": length, "local_batch_size": share, "global_batch_size": share, **variant}
+            plain, two = (Config.model_validate({"training": training, "dataloader": {"workers": n}}) for n in (0, 2))
+            data = mix_of([opened(file)], plain)
+            steps = 2 * max(1, 4096 // share)  # twice what is located at once
+            plan = Plan(data, 0, share, share, 0, (0, 1))
+            rows = [np.minimum(plan.located(step)[1], file.tokens // length - 2).tolist() for step in range(steps)]
+
+            def bare(rows=rows, share=share, length=length) -> None:
+                for step in rows:
+                    out = np.empty((share, length + 1), np.int64)
+                    for at, row in enumerate(step):
+                        out[at] = file.ids[row * length : row * length + length + 1]
+
+            def ours(config: Config, data=data, steps=steps, share=share) -> float:
+                source = read_batches(config, data, 0, share, (0, 1))
+                for _ in range(config.dataloader.workers * 4):  # they start
+                    next(source)
+                seconds = _seconds(lambda: [next(source) for _ in range(steps)])
+                source.close()
+                return seconds
+
+            pairs = [(_seconds(bare), ours(plain)) for _ in range(rounds)]
+            alone = statistics.median(second for _, second in pairs)
+            ratio = statistics.median(first / second for first, second in pairs)
+            workers = statistics.median(ours(two) for _ in range(3))
+            tokens = steps * share * length
+            slowest = min(slowest, tokens / workers)
+            print(f"| {share} x {length} | {name} | {tokens / alone:,.0f} | {ratio:.2f} | {tokens / workers:,.0f} |")
+    return slowest
+
+
+# ------------------------------------------------------------------------------------------------------------- recipes
+
+
+def recipes(read: float) -> None:
+    """What training takes of the `read` tokens a second that two workers give at least."""
+    config = read_config("train_configs/llama_debug.toml", [])
+    family = load_family("llama3", "debug")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = build_model(family, config, mesh := build_mesh(dict.fromkeys(DIMENSIONS, 1), "cpu"), torch.device("cpu"))
+    optimizer = build_optimizer(model, config.optimizer)
+    create_state(optimizer)
+    shape = 1, config.training.local_batch_size, config.training.seq_len + 1
+    batch = Batch(torch.randint(family.config.vocab_size, shape))
+
+    def step() -> None:
+        forward_backward(model, batch, mesh)
+        update(model, optimizer, 1e-3, 1.0)
+
+    step()
+    debug = (batch.tokens.numel() - shape[1]) / statistics.median(_seconds(step) for _ in range(10))
+    dist.destroy_process_group()
+    large = llama3.FLAVORS["1b"]
+    sequence = read_config("train_configs/llama_1b.toml", []).training.seq_len
+    bound = peak_flops_of("H100") / llama3.flops(large, sequence).causal
+    print(f"\nllama_debug here: {debug:,.0f} tokens/s a rank; two workers read {read / debug:,.0f} times as many")
+    print(f"llama_1b on an H100 at its peak: {bound:,.0f} tokens/s a rank; two workers read {read / bound:,.0f} times as many")
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenize
+
+
+def tokenize(folder: Path, rounds: int, megabytes: int) -> None:
+    loaded, texts, size = open_tokenizer(""), [], 0
+    sources = [file.read_text(encoding="utf-8") for file in stdlib_files()]
+    while size < megabytes * 1e6:
+        texts.append(sources[len(texts) % len(sources)])
+        size += len(texts[-1])
+    path = folder / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    pairs = []
+    for number in range(rounds):
+        alone = _seconds(lambda: loaded.tokenizer.encode_batch(texts, add_special_tokens=False))
+        output = folder / f"tokens-{number}"
+        whole = _seconds(
+            lambda output=output: prepare(
+                [str(path)], output, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail"
+            )
+        )
+        pairs.append((alone, whole))
+    alone, whole = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(first / second for first, second in pairs)
+    print(f"\nencode_batch: {size / alone / 1e6:.2f} MB/s; tokenize: {size / whole / 1e6:.2f} MB/s, {ratio:.2f} of it")
+
+
+# ---------------------------------------------------------------------------------------------------------- a trillion
+
+
+def a_trillion(folder: Path) -> None:
+    (folder / "set").mkdir()
+    (folder / "assets").mkdir()
+    sparse_set.write(folder / "set")
+    open_tokenizer("").tokenizer.save(str(folder / "assets" / "tokenizer.json"))
+    for mask in (False, True):
+        # in a process of its own, whose memory is that of a rank and not of this benchmark
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(sparse_set.measure, (folder / "set", str(folder / "assets"), mask))
+        print(
+            f"{found['tokens']:.0e} tokens, {found['documents']:.0e} documents{', apart' if mask else ''}: opened in "
+            f"{found['open']:.2f} s, step {sparse_set.STEP:,} after {found['seek']:.2f} s, {found['resident_mb']:.0f} MB"
+        )
+
+
+if __name__ == "__main__":
+    main()

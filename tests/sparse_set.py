@@ -1,0 +1,43 @@
+"""A set of 10^12 tokens in 10^9 documents that takes no room: a thousand names of one shard, whose ids are a hole."""
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.config import Config
+from titanlite.data.batches import read_batches
+from titanlite.data.indexed import path_of, write_index
+
+SHARDS, DOCUMENTS, TOKENS = 1000, 10**6, 10**9  # the last two of each shard
+STEP = 1_000_000
+
+
+def write(folder: Path) -> None:
+    """The set as a folder of Megatron's pairs: 20 MB of index, and nothing else on the disk."""
+    first = folder / "00000"
+    write_index(first, np.dtype(np.uint16), np.full(DOCUMENTS, TOKENS // DOCUMENTS, np.int32))
+    with open(path_of(first, "bin"), "wb") as file:
+        file.truncate(TOKENS * 2)
+    for number in range(1, SHARDS):
+        for suffix in ("bin", "idx"):
+            os.link(path_of(first, suffix), folder / f"{number:05}.{suffix}")
+
+
+def measure(folder: Path, assets: str, mask: bool) -> dict[str, float]:
+    """Opens the set and reads the step: seconds of both, and the process's peak of resident memory in MB."""
+    from titanlite.data.mixture import open_data
+
+    training = {"dataset_path": str(folder), "seq_len": 8192, "global_batch_size": 64, "document_mask": mask}
+    config = Config.model_validate({"training": training, "model": {"hf_assets_path": assets}})
+    begin = time.perf_counter()
+    data = open_data(config)
+    opened = time.perf_counter()
+    batch = next(read_batches(config, data, (STEP - 1) * 64, 64, (3, 8)))
+    sought = time.perf_counter()
+    assert batch.tokens.numel() == 8 * 8193
+    tokens, documents = data.sources[0].tokens, data.sources[0].documents
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return {"tokens": tokens, "documents": documents, "open": opened - begin, "seek": sought - opened, "resident_mb": peak}

@@ -1,0 +1,138 @@
+"""titanlite data show and stats: what a step sees, and what there is in each source."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.token_files import write_file
+from titanlite.config_file import read_config
+from titanlite.data.batches import read_batches
+from titanlite.data.mixture import open_data
+from titanlite.data.sources import open_tokenizer
+from titanlite.data.tokenizer import train_tokenizer
+from titanlite.tools import data as tool
+
+TEXTS = {f"doc{number}.txt": f"document {number}: " + f"word{number} " * (5 + 7 * number) for number in range(8)}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Path:
+    """A configuration of one source of eight text files, with a tokenizer and a cache of its own."""
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "assets").mkdir()
+    for name, text in TEXTS.items():
+        (tmp_path / "text" / name).write_text(text)
+    train_tokenizer(TEXTS.values()).save(str(tmp_path / "assets" / "tokenizer.json"))
+    (tmp_path / "run.toml").write_text(
+        '[model]\nname = "tests.tiny"\nflavor = "plain"\nhf_assets_path = "assets"\n[training]\ndataset_path = "text"\n'
+        "seq_len = 16\nsteps = 5\nlocal_batch_size = 2\nglobal_batch_size = 4\n[lr_scheduler]\nwarmup_steps = 1\n"
+    )
+    return tmp_path / "run.toml"
+
+
+def output(capsys, monkeypatch, *words: str) -> str:
+    monkeypatch.setattr("sys.argv", ["titanlite data", *words])
+    tool.main()
+    return capsys.readouterr().out
+
+
+def refusal(capsys, monkeypatch, *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        output(capsys, monkeypatch, *words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def shown_samples(text: str) -> list[str]:
+    """The text of each sample, its documents put together again."""
+    samples = text.split("=== sample ")[1:]
+    return ["".join(part.split("\n", 1)[1].rstrip("\n") for part in sample.split("--- document ")[1:]) for sample in samples]
+
+
+@pytest.mark.parametrize("policy", ["pack", "best_fit", "truncate"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_show_prints_the_text_that_the_step_reads(config, capsys, monkeypatch, policy, step):
+    option = ["--training.document_policy", policy]
+    found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *option))
+    keys = read_config(config, option)
+    data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
+    batch = next(read_batches(keys, data, (step - 1) * 4, 4, (0, 1)))
+    tokens = batch.tokens.flatten(0, 1)
+    counted = np.ones(tokens.shape, bool) if batch.counted is None else batch.counted.flatten(0, 1).numpy()
+    expected = [
+        tokenizer.decode(row[used].tolist(), skip_special_tokens=False) for row, used in zip(tokens, counted, strict=True)
+    ]
+    assert found == expected
+
+
+def test_show_names_sample_document_and_the_file_that_it_came_from(config, capsys, monkeypatch):
+    text = output(capsys, monkeypatch, "show", str(config), "--step", "2", "--training.document_policy", "truncate")
+    heads = [line for line in text.splitlines() if line.startswith(("===", "---"))]
+    assert [head.split()[2] for head in heads[::2]] == ["4", "5", "6", "7"]
+    for document, body in zip(heads[1::2], shown_samples(text), strict=True):
+        number = int(document.split()[2])
+        assert f"{number} of " in document and f"doc{number}.txt, tokens 0 to 16 of " in document
+        assert body.startswith(f"document {number}: ")
+
+
+def test_the_ranks_of_a_mesh_show_parts_of_the_same_batch(config, capsys, monkeypatch):
+    whole = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "2"))
+    mesh = ["--ranks", "4", "--parallelism.tensor_parallel_degree", "2"]
+    of_rank = [
+        shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "2", "--rank", str(rank), *mesh))
+        for rank in range(4)
+    ]
+    assert of_rank[0] == of_rank[1] == whole[:2]  # a tensor-parallel group reads the same
+    assert of_rank[2] == of_rank[3] == whole[2:]
+    assert shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "2", *mesh)) == whole
+
+
+def test_stats_counts_tokens_documents_lengths_epochs_and_waste(config, capsys, monkeypatch):
+    text = output(capsys, monkeypatch, "stats", str(config))
+    tokenizer = open_tokenizer("assets").tokenizer
+    lengths = [len(tokenizer.encode(TEXTS[name]).ids) + 1 for name in sorted(TEXTS)]
+    samples = (sum(lengths) - 1) // 16
+    assert f"tokens      {sum(lengths):,} in 1 files" in text
+    assert "documents   8, " in text
+    assert f"samples     {samples} an epoch" in text
+    assert f"epochs      {20 / samples:.3f}" in text
+    assert f"0.00% of the places are padding, {1 - samples * 16 / sum(lengths):.2%} of the tokens" in text
+    bars = [line.split() for line in text.splitlines() if " to " in line and line.rstrip().endswith(("#", "0"))]
+    counted = {int(low): int(count) for low, _, _, count, *_ in bars}
+    assert counted == {low: sum(low <= length < 2 * low for length in lengths) for low in counted}
+    assert sum(counted.values()) == 8
+
+
+def test_stats_reads_and_checks_the_whole_index(config, capsys, monkeypatch, tmp_path):
+    file = write_file(tmp_path / "foreign", [np.arange(20)] * 9)
+    index = tmp_path / "foreign.idx"
+    content = bytearray(index.read_bytes())
+    content[34 + 4 * 9 + 8 * 4] += 2  # where the fifth sequence begins
+    index.write_bytes(content)
+    assert str(index) in refusal(capsys, monkeypatch, "stats", str(config), "--training.dataset_path", str(file.prefix))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shw"], "there are show and stats"),
+        (["show", "run.toml"], "--step None: must be from 1 to training.steps = 5"),
+        (["show", "run.toml", "--step", "6"], "--step 6: must be from 1 to training.steps = 5"),
+        (["show", "run.toml", "--step", "1", "--rank", "1"], "--rank 1: must be from 0 to 0; --ranks N says"),
+        (["stats", "run.toml", "--training.seq_lenn", "3"], "did you mean --training.seq_len?"),
+        (["stats", "run.toml", "--training.dataset_path", "nowhere"], 'training.dataset_path = "nowhere"'),
+        (["stats"], "give a configuration first"),
+    ],
+)
+def test_what_is_wrong_is_said_by_name(config, capsys, monkeypatch, words, message):
+    assert message in refusal(capsys, monkeypatch, *words)
+
+
+def test_a_source_is_read_as_often_as_stats_says_and_not_more_than_allowed(config, capsys, monkeypatch):
+    sources = json.dumps(str(config.parent / "text"))
+    option = ["--training.dataset_path", "", "--training.sources", f"[{{ path = {sources}, epochs = 9 }}]"]
+    assert "allowed are 9" in output(capsys, monkeypatch, "stats", str(config), *option)

@@ -1,0 +1,577 @@
+"""What a path of the configuration stands for, what is made of text and kept, and which damage is told before training."""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.token_files import mix_of, opened, write_file
+from titanlite.config import Config
+from titanlite.data import prepare, sources
+from titanlite.data.cache import cache_folder
+from titanlite.data.indexed import path_of
+from titanlite.data.mixture import check_epochs, open_data
+from titanlite.data.packing import pack_file
+from titanlite.data.sources import Opened, find, key_of, open_packing, open_source, read_manifest, sources_of
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
+from titanlite.errors import UserError
+
+_TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]
+_KEY = "training.dataset_path"
+_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+_CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    train_tokenizer(_TEXTS).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def assets(tmp_path, trained) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "assets"))
+
+
+@pytest.fixture
+def loaded(assets) -> LoadedTokenizer:
+    return load_tokenizer(str(assets))
+
+
+@pytest.fixture
+def tokenized(tmp_path, loaded) -> Path:
+    """A folder of three shards, as `titanlite tokenize` makes it."""
+    text, folder = _jsonl(tmp_path / "for-tokenized.jsonl"), tmp_path / "tokenized"
+    prepare.prepare([str(text)], folder, loaded, append_eos=True, workers=1, shard_tokens=1000, on_error="fail")
+    assert len(read_manifest(folder)["shards"]) == 3
+    return folder
+
+
+def _jsonl(path: Path, texts: list[str] = _TEXTS) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def _open(path: Path, assets: Path, vocabulary: int = 4096) -> Opened:
+    [source] = sources_of(Config.model_validate({"training": {"dataset_path": str(path)}}), "training")
+    return open_source(source, _KEY, load_tokenizer(str(assets)), str(assets), vocabulary)
+
+
+def _documents(source: Opened) -> list[list[int]]:
+    pieces = [(file, file.boundaries(number, number + 1)) for file in source.files for number in range(file.documents)]
+    return [file.ids[begin:end].tolist() for file, (begin, end) in pieces]
+
+
+def _expected(loaded: LoadedTokenizer, texts: list[str] = _TEXTS) -> list[list[int]]:
+    return [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in texts]
+
+
+def _change(folder: Path, **entries: Any) -> None:
+    """Overwrites entries of a manifest."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+# -------------------------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize("section", ["training", "validation"])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"dataset": "a", "dataset_path": "b"}, ["{}.dataset = 'a' and {}.dataset_path = 'b' both name data"]),
+        ({"dataset": "a", "sources": [{"path": "b"}]}, ["{}.dataset = 'a' and {}.sources both name data"]),
+        ({"dataset_path": "a", "sources": [{"path": "b"}]}, ["{}.dataset_path = 'a' and {}.sources both name data"]),
+        ({"sources": [{"path": "a/text"}, {"path": "b/text"}]}, ["{}.sources", 'two are called "text"']),
+        ({"sources": [{"path": "a", "name": "b"}, {"path": "b"}]}, ["{}.sources", 'two are called "b"']),
+        ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, ["{}.sources", '"b" has no weight']),
+        ({"sources": [{"path": "a"}, {"path": "b", "weight": 1}]}, ["{}.sources", '"a" has no weight']),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused_with_their_names(section, keys, words):
+    with pytest.raises(UserError) as error:
+        sources_of(Config.model_validate({section: keys}), section)
+    for word in words:
+        assert word.replace("{}", section) in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["weight", "epochs"])
+def test_weights_and_epochs_of_validation_are_refused_since_they_would_do_nothing(key):
+    keys = {"sources": [{"path": "a", key: 2.0}]}
+    with pytest.raises(UserError, match=r'validation.sources: weight and epochs of "a" have no effect'):
+        sources_of(Config.model_validate({"validation": keys}), "validation")
+    assert sources_of(Config.model_validate({"training": keys}), "training")
+
+
+@pytest.mark.parametrize(
+    ("keys", "paths", "key"),
+    [
+        ({}, ["stdlib"], "training.dataset"),
+        ({"dataset": "a/b"}, ["a/b"], "training.dataset"),
+        ({"dataset_path": "a/b"}, ["a/b"], "training.dataset_path"),
+        ({"sources": [{"path": "a"}, {"path": "stdlib"}]}, ["a", "stdlib"], "training.sources"),
+    ],
+)
+def test_the_sources_are_those_of_the_key_that_is_given(keys, paths, key):
+    config = Config.model_validate({"training": keys})
+    assert [source.path for source in sources_of(config, "training")] == paths
+    assert key_of(config, "training") == key
+
+
+# -------------------------------------------------------------------------------------------------------------- finding
+
+
+def test_a_folder_of_tokenize_stands_for_its_shards_in_their_order(tokenized):
+    assert find(str(tokenized), _KEY) == [tokenized / name for name in ("00000", "00001", "00002")]
+    shards = read_manifest(tokenized)["shards"]
+    _change(tokenized, shards=shards[::-1])
+    assert find(str(tokenized), _KEY) == [tokenized / name for name in ("00002", "00001", "00000")]
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+@pytest.mark.parametrize("name", ["web", "web.2024"])
+def test_a_pair_is_found_by_either_file_and_by_what_they_share(tmp_path, name, suffix):
+    write_file(tmp_path / name, [[1, 2]])
+    assert find(f"{tmp_path / name}{suffix}", _KEY) == [tmp_path / name]
+
+
+def test_a_folder_of_pairs_stands_for_all_of_them_sorted(tmp_path):
+    for name in ("b", "a.1", "a.0", "c"):
+        write_file(tmp_path / name, [[1, 2]])
+    assert find(str(tmp_path), _KEY) == [tmp_path / name for name in ("a.0", "a.1", "b", "c")]
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_half_a_pair_is_missed_and_not_left_out(tmp_path, assets, suffix):
+    for name in ("a", "b"):
+        write_file(tmp_path / name, [[1, 2]])
+    missing = path_of(tmp_path / "b", suffix)
+    missing.unlink()
+    for path in (tmp_path, tmp_path / "b"):
+        with pytest.raises(UserError, match=f"{missing}: cannot be read"):
+            _open(path, assets)
+
+
+def test_everything_else_that_is_there_is_text(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    _jsonl(folder / "a.jsonl")
+    (folder / "b.txt").write_text("text")
+    monkeypatch.chdir(folder)
+    for path in (str(folder), str(folder / "a.jsonl"), str(folder / "b.txt"), f"{folder}/*.txt", ".", "b.txt", "stdlib"):
+        assert find(path, _KEY) is None
+
+
+def test_what_is_not_there_is_refused_with_the_name_of_the_built_in_data(tmp_path):
+    for path in ("c4", str(tmp_path / "none")):
+        with pytest.raises(UserError) as error:
+            find(path, _KEY)
+        assert str(error.value) == f'{_KEY} = "{path}": no such file or folder; the built-in data is called "stdlib"'
+
+
+def test_a_folder_without_files_is_refused(tmp_path):
+    with pytest.raises(UserError, match=rf"{_KEY} = {tmp_path}: the folder holds no files"):
+        find(str(tmp_path), _KEY)
+
+
+def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "out.unfinished").mkdir()
+    with pytest.raises(UserError, match=r'out": not finished: give the same `titanlite tokenize` command again'):
+        find(str(tmp_path / "out"), _KEY)
+
+
+# ------------------------------------------------------------------------------------------------------------ from text
+
+
+@pytest.mark.parametrize("form", ["jsonl", "files"])
+def test_text_becomes_documents_each_closed_by_the_end_of_text(tmp_path, assets, loaded, form):
+    (tmp_path / "texts").mkdir()
+    if form == "jsonl":
+        _jsonl(tmp_path / "texts" / "a.jsonl")
+    else:
+        for number, text in enumerate(_TEXTS):
+            (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
+    source = _open(tmp_path / "texts", assets)
+    assert _documents(source) == _expected(loaded)
+    assert source.manifest is not None  # so that its ids are not looked at again
+    assert (source.name, source.files[0].ids.dtype) == ("texts", np.uint16)
+
+
+def test_text_is_made_into_tokens_once(tmp_path, assets, monkeypatch):
+    path = _jsonl(tmp_path / "a.jsonl")
+    first = _open(path, assets)
+    monkeypatch.setattr(sources, "prepare", None)
+    second = _open(path, assets)
+    assert second.fingerprint == first.fingerprint
+    assert [file.prefix for file in second.files] == [file.prefix for file in first.files]
+    assert cache_folder() in first.files[0].prefix.parents
+
+
+def test_changed_text_is_made_into_tokens_again(tmp_path, assets, loaded):
+    path = _jsonl(tmp_path / "a.jsonl")
+    before = _open(path, assets).fingerprint
+    texts = ["changed", *_TEXTS[1:]]
+    after = _open(_jsonl(path, texts), assets)
+    assert _documents(after) == _expected(loaded, texts)
+    assert after.fingerprint != before
+
+
+def test_fingerprint_is_of_the_tokens_and_not_of_names_and_times(tmp_path, assets):
+    path = _jsonl(tmp_path / "a.jsonl")
+    before = _open(path, assets).fingerprint
+    os.utime(path, (1, 1))
+    assert _open(path, assets).fingerprint == before
+    assert _open(_jsonl(tmp_path / "other.jsonl"), assets).fingerprint == before
+    for texts in (_TEXTS[::-1], _TEXTS[:-1], [_TEXTS[0] + _TEXTS[1], *_TEXTS[2:]]):
+        assert _open(_jsonl(path, texts), assets).fingerprint != before
+
+
+def test_another_tokenizer_makes_other_tokens_of_the_same_text(tmp_path, assets):
+    path = _jsonl(tmp_path / "a.jsonl")
+    before = _open(path, assets)
+    train_tokenizer(["other other other"]).save(str(assets / "tokenizer.json"))
+    after = _open(path, assets)
+    assert after.fingerprint != before.fingerprint
+    assert _documents(after) == _expected(load_tokenizer(str(assets)))
+
+
+def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, assets, loaded):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(_CHAT) + "\n")
+    found = []
+    for template in (_TEMPLATE, "again " + _TEMPLATE):
+        (assets / "chat_template.jinja").write_text(template)
+        [file] = _open(path, assets).files
+        assert file.loss is not None
+        predicted = file.ids[file.loss.astype(bool)].tolist()
+        assert loaded.tokenizer.decode(predicted) == "four"
+        found.append(loaded.tokenizer.decode(file.ids.tolist()))
+    assert found == ["user:2 + 2?assistant:four", "again user:2 + 2?assistant:four"]
+
+
+def test_a_fault_in_text_is_told_with_file_and_line(tmp_path, assets):
+    path = _jsonl(tmp_path / "a.jsonl")
+    path.write_text(path.read_text() + '{"text": 3}\n')
+    with pytest.raises(UserError, match=f"{path}, line {len(_TEXTS) + 1}: "):
+        _open(path, assets)
+
+
+@pytest.mark.parametrize("point", ["encode_all", "write_shards", "_fingerprint", "_hand_over"])
+def test_a_failure_in_the_middle_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
+    path = _jsonl(tmp_path / "a.jsonl")
+
+    def fail(*_arguments):
+        raise RuntimeError("in the middle")
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
+        broken.setattr(prepare, point, fail)
+        _open(path, assets)
+    assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock", ".unfinished"}
+    assert _documents(_open(path, assets)) == _expected(loaded)
+    assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock", ""}
+
+
+def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_that_names_another(tmp_path, assets, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot be written: .* TITANLITE_CACHE names another folder"):
+        _open(_jsonl(tmp_path / "a.jsonl"), assets)
+
+
+def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
+    make = sources.prepare
+
+    def slowly(*arguments, **options):
+        with open(notes, "a") as file:
+            file.write("made\n")
+        time.sleep(0.3)
+        return make(*arguments, **options)
+
+    sources.prepare = slowly
+    ready.wait(timeout=60)
+    source = _open(path, assets)
+    answers.put((source.fingerprint, _documents(source)))
+
+
+def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
+    context = multiprocessing.get_context("spawn")
+    ready, answers, notes = context.Barrier(2), context.Queue(), tmp_path / "notes"
+    arguments = _jsonl(tmp_path / "a.jsonl"), assets, notes, ready, answers
+    both = [context.Process(target=_open_slowly, args=arguments) for _ in range(2)]
+    for process in both:
+        process.start()
+    first, second = answers.get(timeout=60), answers.get(timeout=60)
+    for process in both:
+        process.join(timeout=60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert first == second
+    assert first[1] == _expected(loaded)
+    assert notes.read_text() == "made\n"
+
+
+# ---------------------------------------------------------------------------------------------------- made by `tokenize`
+
+
+def test_a_folder_of_tokenize_is_read_as_it_lies(tokenized, assets, loaded, monkeypatch):
+    monkeypatch.setattr(sources, "prepare", None)
+    source = _open(tokenized, assets)
+    assert _documents(source) == _expected(loaded)
+    assert source.fingerprint == read_manifest(tokenized)["fingerprint"]
+
+
+def test_tokens_of_another_tokenizer_are_refused(tokenized, assets):
+    train_tokenizer(["other other other"]).save(str(assets / "tokenizer.json"))
+    with pytest.raises(UserError, match=f"{tokenized}: made with another tokenizer than that of model.hf_assets_path"):
+        _open(tokenized, assets)
+
+
+def test_ids_above_the_models_vocabulary_are_refused_before_they_are_read(tokenized, assets):
+    largest = read_manifest(tokenized)["largest_id"]
+    assert _open(tokenized, assets, largest + 1)
+    with pytest.raises(UserError, match=rf"has ids up to {largest}, and the model's vocabulary is {largest}$"):
+        _open(tokenized, assets, largest)
+
+
+@pytest.mark.parametrize("entry", ["documents", "tokens"])
+def test_a_shard_that_is_not_what_the_manifest_tells_of_is_refused(tokenized, assets, entry):
+    shards = read_manifest(tokenized)["shards"]
+    shards[1][entry] += 1
+    _change(tokenized, shards=shards)
+    with pytest.raises(UserError, match=rf"{tokenized}/00001\.bin: has .* documents of .* tokens; manifest.json says"):
+        _open(tokenized, assets)
+
+
+def test_a_missing_shard_is_named(tokenized, assets):
+    (tokenized / "00002.bin").unlink()
+    with pytest.raises(UserError, match=rf"{tokenized}/00002\.bin: cannot be read"):
+        _open(tokenized, assets)
+
+
+def test_missing_flags_of_the_loss_are_told_since_users_would_be_predicted_without(tmp_path, assets):
+    (assets / "chat_template.jinja").write_text(_TEMPLATE)
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(_CHAT) + "\n")
+    flags = path_of(_open(path, assets).files[0].prefix, "loss")
+    flags.unlink()
+    with pytest.raises(UserError, match=f"{flags}: is missing"):
+        _open(path, assets)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"3",
+        b'{"name": "a web page", "icons": []}',
+        b'["tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint"]',
+    ],
+)
+def test_a_file_that_is_no_manifest_is_named(tokenized, assets, content):
+    (tokenized / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match=f"{tokenized}/manifest.json: not a manifest of `titanlite tokenize`"):
+        _open(tokenized, assets)
+
+
+@pytest.mark.parametrize("shards", [3, [3], ["00000"], [{}], [{"name": "00000"}], [{"name": 0}]])
+def test_a_manifest_whose_shards_are_damaged_is_named(tokenized, assets, shards):
+    _change(tokenized, shards=shards)
+    with pytest.raises(UserError, match=f"{tokenized}/manifest.json: not a manifest of `titanlite tokenize`"):
+        _open(tokenized, assets)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", "inside/00000"])
+def test_a_manifest_that_names_files_outside_of_its_folder_is_refused(tokenized, assets, name):
+    shards = read_manifest(tokenized)["shards"]
+    for target in ((tokenized / name).parent, tokenized / "inside"):
+        target.mkdir(exist_ok=True)
+    if not name.startswith("/"):  # though it could be read
+        for suffix in ("bin", "idx"):
+            shutil.copy(tokenized / f"00000.{suffix}", path_of(tokenized / name, suffix))
+    _change(tokenized, shards=[{**shards[0], "name": name}])
+    with pytest.raises(UserError, match=r"manifest.json: not a manifest .* a shard is not in its folder"):
+        _open(tokenized, assets)
+
+
+# ------------------------------------------------------------------------------------------------------- made by others
+
+
+def test_fingerprint_of_foreign_files_follows_their_content_and_not_their_name(tmp_path, assets):
+    documents = [[1, 2, 3], [4, 5], [6, 7]]
+    flags = [[True, True, True], [True, True], [True, True]]
+
+    def fingerprint(name: str, documents: list[list[int]], losses: list[list[bool]] | None = None) -> str:
+        source = _open(write_file(tmp_path / name, documents, losses=losses).prefix, assets)
+        assert source.manifest is None  # so that its ids are looked at
+        return source.fingerprint
+
+    same = {fingerprint(name, documents) for name in ("a", "b")}
+    others = {
+        fingerprint("c", [[1, 2, 3], [4, 5], [6, 8]]),
+        fingerprint("d", [[1, 2], [3, 4, 5], [6, 7]]),
+        fingerprint("e", documents[:2]),
+        fingerprint("f", documents, flags),
+        fingerprint("g", documents, [[False, True, True], *flags[1:]]),
+    }
+    assert len(same) == 1
+    assert len(others | same) == 6
+
+
+def test_a_change_in_the_first_or_last_part_of_a_large_foreign_file_changes_its_fingerprint(tmp_path, assets):
+    file = write_file(tmp_path / "a", [np.zeros(500_000, int)])
+    found = {_open(file.prefix, assets).fingerprint}
+    content = path_of(file.prefix, "bin").read_bytes()
+    for at in (0, len(content) - 1, len(content) // 15 + 10):
+        path_of(file.prefix, "bin").write_bytes(content[:at] + b"\x01" + content[at + 1 :])
+        found.add(_open(file.prefix, assets).fingerprint)
+    assert len(found) == 4
+
+
+def test_a_folder_of_pairs_is_one_source(tmp_path, assets):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for name, documents in {"b": [[3]], "a": [[1], [2, 2]]}.items():
+        write_file(folder / name, documents)
+    source = _open(folder, assets)
+    assert (source.name, _documents(source)) == ("pairs", [[1], [2, 2], [3]])
+
+
+def test_more_files_are_opened_than_processes_usually_may(tmp_path, assets):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for number in range(40):
+        write_file(folder / f"{number}", [[1, 2]])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)  # no number below it is free
+    os.close(highest)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(highest, len(os.listdir("/dev/fd"))) + 30, hard))
+        assert len(_open(folder, assets).files) == 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -------------------------------------------------------------------------------------------------------------- packing
+
+
+def _rows(packing) -> list[list[tuple[int, int]]]:
+    return [packing.pieces(row) for row in range(packing.rows)]
+
+
+def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
+    file = write_file(tmp_path / "a", [list(range(n)) for n in (5, 4, 3, 7, 12)])
+    first = {length: _rows(open_packing(file, "f", length)) for length in (6, 8)}
+    assert first[6] != first[8]
+    monkeypatch.setattr(sources, "pack_file", None)
+    assert {length: _rows(open_packing(file, "f", length)) for length in (6, 8)} == first
+
+
+def test_rows_of_other_content_or_of_another_file_are_packed_anew(tmp_path):
+    prints = [("a", "f", [5, 4, 3]), ("a", "g", [4, 4, 4]), ("b", "g", [2, 2, 2])]
+    for name, fingerprint, lengths in prints:
+        rows = _rows(open_packing(write_file(tmp_path / name, [[1] * n for n in lengths]), fingerprint, 8))
+        assert sorted(length for row in rows for _, length in row) == sorted(lengths)
+
+
+def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
+    file = write_file(tmp_path / "a.b", [[1] * 5, [1] * 4, [1] * 3])
+    pack_file(file.prefix, 8, tmp_path / "a.b.best_fit-8.npy")
+    monkeypatch.setattr(sources, "pack_file", None)
+    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
+
+
+def test_packing_that_fails_in_the_middle_leaves_nothing_and_damaged_rows_are_packed_again(tmp_path, monkeypatch):
+    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
+
+    def half(_prefix, _seq_len, target):
+        target.write_bytes(b"\x93NUMPY")
+        raise RuntimeError("in the middle")
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
+        broken.setattr(sources, "pack_file", half)
+        open_packing(file, "f", 8)
+    assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock"}
+    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]
+    [kept] = cache_folder().glob("*.npy")
+    kept.write_bytes(kept.read_bytes()[:-8])
+    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]
+
+
+# --------------------------------------------------------------------------------------------------------------- epochs
+
+
+def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
+    config = Config.model_validate({"training": {"seq_len": 8}})
+    limited = opened(write_file(tmp_path / "limited", [[1] * 81]), "limited", weight=1, epochs=1.5)  # 10 samples
+    free = opened(write_file(tmp_path / "free", [[1] * 81]), "free", weight=1)
+    data = mix_of([free, limited], config)
+    allowed = next(samples for samples in range(100) if data.draws(samples)[1] > 15) - 1
+    assert allowed in (30, 31)
+    check_epochs(data, allowed)
+    data.locate(np.arange(allowed), seed=0)
+    with pytest.raises(UserError) as error:
+        check_epochs(data, 40)
+    assert "limited: 2.00 epochs of 10 samples, allowed are 1.5" in str(error.value)
+    assert "free" not in str(error.value)
+    with pytest.raises(UserError, match=r"training.sources: limited is used up: 1.5 epochs of its 10 samples are allowed"):
+        data.locate(np.arange(allowed + 1), seed=0)
+
+
+def test_every_source_that_would_be_read_too_often_is_told(tmp_path):
+    files = [opened(write_file(tmp_path / name, [[1] * 81]), name, epochs=1) for name in ("a", "b")]
+    data = mix_of(files, Config.model_validate({"training": {"seq_len": 8}}))
+    check_epochs(data, 20)
+    with pytest.raises(UserError) as error:
+        check_epochs(data, 24)
+    assert "a: 1.20 epochs" in str(error.value) and "b: 1.20 epochs" in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------------------- together
+
+
+def test_data_of_a_configuration_is_its_sources_with_tokenizer_and_bytes(tmp_path, assets, tokenized, loaded):
+    _jsonl(tmp_path / "a.jsonl", _TEXTS[:30])
+    write_file(tmp_path / "theirs", _expected(loaded, _TEXTS[30:]))
+    paths = [tokenized, tmp_path / "a.jsonl", tmp_path / "theirs"]
+    training = {"seq_len": 16, "sources": [{"path": str(path)} for path in paths]}
+    data = open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}}))
+    described = data.describe()["sources"]
+    assert [entry["name"] for entry in described] == ["tokenized", "a.jsonl", "theirs"]
+    assert [entry["documents"] for entry in described] == [40, 30, 10]
+    ids = np.concatenate([rows.file.ids for rows in data.sources[0].rows])
+    assert data.byte_lengths[ids].sum() == sum(len(text.encode()) for text in _TEXTS)
+    assert data.read(*data.locate(np.arange(50), seed=0)).tokens.shape == (50, 17)
+
+
+def test_fingerprint_of_data_follows_tokenizer_sources_and_weights(tmp_path, assets):
+    for name, texts in {"a": _TEXTS[:20], "b": _TEXTS[20:]}.items():
+        _jsonl(tmp_path / f"{name}.jsonl", texts)
+
+    def fingerprint(*weights: float, names: str = "ab") -> str:
+        entries = [{"path": str(tmp_path / f"{n}.jsonl"), "weight": w} for n, w in zip(names, weights, strict=True)]
+        training = {"seq_len": 16, "sources": entries}
+        return open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}})).fingerprint
+
+    first = fingerprint(1, 1)
+    assert fingerprint(2, 2) == first
+    found = {first, fingerprint(1, 2), fingerprint(1, 1, names="ba"), fingerprint(1, names="a")}
+    train_tokenizer(_TEXTS[:3]).save(str(assets / "tokenizer.json"))
+    assert len(found | {fingerprint(1, 1)}) == 5
