@@ -308,6 +308,15 @@ def test_tokens_before_the_first_sequence_are_found_by_a_check(pair):
         TokenFile(tokens.with_suffix("")).check()
 
 
+def test_a_sequence_of_less_than_nothing_is_found_by_a_check(pair):
+    tokens, index = pair
+    _patch(index, _length(1), "<i", -1)
+    _patch(index, _pointer(2), "<q", 4)  # where it would end
+    _patch(index, _length(2), "<i", 4)
+    with pytest.raises(UserError, match=f"{index}: sequence 1 ends at byte 4"):
+        TokenFile(tokens.with_suffix("")).check()
+
+
 # ---------------------------------------------------------------------------------------------------------- large files
 
 

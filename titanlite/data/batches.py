@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +60,11 @@ class Plan:
         self.first = consumed + rank * self.share
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         self.latest = torch.full((_LATEST, 2), -1).share_memory_()  # step, and the row of it that was begun last
+        self._notes: np.ndarray | None = None  # the same memory, as the process that reads sees it
         self._block, self._located = -1, (np.zeros(0), np.zeros(0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_notes": None}
 
     def __getitem__(self, step: int) -> Batch | UserError:
         """This rank's part of a step, (microbatches, local_batch, ...); a fault of the data is handed on, not raised.
@@ -67,7 +72,9 @@ class Plan:
         The loader would wrap it into the traceback of a worker process.
         """
         sources, samples = self.located(step)
-        note = self.latest[step % _LATEST].numpy()
+        if self._notes is None:
+            self._notes = self.latest.numpy()
+        note = self._notes[step % _LATEST]
         note[:] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
