@@ -24,6 +24,14 @@ from titanlite.zoo import load_family
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 8
+# [activation_checkpoint], by what tests call it
+MODES = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "every second layer": {"mode": "selective", "selective_ac_option": 2},
+    "per operation": {"mode": "selective", "selective_ac_option": "op"},
+    "budget": {"mode": "memory_budget", "memory_budget": 0.3},
+}
 
 
 def config_of(degrees: dict[str, int], flavor: str = "plain", accumulation: int = 1, **sections: dict[str, Any]) -> Config:

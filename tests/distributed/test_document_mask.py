@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as flex
 from models import blocks, llama3
 from models.blocks import block_mask
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, mesh_of
 from titanlite.config import Config
 from titanlite.loss import Batch, count_labels, summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
@@ -31,13 +31,6 @@ MESHES = {
     "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
     "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
     "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-}
-MODES = {
-    "none": {"mode": "none"},
-    "full": {"mode": "full"},
-    "every second layer": {"mode": "selective", "selective_ac_option": 2},
-    "per operation": {"mode": "selective", "selective_ac_option": "op"},
-    "budget": {"mode": "memory_budget", "memory_budget": 0.3},
 }
 STEPS = 3
 

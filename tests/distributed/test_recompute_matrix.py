@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, first_microbatch, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
 from titanlite.loss import summed_loss
 from titanlite.tools.verify import Trajectory, compare
 from titanlite.train import build_model
@@ -20,13 +20,6 @@ from titanlite.zoo import Family, load_family
 
 HERE = "tests.distributed.test_recompute_matrix"
 MESHES = {"one process": {}, "shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}
-MODES = {
-    "none": {"mode": "none"},
-    "full": {"mode": "full"},
-    "every second layer": {"mode": "selective", "selective_ac_option": 2},
-    "per operation": {"mode": "selective", "selective_ac_option": "op"},
-    "budget": {"mode": "memory_budget", "memory_budget": 0.3},
-}
 STEPS = 6
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models.blocks import SeqInfo
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
+from tests.token_files import data_of, mix_of
 from titanlite.train import build_model
 from titanlite.validation import rounds, validate
 from titanlite.zoo import load_family
@@ -85,3 +86,26 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_first_samples(pools, steps):
 def test_a_round_ends_with_the_data():
     config = config_of({}, validation={"steps": 1000})
     assert rounds(learnable_data(config), 0, config, 1) == math.ceil(625 / 8)
+
+
+def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:
+    """What validation says of two sources together, and of each alone."""
+    config = config_of(degrees, validation={"enable": True, "steps": steps})
+    ids = learnable_ids(512)
+    files = [data_of([part], config, 512, bytes_a_token=size).sources[0] for part, size in ((ids[:7000], 3), (ids[7000:], 3))]
+    opened = [mixed.source._replace(name=name) for mixed, name in zip(files, ("web", "code"), strict=True)]
+    model = build_model(load_family("tests.tiny", "plain"), config, mesh_of(degrees), CPU)
+    mixtures = [mix_of(sources, config, 512, bytes_a_token=3) for sources in (opened, opened[:1], opened[1:])]
+    return [validate(model, data, config, mesh_of(degrees), CPU) for data in mixtures]
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_each_of_several_sources_is_measured_as_if_it_were_alone(pools, degrees):
+    steps = 10
+    both, web, code = pools[math.prod(degrees.values())].run(f"{HERE}:of_sources", degrees=degrees, steps=steps)[0]
+    for name, alone in (("web", web), ("code", code)):
+        assert {key: both[f"{key}/{name}"] for key in alone} == alone
+    assert len(both) == 6
+    # 80 samples of each, as many labels: the mean of both
+    assert both["validation_loss"] == pytest.approx((web["validation_loss"] + code["validation_loss"]) / 2, rel=1e-6)
+    assert web["validation_loss"] != code["validation_loss"]

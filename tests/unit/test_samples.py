@@ -10,7 +10,7 @@ import pytest
 
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config import Config
-from titanlite.data.mixture import Data
+from titanlite.data.mixture import PADDING, Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
 
@@ -186,10 +186,10 @@ def test_padding_is_never_counted_and_is_a_document_of_its_own(tmp_path, policy,
 
 
 @pytest.mark.parametrize(("policy", "mask"), _EVERY)
-def test_a_sample_of_minus_one_is_a_row_that_nothing_counts_of(tmp_path, policy, mask):
+def test_a_sample_of_padding_is_a_row_that_nothing_counts_of(tmp_path, policy, mask):
     data = _data(tmp_path, _numbered([40, 40]), policy, mask)
     alone = data.read(np.zeros(1, int), np.array([1]))
-    arrays = data.read(np.zeros(3, int), np.array([-1, 1, -1]))
+    arrays = data.read(np.zeros(3, int), np.array([PADDING, 1, PADDING]))
     assert arrays.counted is not None
     assert not arrays.counted[[0, 2]].any() and not arrays.tokens[[0, 2]].any()
     assert np.array_equal(arrays.tokens[1], alone.tokens[0])

@@ -17,7 +17,7 @@ from titanlite.config import Config
 from titanlite.data import prepare, sources
 from titanlite.data.cache import cache_folder
 from titanlite.data.indexed import path_of
-from titanlite.data.mixture import check_epochs, open_data
+from titanlite.data.mixture import USED_UP, check_epochs, open_data
 from titanlite.data.packing import pack_file
 from titanlite.data.sources import Opened, find, key_of, open_packing, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
@@ -526,13 +526,25 @@ def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
     allowed = next(samples for samples in range(100) if data.draws(samples)[1] > 15) - 1
     assert allowed in (30, 31)
     check_epochs(data, allowed)
-    data.locate(np.arange(allowed), seed=0)
     with pytest.raises(UserError) as error:
         check_epochs(data, 40)
     assert "limited: 2.00 epochs of 10 samples, allowed are 1.5" in str(error.value)
     assert "free" not in str(error.value)
-    with pytest.raises(UserError, match=r"training.sources: limited is used up: 1.5 epochs of its 10 samples are allowed"):
-        data.locate(np.arange(allowed + 1), seed=0)
+
+
+def test_a_source_that_is_used_up_is_told_where_the_sample_is_read_and_not_where_it_is_located(tmp_path):
+    config = Config.model_validate({"training": {"seq_len": 8}})
+    limited = opened(write_file(tmp_path / "limited", [[1] * 81]), "limited", epochs=1.5)  # 10 samples
+    free = opened(write_file(tmp_path / "free", [[1] * 81]), "free")
+    data = mix_of([free, limited], config)
+    source, sample = data.locate(np.arange(60), seed=0)
+    assert sorted(sample[source == 1][:10].tolist()) == list(range(10))
+    assert (sample[source == 1] == USED_UP).tolist() == [False] * 15 + [True] * 15
+    assert (sample[source == 0] >= 0).all()
+    usable = sample != USED_UP
+    data.read(source[usable], sample[usable])
+    with pytest.raises(UserError, match=r"training.sources: limited is used up: 1.5 epochs of it are allowed"):
+        data.read(source[~usable][:1], sample[~usable][:1])
 
 
 def test_every_source_that_would_be_read_too_often_is_told(tmp_path):

@@ -1,0 +1,175 @@
+"""The data path as a user meets it: text to token files, two sources, chats, workers, and data that change under a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.launcher import ROOT, Ended, finish, launch
+from titanlite.data.tokenizer import train_tokenizer
+
+RUN = """
+[job]
+dump_folder = "out"
+[model]
+name = "tests.tiny"
+flavor = "large"
+hf_assets_path = "assets"
+[training]
+seq_len = 32
+steps = 6
+local_batch_size = 2
+global_batch_size = 4
+mixed_precision_param = "float32"
+document_policy = "best_fit"
+document_mask = true
+[[training.sources]]
+path = "tokens"
+weight = 3.0
+[[training.sources]]
+path = "chats.jsonl"
+weight = 1.0
+[validation]
+enable = true
+freq = 3
+steps = 1
+[[validation.sources]]
+path = "tokens"
+[[validation.sources]]
+path = "held.txt"
+name = "held out"
+[lr_scheduler]
+warmup_steps = 0
+[checkpoint]
+enable = true
+interval = 3
+[metrics]
+log_freq = 1
+"""
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }} {{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Text, chats, a tokenizer with a chat template, and token files made by the command."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "assets").mkdir()
+    texts = [f"item {number} of {number % 7}: " + "some words and more " * (number % 11) for number in range(300)]
+    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "held.txt").write_text("item of some words " * 200)
+    turns = [
+        [{"role": "user", "content": f"item {number}"}, {"role": "assistant", "content": f"some words {number}"}] * 2
+        for number in range(60)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    train_tokenizer(texts).save(str(folder / "assets" / "tokenizer.json"))
+    settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "run.toml").write_text(RUN)
+    command(folder, "tokenize", "--input", "raw.jsonl", "--output", "tokens", "--tokenizer", "assets", "--append-eos")
+    return folder
+
+
+def command(folder: Path, *words: str) -> str:
+    """Standard output of `titanlite WORDS`, which must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", *words], cwd=folder, capture_output=True, text=True, timeout=120, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(folder: Path, out: str, *options: str, **variables: str) -> Ended:
+    return finish(launch("run.toml", "--job.dump_folder", out, *options, folder=folder, **variables), timeout=200)
+
+
+def reports(folder: Path, out: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(folder) -> Path:
+    ended = run(folder, "one")
+    assert ended.code == 0, ended.err
+    assert ended.left == []
+    return folder
+
+
+def test_two_sources_one_of_chats_train_and_two_more_are_validated(finished):
+    found = reports(finished, "one")
+    assert [report["step"] for report in found] == list(range(1, 7))
+    measured = {key for report in found for key in report if key.startswith("validation_loss")}
+    assert measured == {"validation_loss", "validation_loss/tokens", "validation_loss/held out"}
+
+
+def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finished):
+    ended = run(finished, "two", "--dataloader.workers", "2", NGPU="2")
+    assert ended.code == 0, ended.err
+    assert ended.left == []
+    assert "Warning" not in ended.err and "Traceback" not in ended.err
+    for found, expected in zip(reports(finished, "two"), reports(finished, "one"), strict=True):
+        for key in ("loss", "grad_norm", "validation_loss/tokens", "validation_loss/held out"):
+            assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None)
+
+
+def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unless_allowed(finished):
+    """The text of a source is edited; the run is asked to go on."""
+    chats = finished / "chats.jsonl"
+    before = chats.read_text()
+    chats.write_text("".join(before.splitlines(keepends=True)[:-1]))
+    try:
+        more = ["--training.steps", "8", "--lr_scheduler.total_steps", "6", "--lr_scheduler.min_lr_factor", "0.1"]
+        more += ["--checkpoint.allow_changes"]
+        ended = run(finished, "one", *more, "lr_scheduler.*")
+        assert ended.code == 2
+        (line,) = (line for line in ended.err.splitlines() if " data = " in line)
+        assert (
+            "'chats.jsonl: " in line
+            and "in 59 documents" in line
+            and "was 'chats.jsonl: " in line
+            and "in 60 documents" in line
+        )
+        assert "tokens:" not in line
+        ended = run(finished, "one", *more, "lr_scheduler.*,data")
+        assert ended.code == 0, ended.err
+        assert [report["step"] for report in reports(finished, "one")] == list(range(1, 9))
+    finally:
+        chats.write_text(before)
+
+
+def test_only_what_the_assistant_says_is_learnt(finished):
+    """Of a run on chats alone, validated on the same: data show tells what a step read, the loss counts the answers."""
+    text = command(finished, "data", "show", "run.toml", "--step", "1", "--validation.enable", "false")
+    assert "=== sample 0 (data rank 0): " in text
+    stats = command(finished, "data", "stats", "run.toml")
+    assert "\ntokens: tokens\n" in stats and "\nchats.jsonl: chats.jsonl\n" in stats
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [("truncated", "truncated"), ("other tokenizer", "another tokenizer than that of model.hf_assets_path")],
+)
+def test_token_files_that_cannot_be_trusted_end_the_run_before_a_process_starts(folder, damage, reason):
+    (folder / damage).mkdir()
+    for file in (folder / "tokens").iterdir():
+        (folder / damage / file.name).write_bytes(file.read_bytes())
+    if damage == "truncated":
+        ids = folder / damage / "00000.bin"
+        ids.write_bytes(ids.read_bytes()[:-10])
+    else:
+        manifest = json.loads((folder / damage / "manifest.json").read_text())
+        (folder / damage / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "0" * 32}))
+    ended = run(folder, "never", "--training.sources", "[]", "--training.dataset_path", damage)
+    assert ended.code == 2
+    assert damage in ended.err and reason in ended.err and "Traceback" not in ended.err
+    assert not (folder / "never").exists()
