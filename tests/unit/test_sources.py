@@ -526,6 +526,8 @@ def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
     allowed = next(samples for samples in range(100) if data.draws(samples)[1] > 15) - 1
     assert allowed in (30, 31)
     check_epochs(data, allowed)
+    with pytest.raises(UserError, match=r"limited: 1\.60 epochs"):
+        check_epochs(data, allowed + 1)
     with pytest.raises(UserError) as error:
         check_epochs(data, 40)
     assert "limited: 2.00 epochs of 10 samples, allowed are 1.5" in str(error.value)
@@ -587,3 +589,12 @@ def test_fingerprint_of_data_follows_tokenizer_sources_and_weights(tmp_path, ass
     found = {first, fingerprint(1, 2), fingerprint(1, 1, names="ba"), fingerprint(1, names="a")}
     train_tokenizer(_TEXTS[:3]).save(str(assets / "tokenizer.json"))
     assert len(found | {fingerprint(1, 1)}) == 5
+
+
+def test_fingerprint_of_data_follows_the_tokenizer_where_files_do_not_tell_which_one_made_them(tmp_path, assets):
+    path = write_file(tmp_path / "theirs", [[1] * 50]).prefix
+    keys = {"training": {"seq_len": 16, "dataset_path": str(path)}, "model": {"hf_assets_path": str(assets)}}
+    before = open_data(Config.model_validate(keys)).fingerprint
+    assert open_data(Config.model_validate(keys)).fingerprint == before
+    train_tokenizer(_TEXTS[:3]).save(str(assets / "tokenizer.json"))
+    assert open_data(Config.model_validate(keys)).fingerprint != before

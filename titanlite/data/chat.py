@@ -25,6 +25,9 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
 # Around what {% generation %} tags enclose, and cut out again. Unicode keeps these two free for such use inside a program.
+# What a template is told when it asks for the date, so that the same chats are the same tokens every day: the date that Llama's
+# templates write where they are told none.
+_TODAY = datetime(2024, 7, 26)
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _USE_TAGS = "put {% generation %} and {% endgeneration %} around what the assistant says in the template"
 
@@ -35,14 +38,14 @@ class ChatTemplate:
     source: text that differs between templates that write differently, for fingerprints; it leaves out the tokenizer.
     """
 
-    def __init__(self, template: str, variables: dict[str, str], tokenizer: Tokenizer, now: datetime):
-        """variables: what the template may use beside the messages. now: what it is told when it asks for the date.
+    def __init__(self, template: str, variables: dict[str, str], tokenizer: Tokenizer):
+        """variables: what the template may use beside the messages.
 
         Raises jinja2.TemplateSyntaxError. The tokenizer is changed: special tokens are recognised in what it encodes.
         """
-        self._state = (template, variables, tokenizer, now)
+        self._state = (template, variables, tokenizer)
         self.source = json.dumps([template, variables], sort_keys=True)
-        self._environment = _environment(now)
+        self._environment = _environment()
         self._template = self._environment.from_string(template)
         self._variables = variables
         self._tokenizer = tokenizer
@@ -172,7 +175,7 @@ def load_template(folder: str) -> ChatTemplate | None:
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in keys.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
     try:
-        return ChatTemplate(template, variables, load_tokenizer(folder).tokenizer, datetime.now())
+        return ChatTemplate(template, variables, load_tokenizer(folder).tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
 
@@ -213,7 +216,7 @@ def _strings(value: Any) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------------- the sandbox
 
 
-def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja as Hugging Face's templates expect it, out of which nothing of the machine can be reached."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
@@ -224,7 +227,7 @@ def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
         "namespace": _Namespace,
         "raise_exception": _raise_exception,
-        "strftime_now": now.strftime,
+        "strftime_now": _TODAY.strftime,
     }
     environment.filters["tojson"] = _tojson  # Jinja's escapes what HTML could mistake
     return environment

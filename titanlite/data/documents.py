@@ -11,18 +11,13 @@ from typing import Any, NamedTuple
 
 from titanlite.data.readers import (
     HUB,
-    BadDocument,
-    Document,
     Part,
-    describe_place,
     is_url,
     kind_of,
     need,
     open_bytes,
     open_dataset,
     open_hub,
-    read,
-    where,
 )
 from titanlite.errors import UserError
 
@@ -86,39 +81,6 @@ def stdlib_files() -> list[Path]:
     inside = ((file, file.relative_to(root).parts) for file in root.rglob("*.py"))
     # lib2to3 and others keep samples in odd encodings under tests, which are left out; all else is UTF-8
     return sorted(file for file, parts in inside if not _LEFT_OUT.intersection(parts))
-
-
-def list_files(dataset: str, dataset_path: str, section: str = "training") -> list[Path]:
-    """The files of a section's `dataset` and `dataset_path`, sorted. Raises UserError where there are none."""
-    if dataset_path and dataset != STDLIB:
-        raise UserError(
-            f"{section}.dataset = {dataset!r} and {section}.dataset_path = {dataset_path!r} both name data; give one of them"
-        )
-    if not dataset_path and dataset == STDLIB:
-        return stdlib_files()
-    key = f"{section}.dataset_path" if dataset_path else f"{section}.dataset"
-    path = Path(dataset_path or dataset)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        hint = "" if dataset_path else f'; the built-in data is called "{STDLIB}"'
-        raise UserError(f'{key} = "{path}": no such file or folder{hint}')
-    files = _visible_files(path)
-    if not files:
-        raise UserError(f'{key} = "{path}": the folder holds no files')
-    return files
-
-
-def read_documents(files: list[Path], text_key: str = "text") -> Iterator[str]:
-    """The texts of files, in order, such as to train a tokenizer on; chats are left out. Raises BadDocument."""
-    for entry in list_inputs([str(file) for file in files]):
-        for part in entry.parts:
-            for found in read(part, text_key):
-                if not isinstance(found, Document):
-                    place = describe_place(*where(part, found.place))
-                    raise BadDocument(f"{place}: {found.reason}")
-                if isinstance(found.content, str):
-                    yield found.content
 
 
 # ------------------------------------------------------------------------------------------------------------- finding

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +14,12 @@ from tokenizers import Tokenizer
 
 from titanlite.config import Config, Source
 from titanlite.data.cache import cache_folder, digest, making, once
-from titanlite.data.chat import load_template
+from titanlite.data.chat import ChatTemplate, load_template
 from titanlite.data.documents import STDLIB, list_inputs, stdlib_files
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.packing import Packing, pack_file
 from titanlite.data.prepare import prepare
-from titanlite.data.readers import HUB, is_url
+from titanlite.data.readers import HUB, BadDocument, is_url
 from titanlite.data.tokenizer import LoadedTokenizer, describe, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
 
@@ -168,11 +169,20 @@ def _prepared(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path
         with making(folder):
             if not folder.is_dir():
                 log.info("tokenizing %s, once; kept in %s", path, cache_folder())
-                prepare(
-                    names, folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
-                    chat=template, key=f"{key} =",
-                )  # fmt: skip
+                _prepare(names, folder, loaded, template, key)
     return folder
+
+
+def _prepare(names: list[str], folder: Path, loaded: LoadedTokenizer, template: ChatTemplate | None, key: str) -> None:
+    """Makes tokens of text. Of text that is at fault nothing is kept: once it is mended, its tokens have another name."""
+    try:
+        prepare(
+            names, folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
+            chat=template, key=f"{key} =",
+        )  # fmt: skip
+    except BadDocument:
+        shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
+        raise
 
 
 def open_tokenizer(assets: str) -> LoadedTokenizer:
