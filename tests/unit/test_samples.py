@@ -10,6 +10,7 @@ import pytest
 
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config import Config
+from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
@@ -326,3 +327,18 @@ def test_a_weight_too_small_to_be_kept_is_refused_with_the_name_of_its_source(tm
     with pytest.raises(UserError, match=r"training.sources: the weight of next to none is below a millionth of all; leave it"):
         mix_of(files, _config())
     assert mix_of([files[0], files[1]._replace(keys=files[1].keys.model_copy(update={"weight": 2e-6}))], _config())
+
+
+def test_an_index_that_is_out_of_order_where_a_row_is_read_is_refused(tmp_path):
+    """Opening looks at the ends only: what is wrong in the middle shows when it is read, and never as a wrong batch."""
+    file = write_file(tmp_path / "a", [[1] * 10] * 10)
+    index = tmp_path / "a.idx"
+    content = bytearray(index.read_bytes())
+    at = 34 + 4 * 10 + 8 * 5  # where the sixth sequence begins
+    content[at : at + 8] = (15 * 2).to_bytes(8, "little")
+    index.write_bytes(content)
+    config = Config.model_validate({"training": {"seq_len": 16, "document_mask": True}})
+    data = mix_of([opened(TokenFile(file.prefix), foreign=True)], config)
+    with pytest.raises(UserError, match=r"a\.idx: "):
+        for row in range(data.sources[0].count):
+            data.read(np.array([0]), np.array([row]))

@@ -498,6 +498,19 @@ def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
 
 
+@pytest.mark.parametrize("fault", ["of the file as it was", "cut short"])
+def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
+    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
+    beside = tmp_path / "a.best_fit-8.npy"
+    pack_file(file.prefix, 8, beside)
+    if fault == "cut short":
+        beside.write_bytes(beside.read_bytes()[:-8])
+    else:
+        file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
+    with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made anew"):
+        open_packing(file, "f", 8)
+
+
 def test_packing_that_fails_in_the_middle_leaves_nothing_and_damaged_rows_are_packed_again(tmp_path, monkeypatch):
     file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
 

@@ -11,17 +11,24 @@ import numpy as np
 
 from titanlite.data.indexed import TokenFile
 
+_HEAD = 5  # numbers that stand before the tables
+
 
 class Packing:
     """The rows of one token file, mapped from disk: which pieces of documents stand in each, one after the other."""
 
     def __init__(self, path: Path):
-        """path: a file of `pack_file`."""
+        """path: a file of `pack_file`. Raises ValueError for one that is not."""
         self.path = path
         table = np.load(path, mmap_mode="r").view(np.ndarray)
-        self.rows, pieces, self.kept = (int(number) for number in table[:3])  # kept: tokens of all rows together
-        assert len(table) == 3 + self.rows + 1 + 2 * pieces
-        self._ends, self._starts, self._lengths = np.split(table[3:], [self.rows + 1, self.rows + 1 + pieces])
+        if len(table) < _HEAD:
+            raise ValueError("too short")
+        # of: tokens and documents of the token file; kept: tokens of all rows together
+        *of, self.rows, pieces, self.kept = (int(number) for number in table[:_HEAD])
+        self.of = tuple(of)
+        if len(table) != _HEAD + self.rows + 1 + 2 * pieces:
+            raise ValueError(f"{len(table)} numbers, {self.rows} rows and {pieces} pieces")
+        self._ends, self._starts, self._lengths = np.split(table[_HEAD:], [self.rows + 1, self.rows + 1 + pieces])
 
     def __reduce__(self):
         return Packing, (self.path,)
@@ -35,15 +42,15 @@ class Packing:
 def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
     """Packs the documents of a token file into rows of seq_len + 1 tokens; `target` becomes the .npy file of it.
 
-    The file is one row of int64: rows, pieces, tokens in them; the first piece of each row, and at the end their number;
-    the first token of each piece; its tokens.
+    The file is one row of int64: tokens and documents of the token file, rows, pieces, tokens in them; the first piece of each
+    row, and at the end their number; the first token of each piece; its tokens.
     """
     file = TokenFile(prefix)
     starts, lengths = _pieces(file.boundaries(0, file.documents), seq_len)
     row_of = best_fit(lengths, seq_len + 1)
     order = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of)
-    head = np.array([len(counts), len(lengths), lengths.sum()])
+    head = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
     with open(target, "wb") as out:
         np.save(out, np.concatenate([head, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
 

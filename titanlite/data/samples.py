@@ -12,6 +12,7 @@ import numpy as np
 
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
+from titanlite.errors import UserError
 
 Piece = tuple[int, int]  # (first token in the file, tokens)
 
@@ -40,6 +41,8 @@ def packed_by_document(rows: Rows, row: int, seq_len: int) -> list[Piece]:
     """As `packed`, cut where documents begin."""
     first, last = row * seq_len, (row + 1) * seq_len
     cuts = rows.file.boundaries(rows.file.document_at(first) + 1, rows.file.document_at(last)).tolist()
+    if cuts and not (first < cuts[0] and cuts[-1] <= last):
+        raise UserError(f"{rows.file.prefix}.idx: the documents at token {first} do not follow each other")
     edges = [first, *cuts, last + 1]
     return [(a, b - a) for a, b in itertools.pairwise(edges) if b > a]  # documents may be empty
 

@@ -80,7 +80,7 @@ def key_of(config: Config, section: str) -> str:
 def find(path: str, key: str) -> list[Path] | None:
     """The token files at a path, without suffixes, or None for text. Raises UserError for what is neither."""
     place = Path(path) if Path(path).name else Path(path).absolute()
-    if place.suffix in (".bin", ".idx"):
+    if place.suffix in (".bin", ".idx") and not place.is_dir():
         place = place.with_suffix("")
     if place.name and (path_of(place, "idx").is_file() or path_of(place, "bin").is_file()):  # "/" has no name
         return [place]
@@ -89,7 +89,7 @@ def find(path: str, key: str) -> list[Path] | None:
     if place.is_dir() and any(place.glob("*.idx")):
         # a .bin whose .idx was not copied along is to be missed, not left out
         return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in place.glob(f"*.{suffix}")})
-    if not place.exists() and place.with_name(f"{place.name}.unfinished").is_dir():
+    if (place / "plan.json").is_file() or (not place.exists() and place.with_name(f"{place.name}.unfinished").is_dir()):
         raise UserError(f'{key} = "{path}": not finished: give the same `titanlite tokenize` command again, it goes on')
     if not (place.exists() or path == STDLIB or path.startswith(HUB) or is_url(path) or glob.has_magic(path)):
         raise UserError(f'{key} = "{path}": no such file or folder; the built-in data is called "{STDLIB}"')
@@ -144,7 +144,13 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
     """The best-fit rows of a file: those that lie beside it, or else of the cache, where they are made at first use."""
     beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
     if beside.is_file():
-        return Packing(beside)
+        try:
+            packing = Packing(beside)
+        except ValueError as error:
+            raise UserError(f"{beside}: not a packing: {error}; remove it, and it is made anew") from None
+        if packing.of != (file.tokens, file.documents):
+            raise UserError(f"{beside}: is not of {file.prefix.name}.bin as it is now; remove it, and it is made anew")
+        return packing
 
     def make(path: Path) -> None:
         log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
