@@ -45,7 +45,11 @@ def poisoned(config: Config, steps: dict[int, int]) -> Data:
     for step, token in steps.items():
         position = torch.tensor([(step - 1) * GLOBAL_BATCH + 5]).numpy()
         ids[sample_at(position, (len(ids) - 1) // seq_len, f"{config.training.seed}/0")[0] * seq_len + 3] = token
-    return data_of([ids], config, 512)
+    data = data_of([ids], config, 512)
+    mixed = data.sources[0]
+    # runs that are compared go on from each other's checkpoints, and must not see that their data differ
+    data.sources[0] = mixed._replace(source=mixed.source._replace(fingerprint="learnable"))
+    return data
 
 
 # ------------------------------------------------------------------------------------------- a step that changes nothing
