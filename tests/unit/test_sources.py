@@ -382,7 +382,7 @@ def test_missing_flags_of_the_loss_are_told_since_users_would_be_predicted_witho
         b"[]",
         b"3",
         b'{"name": "a web page", "icons": []}',
-        b'["tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint"]',
+        b'["tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint", "format"]',
     ],
 )
 def test_a_file_that_is_no_manifest_is_named(tokenized, assets, content):

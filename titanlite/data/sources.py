@@ -107,8 +107,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not {"tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint"} <= set(manifest):
+        if not {"format", "tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint"} <= set(manifest):
             raise ValueError("it lacks entries")
+        if manifest["format"] != 1:
+            raise ValueError(f"format {manifest['format']}, and only 1 is known")
         if any(Path(shard["name"]).name != shard["name"] for shard in manifest["shards"]):
             raise ValueError("a shard is not in its folder")
         if not all({"documents", "tokens", "loss"} <= set(shard) for shard in manifest["shards"]):
