@@ -1,11 +1,9 @@
 """This process among the others: its rank, device, process group, timeouts, random state, and who logs."""
 
-import ctypes
 import datetime
 import hashlib
 import logging
 import os
-import signal
 import sys
 
 import torch
@@ -35,13 +33,6 @@ def set_up_logging() -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO if str(rank) in chosen.split(",") else logging.WARNING)
-
-
-def end_with_parent() -> None:
-    """On Linux, has the kernel end this process when the one that started it dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
 
 
 def is_echo(error: Exception) -> bool:

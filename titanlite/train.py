@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import process, profiling, stacks
+from titanlite import children, process, profiling, stacks
 from titanlite.checkpoint.folder import clean_up, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
@@ -337,7 +337,7 @@ def main() -> None:
     process.set_up_logging()
     rank, world = process.rank_and_world()
     if "RANK" in os.environ:
-        process.end_with_parent()  # no rank trains on without the launcher
+        children.end_with_parent()  # no rank trains on without the launcher
     patience = _PATIENCE
     try:
         path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])

@@ -24,7 +24,7 @@ def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple
         config, global_batch = setting_of(folder, step)
         route = route_to(step, attempt, read_entries(folder / FILE))
         config = on_mesh(config, global_batch, ranks_of(degrees) if degrees else None)
-        replayed = replay(config, folder, route, step, poisoned(bad), mesh_of(degrees), CPU)
+        replayed = replay(config, folder, route, step, poisoned(config, bad), mesh_of(degrees), CPU)
         found.append((replayed, describe(replayed, folder, route, config, mesh_of(degrees))))
         dist.barrier()
     return found

@@ -1,1 +1,1 @@
-"""From text to global batches: documents -> tokenizer -> one row of token ids on disk -> samples in a seekable order."""
+"""From text to global batches: documents -> tokenizer -> token files on disk -> samples in a seekable order."""

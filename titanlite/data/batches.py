@@ -3,7 +3,6 @@
 The position in the data is one number: samples consumed so far. So there is no state to save, whatever reads ahead.
 """
 
-import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -12,14 +11,13 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite import process
+from titanlite import children
 from titanlite.config import Config, Dataloader
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
@@ -34,7 +32,7 @@ _LATEST = 64  # steps of which it is kept what was read last; more than are ever
 
 def to_batch(arrays: Arrays, local_batch: int) -> Batch:
     """Rows as the model gets them, in microbatches of `local_batch`."""
-    return Batch(*(None if a is None else torch.from_numpy(a).unflatten(0, (-1, local_batch)) for a in arrays))
+    return Batch(*(None if a is None else torch.from_numpy(a).view(-1, local_batch, a.shape[1]) for a in arrays))
 
 
 def read_batches(
@@ -75,7 +73,7 @@ class Plan:
         if self._notes is None:
             self._notes = self.latest.numpy()
         note = self._notes[step % _LATEST]
-        note[:] = step, -1
+        note[0], note[1] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
         except UserError as error:
@@ -110,8 +108,8 @@ class Batches:
         """pin_memory: batches are put into page-locked memory, from where a GPU copies by itself."""
         self._plan, self._step = plan, 0
         self._pin = pin_memory and not keys.workers  # the loader does it itself, in a thread
-        self._source = _read_ahead(plan, keys, pin_memory) if keys.workers else map(plan.__getitem__, itertools.count())
         self._waiting = _Waiting(plan, keys.stall_seconds)
+        self._source = _read_ahead(plan, keys, pin_memory) if keys.workers else map(plan.__getitem__, itertools.count())
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -139,7 +137,7 @@ class Batches:
 def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
-    with _held_signals(), warnings.catch_warnings():
+    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # PyTorch's to torchdata
         return iter(
             StatefulDataLoader(
@@ -160,18 +158,7 @@ def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batc
 
 def _end_with_server(_number: int) -> None:
     """The server ends with the rank, and the workers with the server, even where the rank is killed."""
-    process.end_with_parent()
-
-
-@contextlib.contextmanager
-def _held_signals() -> Iterator[None]:
-    """Processes started meanwhile never hear of a stop that is asked of all processes of a job: the rank will end them."""
-    resource_tracker.ensure_running()  # it would be started with the first process, and then let some of these signals through
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    children.end_with_parent()
 
 
 class _Waiting:

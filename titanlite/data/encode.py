@@ -1,23 +1,21 @@
 """Units of work: some parts of the inputs, tokenized by this process or by workers into a folder that appears at once."""
 
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import traceback
-import types
 from collections.abc import Iterator
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from titanlite import children
 from titanlite.data.indexed import Writer
 from titanlite.data.readers import Bad, BadDocument, Document, Part, describe_place, read, where
 from titanlite.errors import UserError
@@ -78,7 +76,7 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
     processes: dict[connection.Connection, Any] = {}
     queue = iter(units)
     try:
-        with _starting():
+        with children.starting({signal.SIGINT}):
             for _ in range(min(workers, len(units))):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(job, theirs), daemon=True)
@@ -115,29 +113,9 @@ def _gather(pipes: list[connection.Connection], queue: Iterator[Unit]) -> Iterat
             yield answer
 
 
-@contextlib.contextmanager
-def _starting() -> Iterator[None]:
-    """While workers are started: they leave Ctrl-C to this process, and do not import its main module.
-
-    Ctrl-C reaches every process of a terminal, so it is held back in them from their first moment. The main module may be the
-    training loop, with all of PyTorch.
-    """
-    resource_tracker.ensure_running()  # multiprocessing's own process: its start would end the holding back
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _work(job: Job, pipe: connection.Connection) -> None:
     """A worker: answers each unit with (unit, record), or with an exception."""
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG of prctl(2): no worker outlives a command that was killed
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+    children.end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         return

@@ -130,8 +130,9 @@ class Data:
         Raises UserError for an id that is not in the vocabulary, and for a sample that is USED_UP.
         """
         length = self.seq_len
-        arrays = self._empty(len(samples), with_counted=self._some_uncounted or bool((samples == PADDING).any()))
-        for at, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
+        numbers = samples.tolist()  # plain numbers and lists: a call of NumPy costs as much as copying a short row
+        arrays = self._empty(len(samples), with_counted=self._some_uncounted or PADDING in numbers)
+        for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
             if sample == PADDING:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite import incidents, process
+from titanlite import children, incidents, process
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
@@ -331,7 +331,7 @@ def _start(asked: argparse.Namespace) -> None:
 def _rank(rank: int, ranks: int, config: Config, run: Path, step: int, route: Route) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     process.set_up_logging()
-    process.end_with_parent()
+    children.end_with_parent()
     try:
         device = process.start(config)
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), device.type)

@@ -1,0 +1,34 @@
+"""Processes that others start: how they are started, and that they end with their parent. Imports nothing that takes long."""
+
+import contextlib
+import ctypes
+import signal
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from multiprocessing import resource_tracker
+
+
+def end_with_parent() -> None:
+    """On Linux, has the kernel end this process when the one that started it dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def starting(deaf_to: Iterable[int]) -> Iterator[None]:
+    """While workers are started by multiprocessing: they never hear some signals, and do not import this program's main module.
+
+    Ctrl-C reaches every process of a terminal, a scheduler's stop every process of a job: so such signals are held back in the
+    workers from their first moment, and this process ends them. The main module may be anything, such as a user's script.
+    """
+    resource_tracker.ensure_running()  # multiprocessing's own process: its start would end the holding back
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
