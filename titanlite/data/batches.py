@@ -27,7 +27,6 @@ from titanlite.loss import Batch
 log = logging.getLogger(__name__)
 
 _LOCATED_AT_ONCE = 4096  # samples whose places are worked out together: numpy's overhead a call is shared by so many
-_LATEST = 64  # steps of which it is kept what was read last; more than are ever read ahead by all workers together
 
 
 def to_batch(arrays: Arrays, local_batch: int) -> Batch:
@@ -39,17 +38,28 @@ def read_batches(
     config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int], pin_memory: bool = False
 ) -> "Batches":
     """This rank's part of the global batches that follow `consumed` samples; part: (data rank, data degree)."""
-    plan = Plan(data, consumed, global_batch, config.training.local_batch_size, config.training.seed, part)
-    return Batches(plan, config.dataloader, pin_memory)
+    keys, training = config.dataloader, config.training
+    ahead = keys.workers * keys.prefetch
+    return Batches(Plan(data, consumed, global_batch, training.local_batch_size, training.seed, part, ahead), keys, pin_memory)
 
 
 class Plan:
     """Which samples make up this rank's part of each step, step 0 being the next one."""
 
-    def __init__(self, data: Data, consumed: int, global_batch: int, local_batch: int, seed: int, part: tuple[int, int]):
+    def __init__(
+        self,
+        data: Data,
+        consumed: int,
+        global_batch: int,
+        local_batch: int,
+        seed: int,
+        part: tuple[int, int],
+        ahead: int = 0,
+    ):
         """consumed: samples that earlier steps have used; the next one uses `consumed` .. `consumed + global_batch - 1`.
 
-        part: (data rank, data degree); each rank takes a run of neighbouring samples.
+        part: (data rank, data degree); each rank takes a run of neighbouring samples. ahead: steps that are read before they
+        are needed, at most.
         """
         rank, degree = part
         self.data, self.seed, self.local_batch, self.global_batch = data, seed, local_batch, global_batch
@@ -57,7 +67,8 @@ class Plan:
         assert self.share * degree == global_batch and self.share % local_batch == 0
         self.first = consumed + rank * self.share
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
-        self.latest = torch.full((_LATEST, 2), -1).share_memory_()  # step, and the row of it that was begun last
+        # of each step that is being read, its number and the row that was begun last
+        self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
         self._notes: np.ndarray | None = None  # the same memory, as the process that reads sees it
         self._block, self._located = -1, (np.zeros(0), np.zeros(0))
 
@@ -72,7 +83,7 @@ class Plan:
         sources, samples = self.located(step)
         if self._notes is None:
             self._notes = self.latest.numpy()
-        note = self._notes[step % _LATEST]
+        note = self._notes[step % len(self._notes)]
         note[0], note[1] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
@@ -92,7 +103,7 @@ class Plan:
 
     def last_read(self, step: int) -> str:
         """What of a step was being read last, for a person."""
-        noted, at = self.latest[step % _LATEST].tolist()
+        noted, at = self.latest[step % len(self.latest)].tolist()
         if noted != step or at < 0:
             return "no worker has begun to read it"
         sources, samples = self.located(step)

@@ -69,18 +69,25 @@ def truncated(rows: Rows, row: int, seq_len: int) -> list[Piece]:
     return [(first, min(end - first, seq_len + 1))] if end > first else []
 
 
-# document_policy -> (rows and tokens of a file, pieces of a row, pieces of a row where documents are kept apart)
+class Policy(NamedTuple):
+    """A `document_policy`."""
+
+    count: Callable[[TokenFile, int, Packing | None], tuple[int, int]]  # rows of a file, tokens in them
+    pieces: Callable[[Rows, int, int], list[Piece]]
+    pieces_apart: Callable[[Rows, int, int], list[Piece]]  # where documents are kept apart, no piece holds two
+
+
 POLICIES = {
-    "pack": (count_packed, packed, packed_by_document),
-    "best_fit": (count_best_fit, best_fit, best_fit),
-    "truncate": (count_truncated, truncated, truncated),
+    "pack": Policy(count_packed, packed, packed_by_document),
+    "best_fit": Policy(count_best_fit, best_fit, best_fit),
+    "truncate": Policy(count_truncated, truncated, truncated),
 }
 
 
 def rows_of(file: TokenFile, policy: str, seq_len: int, mask: bool, packing: Packing | None) -> Rows:
     """The rows of a file under a policy; mask: documents are kept apart. packing: for "best_fit"."""
-    count, apart_or_not = POLICIES[policy][0], POLICIES[policy][2 if mask else 1]
-    return Rows(file, *count(file, seq_len, packing), packing, apart_or_not)
+    chosen = POLICIES[policy]
+    return Rows(file, *chosen.count(file, seq_len, packing), packing, chosen.pieces_apart if mask else chosen.pieces)
 
 
 class Arrays(NamedTuple):
