@@ -139,9 +139,20 @@ def load_run(
     tensors: dict[str, Tensor],
 ) -> tuple[Progress, Schedule]:
     """Goes on from one checkpoint, into `tensors`. Raises UserError for one that does not fit."""
+    _refuse_foreign(source, found)
     schedule = check_changes(config, family, data, global_batch, source, found)
     load.load_tensors(source, found, tensors, excluded(config, found))
     return Progress(found.numbers["step"], found.numbers["samples"]), schedule
+
+
+def _refuse_foreign(source: Path, found: Manifest) -> None:
+    """Raises UserError for a checkpoint that is whole, but whose numbers are not those that `numbers_of` gives."""
+    numbers = found.numbers
+    tables = numbers["config"].get("checkpoint"), numbers["config"].get("training"), numbers["data"].get("sources")
+    if not all(isinstance(table, dict) for table in numbers["config"].values()) or None in tables:
+        raise UserError(f"{source}: its manifest is whole, but does not describe a run of titanlite")
+    if not isinstance(numbers["schedule"].get("total_steps"), int):
+        raise UserError(f"{source}: its manifest is whole, but has no schedule")
 
 
 def excluded(config: Config, found: Manifest) -> list[str]:
@@ -157,6 +168,8 @@ def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:
     started again by a scheduler does not go back every time.
     """
     newest = load.newest_sound(folder)
+    if newest is not None:
+        _refuse_foreign(*newest)
     if newest is None or keys.load_step < 0:
         return newest
     numbers = newest[1].numbers

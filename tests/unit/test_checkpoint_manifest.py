@@ -142,10 +142,10 @@ def test_none_and_an_unreadable_one_are_told_apart(tmp_path):
 
 
 def test_another_format_is_told_as_such_and_not_as_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_FORMAT", 3)
+    monkeypatch.setattr(manifest, "_FORMAT", 4)
     manifest.write(tmp_path, Manifest({"step": 1, "of the future": 2}, {}))
     monkeypatch.undo()
-    with pytest.raises(UserError, match="is of format 3; this version reads format 2") as raised:
+    with pytest.raises(UserError, match="is of format 4; this version reads format 3") as raised:
         manifest.read(tmp_path)
     assert not isinstance(raised.value, Damaged)
 
@@ -161,11 +161,11 @@ def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp
 
 @pytest.mark.parametrize("body", [
     '{"step": 1}',  # no format
-    json.dumps({"format": 2, **NUMBERS}),  # no files
-    json.dumps({"format": 2, **NUMBERS, "files": [1]}),
-    json.dumps({"format": 2, **NUMBERS, "files": {"a": 1}}),
-    json.dumps({"format": 2, **NUMBERS, "files": {"a": {"bytes": 1}}}),
-    json.dumps({"format": 2, **NUMBERS, "files": {"a": {"bytes": "many", "xxh3_128": "0"}}}),
+    json.dumps({"format": 3, **NUMBERS}),  # no files
+    json.dumps({"format": 3, **NUMBERS, "files": [1]}),
+    json.dumps({"format": 3, **NUMBERS, "files": {"a": 1}}),
+    json.dumps({"format": 3, **NUMBERS, "files": {"a": {"bytes": 1}}}),
+    json.dumps({"format": 3, **NUMBERS, "files": {"a": {"bytes": "many", "xxh3_128": "0"}}}),
 ], ids=["no format", "no files", "list", "number", "no checksum", "word"])  # fmt: skip
 def test_a_manifest_whose_checksum_is_right_and_which_lacks_something_is_refused(tmp_path, body):
     (tmp_path / manifest.FILE).write_text(raw(body))

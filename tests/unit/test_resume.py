@@ -18,7 +18,7 @@ from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
 from titanlite.lr_schedule import Schedule, build_schedule
-from titanlite.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, numbers_of
+from titanlite.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, load_run, numbers_of
 from titanlite.zoo import Family, load_family
 
 TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
@@ -209,6 +209,20 @@ def test_other_data_needs_its_own_word():
         go_on("training.*")
     go_on("data")
     resume({"training.dataset": "elsewhere"})
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [{"config": {}}, {"config": {"checkpoint": 3}}, {"config": {"training": {}}}, {"data": {}}, {"schedule": {}}],
+    ids=str,
+)
+def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
+    """Right checksums do not make it a run's: a tool may have written it, or somebody who means harm."""
+    numbers = stored().numbers | foreign
+    config = configuration()
+    family = load_family(config.model.name, config.model.flavor)
+    with pytest.raises(UserError, match=r"step-00000010: its manifest is whole, but "):
+        load_run(SOURCE, Manifest(numbers, {}), config, family, DATA, 8, {})
 
 
 def test_another_architecture_is_refused_by_its_dimensions_and_cannot_be_allowed():

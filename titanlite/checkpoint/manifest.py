@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: its numbers, and size and checksum of each of its files. A checkpoint without one is none.
 
-    {"format": 2, "step": 100, "samples": 800, ..., "files": {".metadata": {"bytes": 5310, "xxh3_128": "8f0e..."}, ...},
+    {"format": 3, "step": 100, "samples": 800, ..., "files": {".metadata": {"bytes": 5310, "xxh3_128": "8f0e..."}, ...},
      "xxh3_128": the checksum of all of the above as it is written}
 
 XXH3 (https://xxhash.com) finds damage, not malice: it reads 20 times as fast as SHA-256, so that checking costs no more than
@@ -17,7 +17,7 @@ import xxhash
 from titanlite.errors import UserError
 
 FILE = "manifest.json"
-_FORMAT = 2
+_FORMAT = 3
 _OWN = "xxh3_128"
 _NUMBERS = {
     "step": int,
