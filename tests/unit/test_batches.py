@@ -4,6 +4,8 @@ import logging
 import multiprocessing.forkserver as forkserver
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -217,6 +219,51 @@ def test_workers_do_not_hear_of_a_stop_that_is_asked_of_all_processes_and_end_wi
         next(source)
     source.close()
     assert worker not in workers()
+
+
+READING = """
+import sys, time
+from pathlib import Path
+
+from tests.token_files import mix_of, opened
+from tests.unit.test_batches import GLOBAL, config_of
+from titanlite.data.batches import read_batches
+from titanlite.data.indexed import TokenFile
+
+if __name__ == "__main__":
+    config = config_of(workers=2)
+    source = read_batches(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), 0, GLOBAL, (0, 1))
+    next(source)
+    print("reading", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_path):
+    (tmp_path / "reading.py").write_text(READING)
+    mark = str(sources[0].files[0].prefix)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "THIS_RUN": str(tmp_path)}
+    rank = subprocess.Popen(
+        [sys.executable, tmp_path / "reading.py", mark], stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    assert rank.stdout.readline() == b"reading\n"
+
+    def left() -> list[str]:
+        return [entry.name for entry in Path("/proc").glob("[0-9]*") if marked(entry)]
+
+    def marked(entry: Path) -> bool:
+        try:
+            return f"THIS_RUN={tmp_path}\0".encode() in (entry / "environ").read_bytes()
+        except OSError:  # ended meanwhile, or another user's
+            return False
+
+    assert len(left()) >= 4  # rank, server, two workers
+    rank.kill()
+    rank.wait()
+    deadline = time.monotonic() + 20
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left() == []
 
 
 def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):

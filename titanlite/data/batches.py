@@ -6,6 +6,7 @@ The position in the data is one number: samples consumed so far. So there is no 
 import itertools
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -161,15 +162,25 @@ def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batc
                 # A fork of this process would copy CUDA's and gloo's threads in the middle of their work; these are forks of a
                 # server that has only imported what they need.
                 multiprocessing_context="forkserver",
-                worker_init_fn=_end_with_server,
+                worker_init_fn=_end_with_rank,
                 snapshot_every_n_steps=2**62,  # its state is not asked for: ours is one number
             )
         )
 
 
-def _end_with_server(_number: int) -> None:
-    """The server ends with the rank, and the workers with the server, even where the rank is killed."""
-    children.end_with_parent()
+def _end_with_rank(_number: int) -> None:
+    """Ends a worker when the rank is gone, even by SIGKILL.
+
+    The rank is not its parent: that is the fork server, which in turn lives as long as any worker does.
+    """
+    rank = multiprocessing.parent_process()  # who asked for this process
+    assert rank is not None
+
+    def wait() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="end with the rank").start()
 
 
 class _Waiting:
