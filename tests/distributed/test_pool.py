@@ -36,7 +36,8 @@ def add_up(fail: str = "", failing: int = -1) -> int:
     ],
     ids=["raises", "dies", "hangs"],
 )
-def test_a_failing_rank_is_named_and_the_pool_works_again(failure: dict[str, Any], message: str):
+def test_a_failing_rank_is_named_and_the_pool_works_again(failure: dict[str, Any], message: str, monkeypatch):
+    monkeypatch.setattr("tests.distributed.pool._GRACE", 2.0)
     pool = Pool(2)
     try:
         assert pool.run(f"{HERE}:add_up") == [1, 1]
