@@ -3,6 +3,7 @@
 import multiprocessing
 
 import pytest
+import torch
 
 from tests import sparse_set
 from titanlite.data.tokenizer import train_tokenizer
@@ -19,4 +20,5 @@ def test_a_trillion_tokens_open_and_a_far_step_is_found_in_bounded_memory(tmp_pa
         found = pool.apply(sparse_set.measure, (tmp_path / "set", str(tmp_path / "assets"), mask))
     assert (found["tokens"], found["documents"]) == (10**12, 10**9)
     assert found["open"] < 20 and found["seek"] < 10
-    assert found["resident_mb"] < 500
+    assert found["added_mb"] < 150
+    assert found["resident_mb"] < 500 or torch.version.cuda, "of which a build for GPUs takes more by itself"
