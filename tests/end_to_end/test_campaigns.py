@@ -8,13 +8,13 @@ pytestmark = pytest.mark.timeout(1800)  # a minute or two each on a machine that
 
 
 def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
-    report = kill.campaign(tmp_path, kill.Mesh(2, 1), kills=6, seed=0, at_once=2)
+    report = kill.campaign(tmp_path, kill.Mesh(2, 1), kills=3, seed=0, at_once=2)
     assert report.broken == []
-    assert report.figures["kills"] == 6
+    assert report.figures["kills"] == 3
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    assert elastic.campaign(tmp_path, ranks=[4, 2, 3], steps=3).broken == []
+    assert elastic.campaign(tmp_path, ranks=[3, 2], steps=3).broken == []
 
 
 def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
