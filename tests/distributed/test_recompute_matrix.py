@@ -73,7 +73,8 @@ def test_inductors_kernels_give_what_one_plain_process_gives(pools, one_process,
 
 
 @pytest.mark.parametrize(
-    ("mesh", "mode"), itertools.product(["one process", "shard 2 x tp 2"], ["full", "every second layer", "per operation"])
+    ("mesh", "mode"),
+    [*itertools.product(["one process", "shard 2 x tp 2"], ["full", "every second layer", "per operation"])],
 )
 def test_checkpointed_without_compile_every_mesh_gives_what_one_plain_process_gives(pools, one_process, mesh, mode):
     found, graphs = run(pools, MESHES[mesh], mode, None)
