@@ -6,17 +6,12 @@ model down with --flavor or other options: the mesh is what is looked at. Exit c
 """
 
 import argparse
-import logging
 import math
 import sys
-import tempfile
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +26,7 @@ from titanlite.loss import Batch
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.optimizer import build_optimizer
+from titanlite.tools.ranks import on_ranks
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import load_family
 
@@ -225,32 +221,14 @@ def _on_mesh(config: Config, degrees: dict[str, int], meshes: list[dict[str, int
 
 
 def _run(config: Config, degrees: dict[str, int]) -> Trajectory:
-    """A trajectory on a mesh of processes on this machine: on its GPUs if they are enough, else on the CPU."""
-    ranks = math.prod(degrees.values())
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (ranks, config, degrees, folder), nprocs=ranks)
-        return torch.load(Path(folder) / "trajectory", weights_only=False)  # written a moment ago by ourselves
+    """A trajectory on a mesh of processes on this machine."""
+    patience = config.comm.init_timeout_seconds
+    return on_ranks(math.prod(degrees.values()), _record, config, degrees, timeout_seconds=patience)
 
 
-def _rank(rank: int, ranks: int, config: Config, degrees: dict[str, int], folder: str) -> None:
-    cuda = torch.cuda.device_count() >= ranks
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    # gathering whole tensors for a comparison is slow on purpose
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
     mesh = build_mesh({name: degrees.get(name, 1) for name in DIMENSIONS}, device.type)
-    found = record(config, open_data(config), mesh, device)
-    if rank == 0:
-        torch.save(found, Path(folder) / "trajectory")
-    dist.barrier()
-    dist.destroy_process_group()
+    return record(config, open_data(config), mesh, device)
 
 
 if __name__ == "__main__":
