@@ -6,7 +6,7 @@ the sequence) while its parameters are DTensors; `local_weight` is the one bridg
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ class SeqInfo(NamedTuple):
 
     positions: Tensor  # (batch, seq) int64, the place of each token in its sequence, or in its document
     documents: Tensor | None = None  # (batch, seq) int32, the number of each token's document; None: attention knows none
-    mask: Tensor | BlockMask | None = None  # what `with_mask` makes of documents, for `Attention.core`
+    cache: "Cache | None" = None  # keys and values of earlier tokens, when text is generated
+    mask: Tensor | BlockMask | None = None  # what `with_mask` makes of all this, for `Attention.core`
 
 
 class Normal(NamedTuple):
@@ -47,11 +48,16 @@ class Flops(NamedTuple):
     palm: float  # attention counted over the whole sequence (Chowdhery et al., arXiv:2204.02311, appendix B)
 
 
-def transformer_flops(matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int) -> Flops:
-    """FLOPs a token of a decoder: 6 for every parameter that is multiplied, 12 L H Q T for attention (PaLM, appendix B)."""
-    attention = 12 * n_layers * n_heads * head_dim
-    dense = 6 * matmul_parameters
-    return Flops(causal=dense + attention * (seq_len + 1) / 2, palm=dense + attention * seq_len)
+def transformer_flops(matmul_parameters: int, heads_dim: int, seq_len: int, windows: Iterable[int | None]) -> Flops:
+    """FLOPs a token of a decoder: 6 for every parameter that is multiplied, 12 H Q T a layer for attention (PaLM, appendix B).
+
+    heads_dim: the width of all query heads together, H Q. windows: how far each layer's attention looks; None: all the way.
+    """
+    attention, dense = 12 * heads_dim, 6 * matmul_parameters
+    reaches = [min(window or seq_len, seq_len) for window in windows]
+    # the first `reach` tokens see 1, 2, ... reach tokens, all later ones `reach`
+    seen = sum(reach * (2 * seq_len - reach + 1) / (2 * seq_len) for reach in reaches)
+    return Flops(causal=dense + attention * seen, palm=dense + attention * seq_len * len(reaches))
 
 
 def local_weight(weight: Tensor) -> Tensor:
@@ -60,6 +66,7 @@ def local_weight(weight: Tensor) -> Tensor:
     Each rank sees other tokens or other heads, so its gradient is one summand of the weight's gradient.
     """
     if isinstance(weight, DTensor):
+        assert all(place.is_replicate() for place in weight.placements), "a split weight is not the same for all ranks"
         return weight.to_local(grad_placements=[Partial()])
     return weight
 
@@ -125,47 +132,63 @@ def positions_in_documents(documents: Tensor) -> Tensor:
     return place - torch.where(first, place, 0).cummax(dim=1).values
 
 
-# ------------------------------------------------------------------------------------------------- attention in documents
+# ------------------------------------------------------------------------------------------------ what a token looks at
 
 
-def visibility(documents: Tensor) -> Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]:
+Visible = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
+
+
+def visibility(documents: Tensor | None, window: int | None) -> Visible:
     """The mask, as a function of (row, head, query, key) indices that says whether the query looks at the key.
 
-    Whatever kernel computes attention, its mask is made of this one function: a model that wants another one, a sliding
-    window say, changes it here.
+    Whatever kernel computes attention, its mask is made of this one function: a model that wants another one changes it here.
+    documents: (batch, seq), attention stays inside them. window: the query and the window - 1 tokens before it are seen.
     """
 
     def visible(row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[row, query] == documents[row, key])
+        seen = query >= key
+        if window is not None:
+            seen = seen & (query - key < window)
+        if documents is not None:
+            seen = seen & (documents[row, query] == documents[row, key])
+        return seen
 
     return visible
 
 
-def with_mask(seq: SeqInfo) -> SeqInfo:
-    """The same with the mask of its documents, made once for all layers; without documents it is returned as it is.
+def with_mask(seq: SeqInfo, window: int | None = None) -> SeqInfo:
+    """The same with the mask of its documents and of a window, made once for all layers that look as far.
 
-    On CUDA a BlockMask for FlexAttention, which skips the blocks that see nothing. Elsewhere (batch, 1, seq, seq) bool for
-    scaled_dot_product_attention, since FlexAttention has no backward pass on a CPU.
+    Where plain causal attention says the same, it is returned as it is. On CUDA a BlockMask for FlexAttention, which skips the
+    blocks that see nothing. Elsewhere (batch or 1, 1, seq, seq) bool for scaled_dot_product_attention, since FlexAttention has
+    no backward pass on a CPU. With a cache (batch, 1, seq, slots) bool.
     """
-    if seq.documents is None:
-        return seq
-    if seq.documents.is_cuda:
-        return seq._replace(mask=block_mask(seq.documents, _compiled_create_block_mask()))
-    return seq._replace(mask=dense_mask(seq.documents))
+    if seq.cache is not None:
+        assert seq.documents is None, "text is generated for one document a row"
+        slots = torch.arange(seq.cache.slots, device=seq.positions.device)
+        return seq._replace(mask=visibility(None, window)(slots, None, seq.positions[:, None, :, None], slots))
+    documents = seq.documents
+    if documents is None:
+        if window is None or window >= seq.positions.shape[1]:
+            return seq
+        documents = seq.positions.new_zeros(1, seq.positions.shape[1])  # one document in every row, so one mask for all
+    if documents.is_cuda:
+        return seq._replace(mask=block_mask(documents, window, _compiled_create_block_mask()))
+    return seq._replace(mask=dense_mask(documents, window))
 
 
-def dense_mask(documents: Tensor) -> Tensor:
+def dense_mask(documents: Tensor, window: int | None = None) -> Tensor:
     """(batch, 1, seq, seq) bool of documents (batch, seq): whether a query, in the third place, looks at a key."""
     rows, length = documents.shape
     row = torch.arange(rows, device=documents.device)[:, None, None, None]
     place = torch.arange(length, device=documents.device)
-    return visibility(documents)(row, None, place[:, None], place)
+    return visibility(documents, window)(row, None, place[:, None], place)
 
 
-def block_mask(documents: Tensor, create: Callable[..., BlockMask] = create_block_mask) -> BlockMask:
+def block_mask(documents: Tensor, window: int | None = None, create: Callable[..., BlockMask] = create_block_mask) -> BlockMask:
     """The same for FlexAttention: which blocks of 128 x 128 see all, something or nothing, and `visibility` for the second."""
     rows, length = documents.shape
-    return create(visibility(documents), rows, None, length, length, device=documents.device)
+    return create(visibility(documents, window), rows, None, length, length, device=documents.device)
 
 
 @functools.cache
@@ -180,41 +203,115 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, options={"wrap_inductor_compiled_regions": True})
 
 
+class Cache:
+    """Keys and values of the tokens so far, of every attention module: slot i holds position i.
+
+    A row's later slots may hold anything: the mask hides them, and they are overwritten when the row comes that far. So prompts
+    of any lengths stand beside each other, each from slot 0 on.
+    """
+
+    _STEP = 256
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, positions: int) -> None:
+        """Makes room for positions 0 to positions - 1."""
+        self.slots = max(self.slots, -(-positions // self._STEP) * self._STEP)
+
+    def extend(self, owner: nn.Module, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k and v (batch, seq, heads, head_dim) to positions (batch, seq); -> both whole, (batch, slots, ...)."""
+        kept = self._kept.get(owner, (k[:, :0], v[:, :0]))
+        if missing := self.slots - kept[0].shape[1]:
+            kept = self._kept[owner] = tuple(F.pad(part, (0, 0, 0, 0, 0, missing)) for part in kept)
+        row = torch.arange(len(k), device=k.device)[:, None]
+        for part, new in zip(kept, (k, v), strict=True):
+            part[row, positions] = new
+        return kept
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, scale: float | None, softcap: float | None
+) -> Tensor:
+    """Attention of q (batch, heads, queries, head_dim) over k and v (batch, fewer heads, keys, head_dim); -> q's shape.
+
+    mask: as `with_mask` makes it; None: causal. scale: of the scores, 1 / sqrt(head_dim) where it is None. softcap: scores s
+    become softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    """
+    gqa = k.shape[1] != q.shape[1]
+    if isinstance(mask, BlockMask) or (softcap is not None and q.is_cuda and mask is None):
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+        modify = None if softcap is None else _capped(softcap, causal=mask is None)
+        return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa)
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = q @ k.transpose(-2, -1) * (scale or q.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).type_as(q) @ v
+
+
+def _capped(softcap: float, causal: bool) -> Callable[..., Tensor]:
+    """The same for FlexAttention, which without a mask is not causal by itself."""
+
+    def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        score = softcap * torch.tanh(score / softcap)
+        return torch.where(query >= key, score, -math.inf) if causal else score
+
+    return modify
+
+
 # ------------------------------------------------------------------------------------------------------------ the block
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions."""
+    """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int):
+    qkv_bias: whether q, k and v have biases. scale, softcap: see `attend`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ):
         super().__init__()
-        self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.head_dim, self.scale, self.softcap = head_dim, scale, softcap
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
-        # -1 heads: tensor parallelism leaves each rank its share of them
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, heads, head_dim)
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = self.project(x)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         return self.wo(self.core(q, k, v, seq).flatten(-2))
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x (batch, seq, dim), before their positions: (batch, seq, heads, head_dim) each."""
+        return self.split(self.wq(x)), self.split(self.wk(x)), self.split(self.wv(x))
+
+    def split(self, x: Tensor) -> Tensor:
+        # -1 heads: tensor parallelism leaves each rank its share of them
+        return x.unflatten(-1, (-1, self.head_dim))
+
     def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
-        """The one place for masks and kernels: (batch, seq, heads, head_dim) each, k and v with fewer heads; -> q's shape."""
+        """The one place for masks, caches and kernels: (batch, seq, heads, head_dim), of k and v fewer heads; -> q's shape."""
+        assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
+            "Model.forward must make the mask of its documents: seq = with_mask(seq)"
+        )
+        if seq.cache is not None:
+            k, v = seq.cache.extend(self, k, v, seq.positions)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        gqa = k.shape[1] != q.shape[1]
-        if seq.mask is None:
-            assert seq.documents is None, "Model.forward must make the mask of its documents: seq = with_mask(seq)"
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
-        elif isinstance(seq.mask, Tensor):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seq.mask, enable_gqa=gqa)
-        else:
-            flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-            out = flex(q, k, v, block_mask=seq.mask, enable_gqa=gqa)
-        return out.transpose(1, 2)
+        return attend(q, k, v, seq.mask, self.scale, self.softcap).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -241,11 +338,11 @@ class Head(nn.Module):
     reduced once.
     """
 
-    def __init__(self, dim: int, vocab_size: int, eps: float, logits_per_chunk: int = 2**26):
+    def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None, logits_per_chunk: int = 2**26):
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.softcap = vocab_size, softcap
         self.logits_per_chunk = logits_per_chunk
-        self.norm = RMSNorm(dim, eps)
+        self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -257,7 +354,8 @@ class Head(nn.Module):
         hidden, weight = self.norm(hidden), self.output.weight
         if labels is None:
             logits = F.linear(hidden, weight)
-            return logits.full_tensor() if isinstance(logits, DTensor) else logits
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         first, group = 0, None
         if isinstance(weight, DTensor):
             assert isinstance(hidden, DTensor), "head.norm must gather the sequence: its sharding style is 'sequence'"
@@ -269,7 +367,7 @@ class Head(nn.Module):
             weight = weight.to_local(grad_placements=[Shard(0)])
         chunk = max(1, self.logits_per_chunk // self.vocab_size)
         return _LinearCrossEntropy.apply(
-            hidden.flatten(0, 1), weight, labels.flatten(), first, group, chunk, torch.is_grad_enabled()
+            hidden.flatten(0, 1), weight, labels.flatten(), first, group, chunk, self.softcap, torch.is_grad_enabled()
         )
 
 
@@ -281,7 +379,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, first: int, group, chunk: int, training: bool) -> Tensor:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        first: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        softcap: float | None,
+        training: bool,
+    ) -> Tensor:
         """hidden (tokens, dim); weight (rows, dim), the rows `first`.. of the vocabulary; labels (tokens,) -> () float32.
 
         training: whether autograd records; in here it never does, and ctx does not tell.
@@ -295,6 +403,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part, label = hidden[start : start + chunk], labels[start : start + chunk]
             valid = label != IGNORE
             logits = (part @ weight.T).float()  # (chunk, rows)
+            if softcap is not None:
+                bent = torch.tanh(logits / softcap)
+                logits = softcap * bent
             column = label - first
             mine = (column >= 0) & (column < len(weight))
             column = torch.where(mine, column, 0)[:, None]
@@ -307,6 +418,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if with_gradient:
                 slope = logits.sub_(normaliser[:, None]).exp_()  # softmax, in the logits' own memory
                 slope.scatter_(1, column, slope.gather(1, column) - mine[:, None].float())
+                if softcap is not None:
+                    slope = slope * (1 - bent.square())
                 slope = (slope * valid[:, None]).to(weight.dtype)
                 grad_hidden[start : start + chunk] = slope @ weight
                 grad_weight += slope.T @ part
@@ -319,7 +432,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, scale: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        return grad_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None, None
+        return grad_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None, None, None
 
 
 def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

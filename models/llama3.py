@@ -79,7 +79,7 @@ class Model(nn.Module):
         self.config = config
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.head: Head | None = Head(config.dim, config.vocab_size, config.norm_eps)
+        self.head: Head | None = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -136,10 +136,12 @@ def flops(config: Config, seq_len: int) -> Flops:
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
-    return transformer_flops(matmul, c.n_layers, c.n_heads, c.head_dim, seq_len)
+    return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [None] * c.n_layers)
 
 
-# Our parameter names -> those of transformers' LlamaForCausalLM; {i} is the layer. Tied models have no head.output there.
+# The model_type of config.json, and our parameter names -> those of transformers' LlamaForCausalLM; {i} is the layer. Tied
+# models have no head.output there.
+HF_TYPES = ("llama",)
 HF: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
     "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
@@ -160,7 +162,7 @@ def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if json.get("model_type") != "llama" or json.get("hidden_act", "silu") != "silu" or kind not in ("default", "llama3"):
+    if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind not in ("default", "llama3"):
         raise ValueError(
             f"not a Llama 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
         )

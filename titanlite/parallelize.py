@@ -79,8 +79,10 @@ STYLES: dict[str, Style] = {
     "vocab": Style(Shard(0), Shard(0)),
     # works on this rank's slice of the sequence with whole weights, and returns the gathered sequence
     "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
-    # whole weights applied to whatever comes (say, to this rank's heads); gradients are summed over ranks
+    # whole weights applied to whatever comes (this rank's heads, or its slice of the sequence); gradients are summed over ranks
     "replicate": Style(Replicate(), Replicate()),
+    # weights of features, split as the features that a "column" module returns; what is between the ranks is the module's own
+    "features": Style(Shard(0), Shard(0)),
 }
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
@@ -137,8 +139,11 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
 
 
 def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
-    """The style name of every module that has parameters of its own, and the faults of the table."""
-    holders = [name for name, module in model.named_modules() if module._parameters]
+    """The style name of every module that has parameters of its own, and the faults of the table.
+
+    An nn.Identity marks a place in the flow of data, and the table says what happens there.
+    """
+    holders = [name for name, module in model.named_modules() if module._parameters or isinstance(module, nn.Identity)]
     return match_table(family.module.sharding(family.config), holders, "sharding")
 
 

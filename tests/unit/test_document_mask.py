@@ -148,7 +148,7 @@ def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
 
 def test_the_mask_is_made_once_for_all_layers(monkeypatch):
     calls = []
-    monkeypatch.setattr(blocks, "dense_mask", lambda documents: calls.append(1) or dense_mask(documents))
+    monkeypatch.setattr(blocks, "dense_mask", lambda *given: calls.append(1) or dense_mask(*given))
     summed_loss(tiny("deep"), packed(*ROWS["several"]))
     assert len(calls) == 1
 
@@ -234,7 +234,7 @@ def test_flex_attentions_blocks_hold_the_dense_mask(documents, seq):
 def test_compiled_as_on_a_gpu_the_blocks_are_the_same_and_compiled_once():
     for seed in range(4):
         documents = random_documents(seed, 300)
-        found, expected = block_mask(documents, blocks._compiled_create_block_mask()), block_mask(documents)
+        found, expected = block_mask(documents, create=blocks._compiled_create_block_mask()), block_mask(documents)
         for part, other in zip(found.as_tuple(), expected.as_tuple(), strict=True):
             assert torch.equal(part, other) if isinstance(part, Tensor) else callable(part) or part == other
     assert counters["stats"]["unique_graphs"] == 1

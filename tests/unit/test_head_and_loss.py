@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.blocks import IGNORE, Head
+from models.blocks import IGNORE, Head, RMSNorm
 
 _BATCH, _SEQ, _DIM, _VOCABULARY, _EPS = 3, 10, 16, 72, 1e-5
 _TOKENS = _BATCH * _SEQ
 
 
 def _head(chunk: int = _TOKENS, seed: int = 0) -> Head:
-    head = Head(_DIM, _VOCABULARY, _EPS, logits_per_chunk=chunk * _VOCABULARY)
+    head = Head(RMSNorm(_DIM, _EPS), _DIM, _VOCABULARY, logits_per_chunk=chunk * _VOCABULARY)
     torch.manual_seed(seed)
     with torch.no_grad():
         head.norm.weight.normal_(1.0, 0.1)

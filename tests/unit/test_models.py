@@ -2,9 +2,11 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,16 +15,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from models import llama3
-from models.blocks import RopeScaling, SeqInfo, apply_rope, rope_frequencies, rope_tables
+from models import gemma3, llama3, olmo2, qwen3
+from models.blocks import Cache, RopeScaling, SeqInfo, apply_rope, rope_frequencies, rope_tables, with_mask
+from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
 from titanlite.zoo import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12
+FAMILIES = [llama3, qwen3, gemma3, olmo2]
+SMALL = [(module, flavor) for module in (tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2) for flavor in module.FLAVORS]
+every_flavor = pytest.mark.parametrize(
+    ("module", "flavor"), [(module, flavor) for module in FAMILIES for flavor in module.FLAVORS]
+)
+every_small_flavor = pytest.mark.parametrize(("module", "flavor"), SMALL)
 
 
-def _model(config: llama3.Config = _CONFIG) -> llama3.Model:
-    model = llama3.Model(config)
+def _model(config: llama3.Config = _CONFIG, module: ModuleType = llama3) -> nn.Module:
+    model = module.Model(config)
     torch.manual_seed(0)
     for p in model.parameters():
         nn.init.normal_(p, std=0.3)
@@ -36,50 +45,83 @@ def _tokens() -> tuple[torch.Tensor, SeqInfo]:
 
 # ------------------------------------------------------------------------------------------------------ sizes and FLOPs
 
+# As the model cards and reports give them, and the safetensors headers that the cards count.
+_PUBLISHED = {
+    llama3: {
+        "1b": 1_235_814_400,
+        "3b": 3_212_749_824,
+        "8b": 8_030_261_248,
+        "70b": 70_553_706_496,
+        "405b": 405_853_388_800,
+    },
+    qwen3: {
+        "0.6b": 596_049_920,
+        "1.7b": 1_720_574_976,
+        "4b": 4_022_468_096,
+        "8b": 8_190_735_360,
+        "14b": 14_768_307_200,
+        "32b": 32_762_123_264,
+        "2.5-0.5b": 494_032_768,
+        "2.5-1.5b": 1_543_714_304,
+        "2.5-3b": 3_085_938_688,
+        "2.5-7b": 7_615_616_512,
+        "2.5-14b": 14_770_033_664,
+        "2.5-32b": 32_763_876_352,
+        "2.5-72b": 72_706_203_648,
+    },
+    gemma3: {  # of 4b, 12b and 27b the text models, for which there are rounded figures only, and transformers' own models
+        "270m": 268_098_176,
+        "1b": 999_885_952,
+        "4b": 3_880_263_168,
+        "12b": 11_766_034_176,
+        "27b": 27_009_346_304,
+        "2-2b": 2_614_341_888,
+        "2-9b": 9_241_705_984,
+        "2-27b": 27_227_128_320,
+    },
+    olmo2: {"1b": 1_484_916_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936},
+}
 
-@pytest.mark.parametrize(
-    ("flavor", "parameters"),
-    [
-        ("1b", 1_235_814_400),
-        ("3b", 3_212_749_824),
-        ("8b", 8_030_261_248),
-        ("70b", 70_553_706_496),
-        ("405b", 405_853_388_800),
-    ],
-)
-def test_flavours_have_the_published_number_of_parameters(flavor, parameters):
-    model = Family(llama3, llama3.FLAVORS[flavor]).on_meta()
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
-    assert (model.head.output.weight is model.embed.weight) == (flavor in ("1b", "3b"))
+
+@pytest.mark.parametrize("module", FAMILIES)
+def test_flavours_have_the_published_number_of_parameters(module):
+    for flavor, parameters in _PUBLISHED[module].items():
+        model = Family(module, module.FLAVORS[flavor]).on_meta()
+        assert sum(p.numel() for p in model.parameters()) == parameters, flavor
+        assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
+        assert (model.head.output.weight is model.embed.weight) == module.FLAVORS[flavor].tied_embeddings
+    assert module.FLAVORS.keys() - _PUBLISHED[module].keys() == {"debug"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"n_kv_heads": 4}, {"n_heads": 6, "head_dim": 8}, {"tied_embeddings": True}])
-def test_flops_equal_those_that_pytorch_counts(changes):
+@every_small_flavor
+def test_flops_equal_those_that_pytorch_counts(module, flavor):
     """Backward costs twice the forward pass; PyTorch counts attention over the whole sequence, as PaLM does."""
-    config = dataclasses.replace(_CONFIG, **changes)
-    model, (tokens, seq) = _model(config), _tokens()
+    config = module.FLAVORS[flavor]
+    model, (tokens, seq) = _model(config, module), _tokens()
     # the counter knows no CPU attention kernel; the plain one is made of matrix products
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.head(model(tokens, seq))
-    assert llama3.flops(config, _SEQ).palm == 3 * counter.get_total_flops() / (_BATCH * _SEQ)
+    assert module.flops(config, _SEQ).palm == 3 * counter.get_total_flops() / (_BATCH * _SEQ)
 
 
-def test_causal_flops_count_what_each_token_sees():
-    c, found = _CONFIG, llama3.flops(_CONFIG, _SEQ)
-    a_pair = 3 * 2 * 2 * c.n_layers * c.n_heads * c.head_dim  # forward and backward, multiply and add, scores and values
-    seen = sum(range(1, _SEQ + 1)) / _SEQ
-    assert found.palm - found.causal == pytest.approx(a_pair * (_SEQ - seen))
-    assert llama3.flops(_CONFIG, 1).palm == llama3.flops(_CONFIG, 1).causal
+@every_small_flavor
+def test_causal_flops_count_what_each_token_sees(module, flavor):
+    c = module.FLAVORS[flavor]
+    found = module.flops(c, _SEQ)
+    a_pair = 3 * 2 * 2 * c.n_heads * c.head_dim  # forward and backward, multiply and add, scores and values
+    windows = [c.window_of(layer) if module is tiny_gemma3 else None for layer in range(c.n_layers)]
+    seen = sum(min(place, window or _SEQ) for window in windows for place in range(1, _SEQ + 1)) / _SEQ
+    assert found.palm - found.causal == pytest.approx(a_pair * (_SEQ * c.n_layers - seen))
+    assert module.flops(c, 1).palm == module.flops(c, 1).causal
 
 
 # -------------------------------------------------------------------------------------------------------- Hugging Face
 
 
-@pytest.mark.parametrize("flavor", llama3.FLAVORS)
-def test_configurations_survive_the_way_to_hugging_face_and_back(flavor):
-    config = llama3.FLAVORS[flavor]
-    assert llama3.from_hf(json.loads(json.dumps(llama3.to_hf(config)))) == config
+@every_flavor
+def test_configurations_survive_the_way_to_hugging_face_and_back(module, flavor):
+    config = module.FLAVORS[flavor]
+    assert module.from_hf(json.loads(json.dumps(module.to_hf(config)))) == config
 
 
 def test_the_older_and_the_newer_spelling_of_rope_are_read():
@@ -93,36 +135,89 @@ def test_the_older_and_the_newer_spelling_of_rope_are_read():
     assert llama3.from_hf({key: value for key, value in plain.items() if key != "head_dim"}).head_dim == 8
 
 
+@pytest.mark.parametrize("module", [qwen3, olmo2])
+def test_the_newer_spelling_of_rope_is_read_where_it_is_never_scaled(module):
+    older = module.to_hf(module.FLAVORS["7b" if module is olmo2 else "8b"])
+    newer = {key: value for key, value in older.items() if key != "rope_theta"}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": older["rope_theta"]}
+    assert module.from_hf(newer) == module.from_hf(older)
+
+
+def test_gemmas_published_configurations_are_read_as_they_are_spelt():
+    """What the files of gemma-3-1b, of gemma-3-12b's text model and of gemma-2-9b say of positions and layers."""
+    newer = ("rope_parameters", "layer_types")
+    one, twelve, two = (
+        {key: value for key, value in gemma3.to_hf(gemma3.FLAVORS[flavor]).items() if key not in newer}
+        for flavor in ("1b", "12b", "2-9b")
+    )
+    bases = {"rope_theta": 1000000, "rope_local_base_freq": 10000, "sliding_window_pattern": 6}
+    assert gemma3.from_hf({**one, **bases, "rope_scaling": None}) == gemma3.FLAVORS["1b"]
+    scaled = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    assert gemma3.from_hf({**twelve, **bases, **scaled}) == gemma3.FLAVORS["12b"]
+    assert gemma3.from_hf({**two, "rope_theta": 10000.0}) == gemma3.FLAVORS["2-9b"]
+
+
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("module", "flavor", "changes", "word"),
     [
-        ({"model_type": "mistral"}, "mistral"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        (llama3, "debug", {"model_type": "mistral"}, "mistral"),
+        (llama3, "debug", {"hidden_act": "gelu"}, "gelu"),
+        (llama3, "debug", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (llama3, "debug", {"attention_bias": True}, "attention_bias"),
+        (llama3, "debug", {"mlp_bias": True}, "mlp_bias"),
+        (qwen3, "debug", {"model_type": "qwen3_moe"}, "qwen3_moe"),
+        (qwen3, "debug", {"hidden_act": "gelu"}, "gelu"),
+        (qwen3, "debug", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (qwen3, "debug", {"attention_bias": True}, "attention_bias"),
+        (qwen3, "2.5-7b", {"use_sliding_window": True}, "use_sliding_window"),
+        (qwen3, "debug", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding"),
+        (olmo2, "debug", {"model_type": "olmo"}, "olmo"),
+        (olmo2, "debug", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (olmo2, "debug", {"attention_bias": True}, "attention_bias"),
+        (gemma3, "debug", {"model_type": "gemma3"}, "sees images"),
+        (gemma3, "debug", {"model_type": "gemma"}, "'gemma'"),
+        (gemma3, "debug", {"hidden_activation": "silu"}, "silu"),
+        (gemma3, "debug", {"attention_bias": True}, "attention_bias"),
+        (gemma3, "debug", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (gemma3, "debug", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (gemma3, "debug", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "layer_types"),
+        (gemma3, "debug", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "yarn"),
+        (gemma3, "debug", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "only global"),
     ],
 )
-def test_what_the_family_does_not_have_is_refused(changes, word):
+def test_what_the_family_does_not_have_is_refused(module, flavor, changes, word):
     with pytest.raises(ValueError, match=word):
-        llama3.from_hf({**llama3.to_hf(_CONFIG), **changes})
+        module.from_hf({**module.to_hf(module.FLAVORS[flavor]), **changes})
 
 
-@pytest.mark.parametrize("flavor", ["debug", "1b"])
-def test_every_parameter_has_a_hugging_face_name(flavor):
-    names = {name for name, _ in Family(llama3, llama3.FLAVORS[flavor]).on_meta().named_parameters()}
-    layers = range(llama3.FLAVORS[flavor].n_layers)
-    covered = {name.replace("{i}", str(i)) for name in llama3.HF for i in layers}
-    assert names == covered - ({"head.output.weight"} if flavor == "1b" else set())
-    assert len(set(llama3.HF.values())) == len(llama3.HF)
+@pytest.mark.parametrize(
+    ("flavor", "changes", "word"),
+    [
+        ("debug", {"attention_softcap": 50.0}, "attention_softcap"),
+        ("2-2b", {"local_rope_theta": 500.0}, "one base"),
+        ("2-2b", {"rope_factor": 8.0}, "rope_factor"),
+    ],
+)
+def test_what_hugging_faces_gemma_does_not_have_is_not_exported(flavor, changes, word):
+    with pytest.raises(ValueError, match=word):
+        gemma3.to_hf(dataclasses.replace(gemma3.FLAVORS[flavor], **changes))
+
+
+@every_small_flavor
+def test_every_parameter_has_a_hugging_face_name_of_its_own(module, flavor):
+    config = module.FLAVORS[flavor]
+    names = {name for name, _ in Family(module, config).on_meta().named_parameters()}
+    covered = {name.replace("{i}", str(i)) for name, i in itertools.product(module.HF, range(config.n_layers))}
+    assert names <= covered
+    assert len(set(module.HF.values())) == len(module.HF)
 
 
 # ------------------------------------------------------------------------------------------------------------ the maths
 
 
-def _stage(first: int, last: int, embed: bool, head: bool) -> llama3.Model:
+def _stage(module: ModuleType, first: int, last: int, embed: bool, head: bool) -> nn.Module:
     """Layers first..last-1 of the whole model, under the keys they have there."""
-    model = _model()
+    model = _model(_untied(module), module)
     if not embed:
         model.embed = None
     if not head:
@@ -133,15 +228,71 @@ def _stage(first: int, last: int, embed: bool, head: bool) -> llama3.Model:
     return model
 
 
-def test_two_stages_compose_to_the_whole_model():
-    whole, (tokens, seq) = _model(), _tokens()
-    first, second = _stage(0, 3, embed=True, head=False), _stage(3, 4, embed=False, head=True)
+def _untied(module: ModuleType) -> llama3.Config:
+    return dataclasses.replace(module.FLAVORS["plain"], n_layers=4, tied_embeddings=False)
+
+
+@pytest.mark.parametrize("module", [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2])
+def test_two_stages_compose_to_the_whole_model(module):
+    whole, (tokens, seq) = _model(_untied(module), module), _tokens()
+    first, second = _stage(module, 0, 3, embed=True, head=False), _stage(module, 3, 4, embed=False, head=True)
     hidden = second(first(tokens, seq), seq)
     assert torch.equal(hidden, whole(tokens, seq))
     assert torch.equal(second.head(hidden, tokens), whole.head(whole(tokens, seq), tokens))
     names = [{name for name, _ in model.named_parameters()} for model in (first, second, whole)]
     assert names[0] | names[1] == names[2]
     assert not names[0] & names[1]
+
+
+def test_a_local_layer_sees_its_window_and_no_more():
+    config = dataclasses.replace(tiny_gemma3.FLAVORS["plain"], n_layers=1, window=4)
+    model, (tokens, seq) = _model(config, tiny_gemma3), _tokens()
+    other = tokens.clone()
+    other[:, 2] = (other[:, 2] + 1) % _CONFIG.vocab_size
+    difference = (model(tokens, seq) - model(other, seq)).abs().amax(dim=(0, 2))
+    assert (difference[2:6] > 0).all()
+    assert (difference[:2] == 0).all() and (difference[6:] == 0).all()
+
+
+@every_small_flavor
+def test_a_window_inside_documents_sees_what_both_allow(module, flavor):
+    """The documents of a row one by one give what they give packed, windows and all."""
+    model = _model(module.FLAVORS[flavor], module)
+    tokens, _ = _tokens()
+    documents = torch.tensor([[0] * 5 + [1] * 7, [0] * 12], dtype=torch.int32)
+    positions = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+    found = model(tokens, SeqInfo(positions, documents))
+    for row, first, last in ((0, 0, 5), (0, 5, 12), (1, 0, 12)):
+        alone = model(tokens[row : row + 1, first:last], SeqInfo(torch.arange(last - first)[None]))
+        torch.testing.assert_close(found[row, first:last], alone[0], rtol=1e-5, atol=1e-5)
+
+
+@every_small_flavor
+def test_a_cache_gives_what_the_whole_sequence_gives_however_it_is_cut(module, flavor, monkeypatch):
+    """Rows of unequal lengths, each from slot 0 on, over two growths of the cache."""
+    monkeypatch.setattr(Cache, "_STEP", 8)
+    model = _model(module.FLAVORS[flavor], module)
+    torch.manual_seed(1)
+    tokens = torch.randint(512, (2, 20))
+    expected = model(tokens, SeqInfo(torch.arange(20).expand(2, 20)))
+    cache = Cache()
+    starts, found = torch.tensor([0, 0]), torch.zeros_like(expected)
+    for width, advance in ((7, (7, 4)), (1, (1, 1)), (5, (5, 5)), (1, (1, 1)), (6, (6, 6)), (3, (0, 3))):
+        positions = starts[:, None] + torch.arange(width)
+        inside = positions.clamp(max=19)  # what is beyond a row's end is overwritten, or never looked at
+        cache.reserve(int(positions.max()) + 1)
+        hidden = model(tokens.gather(1, inside), SeqInfo(positions, cache=cache))
+        for row, count in enumerate(advance):
+            found[row, starts[row] : starts[row] + count] = hidden[row, :count]
+        starts = starts + torch.tensor(advance)
+    assert starts.tolist() == [20, 20] and cache.slots == 24
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_documents_and_windows_no_mask_is_made():
+    _, seq = _tokens()
+    assert with_mask(seq) is seq and with_mask(seq, _SEQ) is seq
+    assert with_mask(seq, _SEQ - 1).mask.shape == (1, 1, _SEQ, _SEQ)
 
 
 def test_a_token_depends_on_those_before_it_and_on_none_after():
@@ -191,7 +342,9 @@ def test_rope_scaling_stretches_long_wavelengths_only():
 def test_models_import_torch_the_standard_library_and_themselves_only():
     allowed = {"torch", "models", *sys.stdlib_module_names}
     files = sorted(Path(models.__file__).parent.rglob("*.py"))
-    assert {"__init__.py", "blocks.py", "llama3.py"} <= {file.name for file in files}
+    assert {"__init__.py", "blocks.py", *(f"{module.__name__.split('.')[1]}.py" for module in FAMILIES)} <= {
+        file.name for file in files
+    }
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = []

@@ -1,0 +1,316 @@
+"""Gemma 3 (arXiv:2503.19786), its text models, and Gemma 2 (arXiv:2408.00118): everything about the family in one file.
+
+Norms on both sides of attention and feed-forward; most layers look back over a window only, with rotary positions of a base
+of their own; scaled embeddings, which are the output projection too. Gemma 2 caps scores and logits; Gemma 3 has norms on
+queries and keys in place of that.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import blocks
+from models.blocks import (
+    Constant,
+    Flops,
+    Head,
+    Normal,
+    SeqInfo,
+    local_weight,
+    rope_frequencies,
+    rope_tables,
+    transformer_flops,
+    with_mask,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Dimensions of one model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    window: int  # tokens that a local layer sees, the one at hand among them
+    vocab_size: int = 262_208
+    norm_eps: float = 1e-6
+    query_scalar: int = 256  # scores are divided by its square root
+    rope_theta: float = 1_000_000.0  # of global layers
+    rope_factor: float = 1.0  # by which global layers' wavelengths are stretched
+    local_rope_theta: float = 10_000.0
+    global_every: int = 6  # every sixth layer is a global one, the others are local
+    tied_embeddings: bool = True
+    qk_norm: bool = True  # False: Gemma 2
+    attention_softcap: float | None = None  # Gemma 2
+    logits_softcap: float | None = None  # Gemma 2
+
+    def window_of(self, layer: int) -> int | None:
+        """How far a layer looks; None: all the way."""
+        return None if (layer + 1) % self.global_every == 0 else self.window
+
+
+_GEMMA_2 = {
+    "window": 4096,
+    "vocab_size": 256_000,
+    "rope_theta": 10_000.0,
+    "global_every": 2,
+    "qk_norm": False,
+    "attention_softcap": 50.0,
+    "logits_softcap": 30.0,
+}
+
+# Published dimensions. Those of Gemma 2 carry its number.
+# fmt: off
+FLAVORS: dict[str, Config] = {
+    #                  dim layers heads kv head    ffn
+    "debug":  Config( 256,    6,    8,  4,  32,   768, window=64, query_scalar=32, vocab_size=4096),
+    "270m":   Config( 640,   18,    4,  1, 256,  2048, window=512, vocab_size=262_144),
+    "1b":     Config(1152,   26,    4,  1, 256,  6912, window=512, vocab_size=262_144),
+    "4b":     Config(2560,   34,    8,  4, 256, 10240, window=1024, rope_factor=8.0),
+    "12b":    Config(3840,   48,   16,  8, 256, 15360, window=1024, rope_factor=8.0),
+    "27b":    Config(5376,   62,   32, 16, 128, 21504, window=1024, rope_factor=8.0, query_scalar=168),
+    "2-2b":   Config(2304,   26,    8,  4, 256,  9216, **_GEMMA_2),
+    "2-9b":   Config(3584,   42,   16,  8, 256, 14336, **_GEMMA_2),
+    "2-27b":  Config(4608,   46,   32, 16, 128, 36864, query_scalar=144, **_GEMMA_2),
+}
+# fmt: on
+
+
+class RMSNorm(blocks.RMSNorm):
+    """Root-mean-square normalisation that scales by 1 + weight, in float32 throughout."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
+        weight = 1.0 + local_weight(self.weight).float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
+
+
+class GeGLU(blocks.SwiGLU):
+    """Gated feed-forward layer w2(gelu(w1 x) * w3 x), gelu by its tanh approximation (Shazeer, arXiv:2002.05202)."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> (batch, seq, dim)
+        return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
+
+
+class Attention(blocks.Attention):
+    """Attention whose queries and keys are normalised head by head, or, in Gemma 2, whose scores are capped."""
+
+    def __init__(self, config: Config):
+        c = config
+        scale = c.query_scalar**-0.5
+        super().__init__(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, scale=scale, softcap=c.attention_softcap)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        if self.q_norm is None:
+            return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each between two norms and beside a residual path."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.attention_post_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = GeGLU(config.dim, config.ffn_dim)
+        self.ffn_post_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rope, seq))
+        return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x)))
+
+
+class Model(nn.Module):
+    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        norm = RMSNorm(config.dim, config.norm_eps)
+        self.head: Head | None = Head(norm, config.dim, config.vocab_size, config.logits_softcap)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes embedding and output projection one parameter, where the configuration says so."""
+        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
+            self.head.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        c = self.config
+        if self.embed is not None:
+            x = self.embed(x)
+            x = x * x.new_full((), c.dim**0.5)  # a factor in x's own precision, as the published weights were trained with
+        near, far = with_mask(seq, c.window), with_mask(seq)
+        local_rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.local_rope_theta, None, x.device))
+        frequencies = rope_frequencies(c.head_dim, c.rope_theta, None, x.device) / c.rope_factor
+        global_rope = rope_tables(seq.positions, frequencies)
+        for number, layer in self.layers.items():
+            local = c.window_of(int(number)) is not None
+            x = layer(x, local_rope if local else global_rope, near if local else far)
+        return x
+
+
+def sharding(config: Config) -> dict[str, str]:
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: see titanlite/parallelize.py."""
+    norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # works on this rank's heads
+    return {
+        "embed": "vocab",
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention.w[qkv]": "column",
+        **norms,
+        "layers.*.attention.wo": "row",
+        "layers.*.attention_post_norm": "replicate",  # works on this rank's slice of the sequence
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn.w[13]": "column",
+        "layers.*.ffn.w2": "row",
+        "layers.*.ffn_post_norm": "replicate",
+        "head.norm": "sequence",
+        "head.output": "vocab",
+    }
+
+
+def initial(config: Config) -> dict[str, Normal | Constant]:
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+
+    The reports give none. Embeddings such that, scaled, they have deviation 1, and so have the logits that they make.
+    """
+    return {"embed.weight": Normal(config.dim**-0.5), "*norm.weight": Constant(0.0), "*": Normal(0.02)}
+
+
+def flops(config: Config, seq_len: int) -> Flops:
+    """Training FLOPs a token at a sequence length."""
+    c = config
+    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
+    return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [c.window_of(layer) for layer in range(c.n_layers)])
+
+
+# The model_type of config.json, and our parameter names -> those of transformers' Gemma3ForCausalLM and Gemma2ForCausalLM;
+# {i} is the layer. Names that a configuration does not have do no harm.
+HF_TYPES = ("gemma3_text", "gemma2")
+HF: dict[str, str] = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
+    "layers.{i}.attention.wq.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.attention.wk.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.attention.wv.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+    "layers.{i}.attention.wo.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.attention_post_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.ffn_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
+    "layers.{i}.ffn.w1.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.ffn.w3.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.ffn.w2.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "layers.{i}.ffn_post_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+
+
+def from_hf(json: dict[str, Any]) -> Config:
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    kind, older = json.get("model_type"), json.get("model_type") == "gemma2"
+    if kind == "gemma3":
+        raise ValueError("a Gemma 3 that sees images: only text models, of model_type 'gemma3_text', are offered")
+    activation = json.get("hidden_activation") or "gelu_pytorch_tanh"
+    if kind not in HF_TYPES or activation != "gelu_pytorch_tanh":
+        raise ValueError(f"not a Gemma 2 or 3: model_type {kind!r}, activation {activation!r}")
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        if json.get(key):
+            raise ValueError(f"Gemma has no {key}, this configuration asks for it")
+    cap = json.get("attn_logit_softcapping")
+    if cap and not older:
+        raise ValueError(f"Gemma 3's scores are not capped, this configuration has attn_logit_softcapping = {cap}")
+    theta, local_theta, factor = _rope_of(json, older)
+    return Config(
+        dim=json["hidden_size"],
+        n_layers=json["num_hidden_layers"],
+        n_heads=json["num_attention_heads"],
+        n_kv_heads=json["num_key_value_heads"],
+        head_dim=json["head_dim"],
+        ffn_dim=json["intermediate_size"],
+        window=json["sliding_window"],
+        vocab_size=json["vocab_size"],
+        norm_eps=json["rms_norm_eps"],
+        query_scalar=json["query_pre_attn_scalar"],
+        rope_theta=theta,
+        rope_factor=factor,
+        local_rope_theta=local_theta,
+        global_every=_pattern_of(json, older),
+        tied_embeddings=json.get("tie_word_embeddings", True),
+        qk_norm=not older,
+        attention_softcap=cap,
+        logits_softcap=json.get("final_logit_softcapping"),
+    )
+
+
+def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, float]:
+    """(base of global layers, of local ones, stretching of global ones), from the newer or the older spelling."""
+    both = json.get("rope_parameters") or {}
+    near = both if older else both.get(_LOCAL) or {}
+    far = both if older else both.get(_GLOBAL) or json.get("rope_scaling") or {}
+    kinds = {part.get("rope_type", part.get("type", "default")) for part in (near, far)}
+    factor = float(far.get("factor") or 1.0)
+    if not kinds <= {"default", "linear"} or (near.get("factor") or 1.0) != (factor if older else 1.0):
+        raise ValueError(f"Gemma stretches only global layers' positions, linearly; this configuration has {near} and {far}")
+    theta = json.get("rope_theta") or far.get("rope_theta") or (1e4 if older else 1e6)
+    local = theta if older else json.get("rope_local_base_freq") or near.get("rope_theta") or 1e4
+    return float(theta), float(local), factor
+
+
+def _pattern_of(json: dict[str, Any], older: bool) -> int:
+    """Every how many layers one is global."""
+    layers, given = json["num_hidden_layers"], json.get("layer_types")
+    every = json.get("sliding_window_pattern") or (2 if older else 6)
+    if given:
+        every = given.index(_GLOBAL) + 1 if _GLOBAL in given else layers + 1
+        if given != [_LOCAL if (i + 1) % every else _GLOBAL for i in range(layers)]:
+            raise ValueError(f"Gemma's global layers stand at equal distances, this configuration has layer_types {given}")
+    return every
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """The config.json of this configuration, as transformers' Gemma3TextConfig or Gemma2Config reads it."""
+    c, older = config, not config.qk_norm
+    if older and (c.rope_theta != c.local_rope_theta or c.rope_factor != 1.0):
+        raise ValueError("Gemma 2 has one base for all layers' positions: rope_theta = local_rope_theta, rope_factor = 1")
+    if not older and c.attention_softcap is not None:
+        raise ValueError("Gemma 3's scores are not capped in Hugging Face's models: attention_softcap = None")
+    stretched = {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1.0 else {"rope_type": "default"}
+    plain = {"rope_type": "default", "rope_theta": c.local_rope_theta}
+    return {
+        "architectures": ["Gemma2ForCausalLM" if older else "Gemma3ForCausalLM"],
+        "model_type": "gemma2" if older else "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": c.dim,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ffn_dim,
+        "sliding_window": c.window,
+        "layer_types": [_LOCAL if c.window_of(layer) else _GLOBAL for layer in range(c.n_layers)],
+        "vocab_size": c.vocab_size,
+        "rms_norm_eps": c.norm_eps,
+        "query_pre_attn_scalar": c.query_scalar,
+        "rope_parameters": plain if older else {_GLOBAL: {"rope_theta": c.rope_theta, **stretched}, _LOCAL: plain},
+        "tie_word_embeddings": c.tied_embeddings,
+        "attn_logit_softcapping": c.attention_softcap,
+        "final_logit_softcapping": c.logits_softcap,
+        "attention_bias": False,
+    }

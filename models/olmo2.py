@@ -1,0 +1,224 @@
+"""OLMo 2 (arXiv:2501.00656): everything about the family in one file.
+
+Norms stand behind attention and feed-forward, not before them, and queries and keys are normalised over all heads together.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from models import blocks
+from models.blocks import (
+    Constant,
+    Flops,
+    Head,
+    Normal,
+    RMSNorm,
+    SeqInfo,
+    SwiGLU,
+    rope_frequencies,
+    rope_tables,
+    transformer_flops,
+    with_mask,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Dimensions of one model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int = 100_352
+    norm_eps: float = 1e-6
+    rope_theta: float = 500_000.0
+    tied_embeddings: bool = False
+
+
+# Published dimensions.
+# fmt: off
+FLAVORS: dict[str, Config] = {
+    #                 dim layers heads kv head    ffn
+    "debug": Config( 256,    4,    8,  8,  32,   768, vocab_size=4096),
+    "1b":    Config(2048,   16,   16, 16, 128,  8192),
+    "7b":    Config(4096,   32,   32, 32, 128, 11008),
+    "13b":   Config(5120,   40,   40, 40, 128, 13824),
+    "32b":   Config(5120,   64,   40,  8, 128, 27648),
+}
+# fmt: on
+
+
+class WideNorm(RMSNorm):
+    """RMSNorm over features that tensor parallelism has split: each rank knows its own, and the mean square is that of all."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, features of this rank) -> the same
+        if not isinstance(self.weight, DTensor):
+            return super().forward(x)
+        mesh = self.weight.device_mesh
+        whole = DTensor.from_local(x, mesh, [Shard(-1)], run_check=False).float()
+        square = whole.square().sum(-1, keepdim=True).redistribute(mesh, [Replicate()]) / whole.shape[-1]
+        return (self.weight * (whole * torch.rsqrt(square + self.eps))).to_local().type_as(x)
+
+
+class Attention(blocks.Attention):
+    """Attention whose queries and keys are normalised over all heads together."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
+        self.q_norm = WideNorm(config.n_heads * config.head_dim, config.norm_eps)
+        self.k_norm = WideNorm(config.n_kv_heads * config.head_dim, config.norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.split(self.q_norm(self.wq(x))), self.split(self.k_norm(self.wk(x))), self.split(self.wv(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each before a norm and beside a residual path."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_input = nn.Identity()  # where tensor parallelism gathers the sequence, since no norm stands here
+        self.attention = Attention(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_input = nn.Identity()
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
+        x = x + self.attention_norm(self.attention(self.attention_input(x), rope, seq))
+        return x + self.ffn_norm(self.ffn(self.ffn_input(x)))
+
+
+class Model(nn.Module):
+    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.head: Head | None = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes embedding and output projection one parameter, where the configuration says so."""
+        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
+            self.head.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        c = self.config
+        if self.embed is not None:
+            x = self.embed(x)
+        seq = with_mask(seq)
+        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, None, x.device))
+        for layer in self.layers.values():
+            x = layer(x, rope, seq)
+        return x
+
+
+def sharding(config: Config) -> dict[str, str]:
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: see titanlite/parallelize.py."""
+    return {
+        "embed": "vocab",
+        "layers.*.attention_input": "sequence",
+        "layers.*.attention.w[qkv]": "column",
+        "layers.*.attention.[qk]_norm": "features",
+        "layers.*.attention.wo": "row",
+        "layers.*.attention_norm": "replicate",  # works on this rank's slice of the sequence
+        "layers.*.ffn_input": "sequence",
+        "layers.*.ffn.w[13]": "column",
+        "layers.*.ffn.w2": "row",
+        "layers.*.ffn_norm": "replicate",
+        "head.norm": "sequence",
+        "head.output": "vocab",
+    }
+
+
+def initial(config: Config) -> dict[str, Normal | Constant]:
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+
+    Deviation 0.02 for every matrix (section 3.2 of the report).
+    """
+    return {"*norm.weight": Constant(1.0), "*": Normal(0.02)}
+
+
+def flops(config: Config, seq_len: int) -> Flops:
+    """Training FLOPs a token at a sequence length."""
+    c = config
+    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
+    return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [None] * c.n_layers)
+
+
+# The model_type of config.json, and our parameter names -> those of transformers' Olmo2ForCausalLM; {i} is the layer. Tied
+# models have no head.output there.
+HF_TYPES = ("olmo2",)
+HF: dict[str, str] = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.{i}.attention.wq.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.attention.wk.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.attention.wv.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+    "layers.{i}.attention.wo.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.ffn.w1.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.ffn.w3.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.ffn.w2.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "layers.{i}.ffn_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+
+
+def from_hf(json: dict[str, Any]) -> Config:
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind != "default":
+        raise ValueError(
+            f"not an OLMo 2: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
+        )
+    if json.get("attention_bias"):
+        raise ValueError("OLMo 2 has no biases, this configuration asks for attention_bias")
+    heads = json["num_attention_heads"]
+    return Config(
+        dim=json["hidden_size"],
+        n_layers=json["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=json.get("num_key_value_heads") or heads,
+        head_dim=json.get("head_dim") or json["hidden_size"] // heads,
+        ffn_dim=json["intermediate_size"],
+        vocab_size=json["vocab_size"],
+        norm_eps=json["rms_norm_eps"],
+        rope_theta=float(json.get("rope_theta") or rope["rope_theta"]),
+        tied_embeddings=json.get("tie_word_embeddings", False),
+    )
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """The config.json of this configuration, as transformers' Olmo2Config reads it."""
+    return {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": False,
+    }

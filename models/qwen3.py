@@ -1,0 +1,237 @@
+"""Qwen 3 (arXiv:2505.09388), and Qwen 2 and 2.5 (arXiv:2412.15115): everything about the family in one file.
+
+Llama's block with a norm on every head's queries and keys; in Qwen 2 with biases on queries, keys and values in its place.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from models import blocks
+from models.blocks import (
+    Constant,
+    Flops,
+    Head,
+    Normal,
+    RMSNorm,
+    SeqInfo,
+    SwiGLU,
+    rope_frequencies,
+    rope_tables,
+    transformer_flops,
+    with_mask,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Dimensions of one model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int = 151_936
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    tied_embeddings: bool = False
+    qkv_bias: bool = False  # Qwen 2: biases on queries, keys and values, and no norms on queries and keys
+
+
+# Published dimensions. Those of Qwen 2.5 carry its number.
+# fmt: off
+FLAVORS: dict[str, Config] = {
+    #                    dim layers heads kv head    ffn
+    "debug":    Config( 256,    4,    8,  4,  32,   768, vocab_size=4096),
+    "0.6b":     Config(1024,   28,   16,  8, 128,  3072, tied_embeddings=True),
+    "1.7b":     Config(2048,   28,   16,  8, 128,  6144, tied_embeddings=True),
+    "4b":       Config(2560,   36,   32,  8, 128,  9728, tied_embeddings=True),
+    "8b":       Config(4096,   36,   32,  8, 128, 12288),
+    "14b":      Config(5120,   40,   40,  8, 128, 17408),
+    "32b":      Config(5120,   64,   64,  8, 128, 25600),
+    "2.5-0.5b": Config( 896,   24,   14,  2,  64,  4864, qkv_bias=True, tied_embeddings=True),
+    "2.5-1.5b": Config(1536,   28,   12,  2, 128,  8960, qkv_bias=True, tied_embeddings=True),
+    "2.5-3b":   Config(2048,   36,   16,  2, 128, 11008, qkv_bias=True, tied_embeddings=True),
+    "2.5-7b":   Config(3584,   28,   28,  4, 128, 18944, qkv_bias=True, vocab_size=152_064),
+    "2.5-14b":  Config(5120,   48,   40,  8, 128, 13824, qkv_bias=True, vocab_size=152_064, norm_eps=1e-5),
+    "2.5-32b":  Config(5120,   64,   40,  8, 128, 27648, qkv_bias=True, vocab_size=152_064, norm_eps=1e-5),
+    "2.5-72b":  Config(8192,   80,   64,  8, 128, 29568, qkv_bias=True, vocab_size=152_064, norm_eps=1e-5),
+}
+# fmt: on
+
+
+class Attention(blocks.Attention):
+    """Attention whose queries and keys are normalised head by head, or, in Qwen 2, have biases."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, qkv_bias=config.qkv_bias)
+        self.q_norm = None if config.qkv_bias else RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = None if config.qkv_bias else RMSNorm(config.head_dim, config.norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        if self.q_norm is None:
+            return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and beside a residual path."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn = SwiGLU(config.dim, config.ffn_dim)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, seq)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Model(nn.Module):
+    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.head: Head | None = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes embedding and output projection one parameter, where the configuration says so."""
+        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
+            self.head.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        c = self.config
+        if self.embed is not None:
+            x = self.embed(x)
+        seq = with_mask(seq)
+        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, None, x.device))
+        for layer in self.layers.values():
+            x = layer(x, rope, seq)
+        return x
+
+
+def sharding(config: Config) -> dict[str, str]:
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: see titanlite/parallelize.py."""
+    norms = {} if config.qkv_bias else {"layers.*.attention.[qk]_norm": "replicate"}  # works on this rank's heads
+    return {
+        "embed": "vocab",
+        "layers.*.attention_norm": "sequence",
+        "layers.*.attention.w[qkv]": "column",
+        **norms,
+        "layers.*.attention.wo": "row",
+        "layers.*.ffn_norm": "sequence",
+        "layers.*.ffn.w[13]": "column",
+        "layers.*.ffn.w2": "row",
+        "head.norm": "sequence",
+        "head.output": "vocab",
+    }
+
+
+def initial(config: Config) -> dict[str, Normal | Constant]:
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+
+    As in models/llama3.py, since the reports give none; biases begin with 0.
+    """
+    residual = Normal(0.02 / (2 * config.n_layers) ** 0.5)
+    biases = {"*.bias": Constant(0.0)} if config.qkv_bias else {}
+    return {
+        "embed.weight": Normal(0.02 if config.tied_embeddings else 1.0),
+        "*norm.weight": Constant(1.0),
+        **biases,
+        "layers.*.attention.wo.weight": residual,
+        "layers.*.ffn.w2.weight": residual,
+        "*": Normal(0.02),
+    }
+
+
+def flops(config: Config, seq_len: int) -> Flops:
+    """Training FLOPs a token at a sequence length."""
+    c = config
+    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
+    return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [None] * c.n_layers)
+
+
+# The model_type of config.json, and our parameter names -> those of transformers' Qwen3ForCausalLM and Qwen2ForCausalLM;
+# {i} is the layer. Names that a configuration does not have do no harm.
+HF_TYPES = ("qwen3", "qwen2")
+HF: dict[str, str] = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
+    "layers.{i}.attention.wq.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.attention.wk.weight": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.attention.wv.weight": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.attention.wq.bias": "model.layers.{i}.self_attn.q_proj.bias",
+    "layers.{i}.attention.wk.bias": "model.layers.{i}.self_attn.k_proj.bias",
+    "layers.{i}.attention.wv.bias": "model.layers.{i}.self_attn.v_proj.bias",
+    "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.k_norm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+    "layers.{i}.attention.wo.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.ffn_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.ffn.w1.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.ffn.w3.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.ffn.w2.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+
+
+def from_hf(json: dict[str, Any]) -> Config:
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind != "default":
+        raise ValueError(
+            f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
+        )
+    if json["model_type"] == "qwen3" and json.get("attention_bias"):
+        raise ValueError("Qwen 3 has no biases, this configuration asks for attention_bias")
+    if json.get("use_sliding_window") or "sliding_attention" in (json.get("layer_types") or []):
+        raise ValueError("Qwen's sliding windows are not offered, this configuration asks for use_sliding_window")
+    heads = json["num_attention_heads"]
+    older = json["model_type"] == "qwen2"
+    return Config(
+        dim=json["hidden_size"],
+        n_layers=json["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=json.get("num_key_value_heads") or heads,
+        head_dim=json.get("head_dim") or (json["hidden_size"] // heads if older else 128),
+        ffn_dim=json["intermediate_size"],
+        vocab_size=json["vocab_size"],
+        norm_eps=json["rms_norm_eps"],
+        rope_theta=float(json.get("rope_theta") or rope["rope_theta"]),
+        tied_embeddings=json.get("tie_word_embeddings", False),
+        qkv_bias=older,
+    )
+
+
+def to_hf(config: Config) -> dict[str, Any]:
+    """The config.json of this configuration, as transformers' Qwen3Config or Qwen2Config reads it."""
+    return {
+        "architectures": ["Qwen2ForCausalLM" if config.qkv_bias else "Qwen3ForCausalLM"],
+        "model_type": "qwen2" if config.qkv_bias else "qwen3",
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_sliding_window": False,
+        "attention_bias": False,
+    }
