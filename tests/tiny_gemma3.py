@@ -14,6 +14,7 @@ _PLAIN = Config(
 
 FLAVORS: dict[str, Config] = {
     "plain": _PLAIN,
+    "large": dataclasses.replace(_PLAIN, vocab_size=4096),  # for the default tokenizer
     "untied": dataclasses.replace(_PLAIN, tied_embeddings=False),
     "two": dataclasses.replace(
         _PLAIN, rope_theta=50.0, rope_factor=1.0, global_every=2, qk_norm=False, attention_softcap=5.0, logits_softcap=3.0

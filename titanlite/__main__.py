@@ -16,6 +16,7 @@ COMMANDS = {
     "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),
     "replay": ("titanlite.tools.replay", "do one step of a run again, and print its norms layer by layer"),
+    "generate": ("titanlite.tools.generate", "continue prompts with a checkpoint"),
     "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
 }
 

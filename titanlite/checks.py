@@ -192,6 +192,7 @@ def _data_faults(config: Config) -> Iterator[str]:
             yield str(error)
     if config.validation.steps == 0:
         yield "validation.steps = 0: must be -1 (all of the data) or at least 1"
+    yield from _sample_faults(config)
     if config.training.document_mask and config.training.document_policy == "truncate":
         yield (
             'training.document_mask = true: has no effect with training.document_policy = "truncate", where every sequence is '
@@ -199,6 +200,16 @@ def _data_faults(config: Config) -> Iterator[str]:
         )
     if config.dataloader.prefetch != Dataloader().prefetch and not config.dataloader.workers:
         yield f"dataloader.prefetch = {config.dataloader.prefetch}: has no effect with dataloader.workers = 0"
+
+
+def _sample_faults(config: Config) -> Iterator[str]:
+    keys = config.validation
+    if keys.sample_prompts and not keys.enable:
+        yield "validation.sample_prompts: has no effect with validation.enable = false, since samples follow each round"
+    if keys.sample_prompts and not config.metrics.enable_tensorboard:
+        yield "validation.sample_prompts: has no effect with metrics.enable_tensorboard = false, where samples are to be read"
+    if keys.sample_tokens != type(keys)().sample_tokens and not keys.sample_prompts:
+        yield f"validation.sample_tokens = {keys.sample_tokens}: has no effect without validation.sample_prompts"
 
 
 def _source_faults(config: Config, source: Source, key: str) -> Iterator[str]:

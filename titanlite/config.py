@@ -284,6 +284,10 @@ class Validation(Section):
     """A round every so many steps, and one after the last."""
     steps: CountOrDerived = 10
     """Batches in a round from each source, as large as a training step's; the samples are its first ones. -1: all of them."""
+    sample_prompts: list[str] = []
+    """Texts that the model continues after each round, by the same random numbers each time; to be read in TensorBoard."""
+    sample_tokens: Count = 64
+    """By how many tokens at most."""
 
 
 class Comm(Section):

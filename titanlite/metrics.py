@@ -142,6 +142,12 @@ class Reporter:
                     continue
                 self.board.add_scalar(name, value, step)
 
+    def samples(self, step: int, texts: list[str]) -> None:
+        """What the model has written, to TensorBoard, where Markdown leaves it as it is."""
+        if self.board is not None:
+            for number, text in enumerate(texts):
+                self.board.add_text(f"sample/{number}", "".join(f"    {line}\n" for line in text.splitlines()), step)
+
     def close(self) -> None:
         if self.file is not None:
             os.fsync(self.file.fileno())

@@ -98,10 +98,8 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
     """
     if faults := sharding_faults(model, family, mesh["tp"].size()):
         raise UserError("\n".join(faults))
-    styles, _ = _styles(model, family)
     if mesh["tp"].size() > 1:
-        apply_tensor_parallel(model, styles, mesh["tp"])
-        tie(model)
+        apply_tensor_parallel(model, family, mesh["tp"])
     keys = config.activation_checkpoint
     if keys.mode == "selective" and keys.selective_ac_option == "op":
         checkpoint_operations(model, getattr(family.module, "KEEP", ()))
@@ -147,9 +145,9 @@ def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]
     return match_table(family.module.sharding(family.config), holders, "sharding")
 
 
-def apply_tensor_parallel(model: nn.Module, styles: dict[str, str], tp: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> None:
     """Turns each parameter into a DTensor on the tp mesh and hangs each style's redistributions on its module."""
-    for name, style_name in styles.items():
+    for name, style_name in _styles(model, family)[0].items():
         module = model.get_submodule(name)
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
         for key, parameter in module.named_parameters(recurse=False):
@@ -161,6 +159,7 @@ def apply_tensor_parallel(model: nn.Module, styles: dict[str, str], tp: DeviceMe
             )
         if style.after is not None:
             module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
+    tie(model)
 
 
 def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:

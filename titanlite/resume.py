@@ -188,10 +188,7 @@ def check_changes(config: Config, family: Family, data: Data, global_batch: int,
     Raises UserError that lists every change which is impossible or not allowed.
     """
     numbers = found.numbers
-    if reshaped := [
-        f"  {name} = {now!r}, was {before!r}"
-        for name, before, now in _differences(numbers["architecture"], _architecture(family))
-    ]:
+    if reshaped := architecture_changes(found, family):
         raise UserError(
             "\n".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
             + "\nA changed model is another run: give it a job.dump_folder of its own; checkpoint.initial_load_path and "
@@ -273,6 +270,12 @@ def changeable(config: Config) -> list[str]:
     """What checkpoint.allow_changes can name."""
     keys = [key for key in _flat(config.model_dump()) if not any(fnmatch.fnmatchcase(key, p) for p in HARMLESS)]
     return [*(key for key in keys if key not in IMPOSSIBLE), _DATA]
+
+
+def architecture_changes(found: Manifest, family: Family) -> list[str]:
+    """A line for every dimension of a family that is not the one of a checkpoint."""
+    before = found.numbers["architecture"]
+    return [f"  {name} = {now!r}, was {then!r}" for name, then, now in _differences(before, _architecture(family))]
 
 
 def _architecture(family: Family) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.data.batches import Batches, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_data
+from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
+from titanlite.generate import Sampling, continue_texts
 from titanlite.incidents import Incidents, Steps, finite
 from titanlite.initialize import initialize
 from titanlite.loss import Batch, count_labels, summed_loss
@@ -246,6 +248,13 @@ def train(
             stacks.at(step, "validation")
             with clock.pause("validation"):
                 measured = validate(model, validation, config, mesh, device)
+            if prompts := config.validation.sample_prompts:
+                stacks.at(step, "writing samples")
+                with clock.pause("samples"):
+                    loaded, tokens = open_tokenizer(config.model.hf_assets_path), config.validation.sample_tokens
+                    drawn = Sampling(seed=training.seed)
+                    texts = continue_texts(model, family.config.vocab_size, loaded, prompts, tokens, drawn, mesh["tp"].size())
+                    reporter.samples(step, texts)
         if reporting:
             loss, grad_norm = finite(found[-1].loss), finite(found[-1].norm)  # JSON has no infinity
             values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step), **measured}

@@ -1,6 +1,8 @@
 """Loss on text that is not trained on: the same samples at every round and on every mesh, by the training's own loss."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,7 +18,21 @@ from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
 
 
-@torch.no_grad()
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model without gradients and dropout, and what FSDP keeps for a backward pass given back afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+    for module in model.modules():  # what is kept for a backward pass that does not come
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
     """One round over the first samples of each source; -> validation_loss (nats a token) and validation_bits_per_byte.
 
@@ -25,19 +41,15 @@ def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, dev
     """
     lengths = torch.from_numpy(data.byte_lengths).to(device)
     sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
-    model.eval()
-    for source, total in enumerate(sums):
-        for batch in range(rounds(data, source, config, data_degree(mesh))):
-            part = part_of_batch(data, source, config, batch, data_rank(mesh), data_degree(mesh)).to(device)
-            for microbatch in part.microbatches():
-                labels = microbatch.labels()
-                counted = labels != IGNORE
-                text = lengths[torch.where(counted, labels, 0)] * counted
-                total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
-    model.train()
-    for module in model.modules():  # what is kept for a backward pass that does not come
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    with evaluating(model):
+        for source, total in enumerate(sums):
+            for batch in range(rounds(data, source, config, data_degree(mesh))):
+                part = part_of_batch(data, source, config, batch, data_rank(mesh), data_degree(mesh)).to(device)
+                for microbatch in part.microbatches():
+                    labels = microbatch.labels()
+                    counted = labels != IGNORE
+                    text = lengths[torch.where(counted, labels, 0)] * counted
+                    total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
     sums = sum_over_data(sums, mesh).cpu()
     found = _figures("", sums.sum(0))
     if len(data.sources) > 1:

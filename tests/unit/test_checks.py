@@ -34,6 +34,7 @@ SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
 AC, LAST = "activation_checkpoint.mode", "parallelism.reduce_every_microbatch"
 COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
 PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
+PROMPTS, SAMPLED, EVENTS = "validation.sample_prompts", "validation.sample_tokens", "metrics.enable_tensorboard"
 VALIDATE, TEXT, ROUND = "validation.enable", "validation.dataset", "validation.steps"
 SAVE, LOAD_STEP, WEIGHTS = "checkpoint.enable", "checkpoint.load_step", "checkpoint.initial_load_path"
 ONLY, EXCLUDE, ALLOW = "checkpoint.initial_load_model_only", "checkpoint.exclude_from_loading", "checkpoint.allow_changes"
@@ -92,7 +93,7 @@ CASES = [
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
     (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),
 
-    (1, {NAME: "llama4"}, ["model.name = 'llama4'", "models/ has: llama3"], {NAME: "llama3"}),
+    (1, {NAME: "llama4"}, ["model.name = 'llama4'", "models/ has: gemma3, llama3, olmo2, qwen3"], {NAME: "llama3"}),
     (1, {NAME: "my.own"}, ["model.name = 'my.own'", "no module my.own"], {NAME: "models.llama3"}),
     (1, {NAME: "blocks"}, ["model.name = 'blocks'", "lacks Config, FLAVORS"], {NAME: "llama3"}),
     (1, {FLAVOR: "9b"}, ["model.flavor = '9b'", "debug, 1b, 3b, 8b"], {FLAVOR: "1b"}),
@@ -168,6 +169,9 @@ CASES = [
     (2, {LAST: False, LOCAL: 2}, [f"{LAST} = false", "no effect without accumulation", GLOBAL], {GLOBAL: 8}),
     (1, {VALIDATE: True, TEXT: "nowhere"}, [f'{TEXT} = "nowhere"', "no such file"], {TEXT: "file"}),
     (1, {ROUND: 0}, [f"{ROUND} = 0", "-1"], {ROUND: -1}),
+    (1, {PROMPTS: ["a"]}, [PROMPTS, "validation.enable = false"], {VALIDATE: True}),
+    (1, {PROMPTS: ["a"], VALIDATE: True, EVENTS: False}, [PROMPTS, f"{EVENTS} = false"], {EVENTS: True}),
+    (1, {SAMPLED: 9}, [f"{SAMPLED} = 9", PROMPTS], {SAMPLED: 64}),
 ]
 # fmt: on
 

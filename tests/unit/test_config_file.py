@@ -111,6 +111,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "sources": [{"path": "f", "name": "g", "weight": None, "epochs": None}],
         "freq": 1,
         "steps": -1,
+        "sample_prompts": ["h", "i"],
+        "sample_tokens": 3,
     },
 }
 

@@ -53,6 +53,7 @@ NOTHING = """
     dataloader.workers dataloader.prefetch dataloader.stall_seconds
     comm.init_timeout_seconds comm.train_timeout_seconds comm.save_timeout_seconds comm.trace_buf_size
     validation.enable validation.dataset validation.dataset_path validation.sources validation.freq validation.steps
+    validation.sample_prompts validation.sample_tokens
 """
 CHANGES_THE_MATHEMATICS, CHANGES_NOTHING, CANNOT_CHANGE = MATHEMATICS.split(), NOTHING.split(), ["training.seq_len"]
 

@@ -24,10 +24,10 @@ from tokenizers import Tokenizer, processors
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
-# Around what {% generation %} tags enclose, and cut out again. Unicode keeps these two free for such use inside a program.
 # What a template is told when it asks for the date, so that the same chats are the same tokens every day: the date that Llama's
 # templates write where they are told none.
 _TODAY = datetime(2024, 7, 26)
+# Around what {% generation %} tags enclose, and cut out again. Unicode keeps these two free for such use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _USE_TAGS = "put {% generation %} and {% endgeneration %} around what the assistant says in the template"
 

@@ -1,0 +1,84 @@
+"""Generation on a mesh: the text of one process, from a model that answers and from one that is being trained."""
+
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from models.blocks import Cache
+from tests.distributed.scenarios import CPU, config_of, mesh_of
+from tests.tiny import FLAVORS
+from titanlite.generate import Sampling, generate
+from titanlite.train import build_model
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_generate"
+PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
+
+
+def texts(degrees: dict[str, int], module: str, sampling: Sampling, step: int, compiled: bool = False) -> list[list[int]]:
+    """What a model of random weights writes on a mesh, under FSDP2 as in training; step: of the cache."""
+    Cache._STEP = step
+    config = config_of(
+        degrees, model={"name": module}, compile={"enable": compiled, "backend": "aot_eager"}, training={"seed": 5}
+    )
+    mesh = mesh_of(degrees)
+    model = build_model(load_family(module, "plain"), config, mesh, CPU)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
+            parameter.data.mul_(10)  # louder than the embedding, whose last token would repeat itself
+        elif name.endswith("post_norm.weight"):
+            parameter.data.add_(10)
+    return generate(model, PROMPTS, 30, None, sampling, mesh["tp"].size())
+
+
+MODULES = ["tests.tiny", "tests.tiny_gemma3", "tests.tiny_olmo2"]
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"tp": 4}], ids=str)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_mesh_writes_what_one_process_writes(pools, module, degrees):
+    for sampling in (Sampling(temperature=0), Sampling(seed=1, top_k=50)):
+        keys = {"module": module, "sampling": sampling, "step": 16}
+        expected = pools[1].run(f"{HERE}:texts", degrees={}, **keys)[0]
+        found = pools[math.prod(degrees.values())].run(f"{HERE}:texts", degrees=degrees, **keys)
+        assert all(rank == expected for rank in found)
+        assert all(len(set(new)) > 3 for new in expected)
+
+
+def test_a_compiled_model_writes_the_same_and_nothing_is_compiled_for_it(pools):
+    keys = {"module": "tests.tiny", "sampling": Sampling(temperature=0), "step": 16}
+    degrees = {"dp_shard": 2, "tp": 2}
+    plain = pools[4].run(f"{HERE}:texts", degrees=degrees, **keys)[0]
+    assert pools[4].run(f"{HERE}:texts", degrees=degrees, compiled=True, **keys)[0] == plain
+
+
+def samples(folder: Path) -> dict[int, str]:
+    """What TensorBoard shows of the first prompt, by step."""
+    board = EventAccumulator(str(folder / "tb")).Reload()
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in board.Tensors("sample/0/text_summary")}
+
+
+def test_a_run_writes_samples_after_each_round_and_trains_as_if_it_had_not(pools, tmp_path):
+    degrees = {"dp_shard": 2, "tp": 2}
+    vocabulary = FLAVORS["large"].vocab_size
+
+    def run(name: str, **validation) -> list[str]:
+        config = config_of(
+            degrees,
+            "large",
+            job={"dump_folder": str(tmp_path / name)},
+            training={"steps": 4},
+            compile={"enable": True, "backend": "aot_eager"},
+            metrics={"log_freq": 1},
+            validation={"enable": True, "freq": 2, "steps": 1, **validation},
+        )
+        pools[4].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+        return [line.split('"lr"')[0] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    assert vocabulary == 4096
+    assert run("with", sample_prompts=["def ", ""], sample_tokens=6) == run("without")
+    found = samples(tmp_path / "with")
+    assert list(found) == [2, 4]
+    assert all(text.startswith("    def ") and len(text) > 10 for text in found.values())

@@ -1,0 +1,149 @@
+"""Text from checkpoints: every family writes what transformers writes, on any mesh, by the command and while it is trained."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from models.blocks import Cache
+from tests.end_to_end.launcher import ROOT, run
+from tests.end_to_end.test_oracle import both_models, every_model, family, their_name
+from titanlite.generate import Sampling, generate
+
+PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
+
+
+def restless_models(name: str) -> tuple[nn.Module, nn.Module]:
+    """Both models with layers so loud that they do not repeat the last token, as tied embeddings would have it."""
+    ours, theirs = both_models(name)
+    their_parameters = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for key, parameter in ours.named_parameters():
+            if key.endswith(("attention.wo.weight", "ffn.w2.weight")):
+                parameter *= 10
+            elif key.endswith("post_norm.weight"):
+                parameter += 10
+            their_parameters[their_name(family(name)[0], key)].copy_(parameter)
+    return ours, theirs
+
+
+@every_model
+def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_caches_first_growth(name, monkeypatch):
+    monkeypatch.setattr(Cache, "_STEP", 16)
+    ours, theirs = restless_models(name)
+    found = generate(ours, PROMPTS, 40, None, Sampling(temperature=0))
+    for prompt, new in zip(PROMPTS, found, strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        assert new == expected[0, len(prompt) :].tolist()
+    assert len({tuple(new) for new in found}) == len(PROMPTS)
+    assert all(len(set(new)) > 3 for new in found), "a text that repeats itself compares little"
+
+
+def test_the_real_cache_grows_without_a_trace():
+    ours, theirs = restless_models("Qwen 3")
+    prompt = list(range(50, 70))
+    found = generate(ours, [prompt], 280, None, Sampling(temperature=0))[0]
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=280, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert Cache._STEP < 300 and found == expected[0, len(prompt) :].tolist()
+
+
+RUN = """
+[job]
+dump_folder = "out"
+[model]
+name = "tests.tiny_gemma3"
+flavor = "large"
+[training]
+dataset = "data.txt"
+steps = 30
+seq_len = 32
+local_batch_size = 4
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[checkpoint]
+enable = true
+interval = 15
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
+    (folder / "run.toml").write_text(RUN)
+    ended = run("run.toml", folder=folder)
+    assert ended.code == 0, ended.err
+    return folder
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "titanlite", "generate", *words],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(trained):
+    words = [
+        "--checkpoint",
+        "out",
+        "--prompt",
+        "one two three",
+        "--prompt",
+        "six",
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
+    alone = command(trained, *words)
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.startswith("one two three four five six seven"), alone.stdout
+    assert "\n\nsix seven eight" in alone.stdout
+    assert command(trained, *words, "--tp", "2").stdout == alone.stdout
+    earlier = command(trained, "--checkpoint", "out/checkpoint/step-00000015", *words[2:])
+    assert earlier.returncode == 0 and earlier.stdout != alone.stdout
+    drawn = [command(trained, *words[:-2], "--temperature", "2", "--seed", seed).stdout for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--checkpoint", "nowhere", "--prompt", "a"], "nowhere: no such folder"),
+        (["--checkpoint", "out", "--prompt", "a", "--top-p", "0"], "--top-p 0.0: must be above 0"),
+        (["--checkpoint", "out", "--prompt", "a", "--top-k", "-1"], "--top-k -1"),
+        (["--checkpoint", "out", "--prompt", "a", "--temperature", "0", "--seed", "3"], "no effect with --temperature 0"),
+        (["--checkpoint", "out", "--prompt", "a", "--temperature", "nan"], "--temperature nan"),
+        (["--checkpoint", "out", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: must be at least 1"),
+        (["--checkpoint", "out", "--prompt", "a", "--tp", "3"], "does not divide"),
+        (
+            ["--checkpoint", "out", "--prompt", "a", "--tokenizer", "nowhere"],
+            '--tokenizer "nowhere": there is no tokenizer.json',
+        ),
+        (["--checkpoint", "out"], "--prompt"),
+    ],
+)
+def test_what_the_command_refuses_it_names(trained, words, expected):
+    ended = command(trained, *words)
+    assert ended.returncode == 2
+    assert expected in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+
+
+def test_a_damaged_checkpoint_is_refused_and_so_is_one_of_another_model(trained, tmp_path):
+    copy = tmp_path / "step-00000030"
+    shutil.copytree(trained / "out" / "checkpoint" / "step-00000030", copy)
+    data = copy / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    ended = command(trained, "--checkpoint", str(copy), "--prompt", "a")
+    assert ended.returncode == 2 and "is damaged" in ended.stderr, ended.stderr

@@ -1,0 +1,102 @@
+"""Generation: what may be drawn, with which probability, and that a prompt's text is its own."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from models.blocks import Cache, SeqInfo
+from tests.tiny import FLAVORS, Model
+from titanlite.generate import Sampling, draw, generate
+
+PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
+GREEDY = Sampling(temperature=0)
+
+
+def tiny() -> Model:
+    model = Model(FLAVORS["plain"])
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def longhand(model: Model, prompt: list[int], tokens: int) -> list[int]:
+    """The likeliest continuation, the whole text through the model for every token."""
+    text = list(prompt)
+    for _ in range(tokens):
+        positions = torch.arange(len(text))[None]
+        text.append(int(model.head(model(torch.tensor([text]), SeqInfo(positions)))[0, -1].argmax()))
+    return text[len(prompt) :]
+
+
+def test_prompts_of_any_lengths_are_continued_as_each_by_itself_without_a_cache(monkeypatch):
+    monkeypatch.setattr(Cache, "_STEP", 8)
+    model = tiny()
+    assert generate(model, PROMPTS, 30, None, GREEDY) == [longhand(model, prompt, 30) for prompt in PROMPTS]
+
+
+def test_long_prompts_go_through_the_model_in_parts(monkeypatch):
+    monkeypatch.setattr("titanlite.generate._PREFILL", 4)
+    model, widths = tiny(), []
+    model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    found = generate(model, PROMPTS, 3, None, GREEDY)
+    assert widths == [4, 4, 4, 2, 1, 1, 1]
+    assert found == [longhand(model, prompt, 3) for prompt in PROMPTS]
+
+
+def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():
+    model = tiny()
+    whole = generate(model, PROMPTS, 12, None, GREEDY)
+    end = whole[1][4]
+    cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
+    assert generate(model, PROMPTS, 12, end, GREEDY) == cut
+    assert len(cut[1]) <= 4 and max(map(len, cut)) == 12
+
+
+def test_generation_leaves_the_model_as_it_was_and_builds_no_graph():
+    model = tiny().train()
+    generate(model, PROMPTS, 2, None, GREEDY)
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_prompts_text_depends_on_seed_and_number_and_not_on_the_other_prompts():
+    model, sampling = tiny(), Sampling(seed=3)
+    first = generate(model, PROMPTS, 20, None, sampling)
+    assert generate(model, PROMPTS, 20, None, sampling) == first
+    assert generate(model, [PROMPTS[0], [9, 9]], 20, None, sampling)[0] == first[0]
+    assert generate(model, PROMPTS, 20, None, Sampling(seed=4)) != first
+    same = generate(model, [[5], [5]], 20, None, sampling)
+    assert same[0] != same[1]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.7),
+        Sampling(top_k=5),
+        Sampling(top_k=100),
+        Sampling(top_p=0.6),
+        Sampling(temperature=1.5, top_k=8, top_p=0.8),
+        Sampling(top_p=1e-6),
+    ],
+)
+def test_tokens_are_drawn_with_the_probabilities_of_transformers_warpers(sampling):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 20) * 2
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    expected = warpers(None, logits).softmax(-1)[0]
+    rows = 20_000
+    random = torch.Generator().manual_seed(1)
+    drawn = draw(logits.expand(rows, -1), sampling, [random] * rows)
+    found = torch.bincount(torch.tensor(drawn), minlength=20) / rows
+    assert ((found > 0) <= (expected > 0)).all()
+    assert (found - expected).abs().max() < 5 * (0.25 / rows) ** 0.5  # five deviations of the rarest luck
+
+
+def test_temperature_zero_takes_the_likeliest():
+    assert draw(torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 0.0]]), GREEDY, []) == [1, 0]
