@@ -149,7 +149,8 @@ def apply_tensor_parallel(model: nn.Module, styles: dict[str, str], tp: DeviceMe
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
         for key, parameter in module.named_parameters(recurse=False):
             placement = style.weight if parameter.ndim > 1 else style.bias
-            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, tp, [placement])))
+            split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)
+            module.register_parameter(key, split)
         if style.before is not None:
             module.register_forward_pre_hook(
                 lambda _, args, before=style.before, name=name: (before(name, args[0], tp), *args[1:])
