@@ -14,7 +14,7 @@ from titanlite.checks import check
 from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.tools import estimate as tool
-from titanlite.tools.estimate import GIB, RESERVE, estimate
+from titanlite.tools.estimate import GIB, RESERVE, Estimate, estimate
 
 FOLDER = Path("train_configs")
 # flavour: ranks, parameters
@@ -43,12 +43,12 @@ def test_the_table_of_this_file_has_every_recipe():
         "llama_debug_constant",
         "llama_debug_decay",
     }  # two that show a branch
-    assert every == {f"llama_{flavor}" for flavor in RECIPES}
+    assert every == {"llama_70b_lora", *(f"llama_{flavor}" for flavor in RECIPES)}
 
 
-@pytest.mark.parametrize("flavor", RECIPES)
-def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(flavor):
-    path, (ranks, parameters) = FOLDER / f"llama_{flavor}.toml", RECIPES[flavor]
+def estimated(name: str, flavor: str, ranks: int) -> Estimate:
+    """What a recipe holds, once that is found to be what its header claims."""
+    path = FOLDER / f"{name}.toml"
     header = path.read_text().partition("\n[")[0]
     config = read_config(str(path), [])
     check(config, str(path), ranks)
@@ -59,6 +59,20 @@ def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(flavor):
     claimed = float(re.search(r"^# Memory a rank: ([\d.]+) GiB", header, re.MULTILINE)[1])
     assert found.memory.total / GIB == pytest.approx(claimed, rel=0.1)
     assert found.memory.total + RESERVE < DEVICE_GIB * GIB
+    return found
+
+
+def test_the_recipe_of_adapters_fits_a_70b_on_one_machine():
+    found, ranks, adapters = estimated("llama_70b_lora", "70b", 8), 8, 828_375_040
+    assert found.parameters == RECIPES["70b"][1] + adapters
+    # frozen weights in bfloat16; master, gradient and moments of adapters in float32
+    assert sum(found.memory[:3]) == pytest.approx((2 * RECIPES["70b"][1] + 16 * adapters) / ranks, rel=0.001)
+
+
+@pytest.mark.parametrize("flavor", RECIPES)
+def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(flavor):
+    ranks, parameters = RECIPES[flavor]
+    found = estimated(f"llama_{flavor}", flavor, ranks)
     # masters, gradients and two moments of AdamW, all float32, all sharded over all ranks
     assert found.parameters == parameters
     assert sum(found.memory[:3]) == pytest.approx(16 * parameters / ranks, rel=0.001)
