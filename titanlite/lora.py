@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
 from models.blocks import Constant, Flops, Normal
 from titanlite.config import Config, Lora
@@ -30,18 +29,9 @@ class LoraLinear(nn.Linear):
     scale: float
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        out, a, b = super().forward(x), self.lora_a, self.lora_b
-        if not (isinstance(a, DTensor) and self.weight.placements[0].is_shard()):
-            return out + F.linear(F.linear(x, a) * self.scale, b)
-        # Split by rows ("column"), or by columns ("row") and then `out` is this rank's summand, as the adapter's product is:
-        # they are summed over ranks together. DTensor would sum the adapter's apart, by one more collective.
-        product = F.linear(F.linear(_local(x), _local(a)) * self.scale, _local(b))
-        return out + DTensor.from_local(product, out.device_mesh, out.placements, run_check=False)
-
-
-def _local(tensor: DTensor) -> Tensor:
-    """This rank's part; of what every rank holds whole, its gradient is one summand."""
-    return tensor.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in tensor.placements])
+        # Under tensor parallelism these are DTensors, and that costs no collective here: split by rows ("column") both summands
+        # are this rank's features, split by columns ("row") both are summands of a sum over ranks, which is taken once.
+        return super().forward(x) + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
 def on_meta(family: Family, config: Config) -> nn.Module:

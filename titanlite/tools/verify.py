@@ -88,7 +88,7 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
 
 def compare(found: Trajectory, reference: Trajectory) -> Comparison:
     """How far one trajectory is from another."""
-    both = found.gradients.keys() & reference.gradients.keys()
+    both = [name for name in reference.gradients if name in found.gradients]
     gradients = {name: _distance(found.gradients[name], reference.gradients[name]) for name in both}
     gradients |= dict.fromkeys(found.gradients.keys() ^ reference.gradients.keys(), math.inf)  # trained on one mesh only
     worst = max(gradients, key=gradients.__getitem__)
