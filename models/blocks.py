@@ -398,7 +398,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradient = training and any(ctx.needs_input_grad)
         if with_gradient:
             grad_hidden = torch.empty_like(hidden)
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            # of a frozen weight there is none to be made, nor to be kept
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), chunk):
             part, label = hidden[start : start + chunk], labels[start : start + chunk]
             valid = label != IGNORE
@@ -422,7 +423,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     slope = slope * (1 - bent.square())
                 slope = (slope * valid[:, None]).to(weight.dtype)
                 grad_hidden[start : start + chunk] = slope @ weight
-                grad_weight += slope.T @ part
+                if grad_weight is not None:
+                    grad_weight += slope.T @ part
         if with_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
@@ -432,7 +434,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, scale: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        return grad_hidden, (grad_weight * scale).to(ctx.weight_dtype), None, None, None, None, None, None
+        if grad_weight is not None:
+            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

@@ -36,10 +36,13 @@ KEPT_OPERATIONS = (
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.linear.default)
 
 
-def checkpoint_operations(model: nn.Module, kept: tuple[Any, ...]) -> None:
-    """In each block keeps the results of `kept` operations and of every second matrix product; call it before compiling."""
+def checkpoint_operations(model: nn.Module, kept: tuple[Any, ...], rank: int | None = None) -> None:
+    """In each block keeps the results of `kept` operations and of every second matrix product; call it before compiling.
+
+    rank: of adapters, whose products are cheap and computed again.
+    """
     for block in model.layers.values():
-        block.__class__ = _checkpointed_class(type(block), (*KEPT_OPERATIONS, *kept))
+        block.__class__ = _checkpointed_class(type(block), (*KEPT_OPERATIONS, *kept), rank)
 
 
 def checkpoint_blocks(model: nn.Module, every: int) -> None:
@@ -59,11 +62,11 @@ def set_memory_budget(keys: ActivationCheckpoint) -> None:
 
 
 @functools.cache
-def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...]) -> type[nn.Module]:
+def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...], rank: int | None) -> type[nn.Module]:
     """The class of blocks whose forward is checkpointed by operation; one class for all, so that one compilation serves all."""
 
     def contexts() -> tuple[Any, Any]:
-        return create_selective_checkpoint_contexts(_policy(kept))
+        return create_selective_checkpoint_contexts(_policy(kept, rank))
 
     def forward(self: nn.Module, *args: Any) -> Any:
         return checkpoint(block.forward, self, *args, use_reentrant=False, context_fn=contexts)
@@ -71,14 +74,17 @@ def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...]) -> type[n
     return type(f"Checkpointed{block.__name__}", (block,), {"forward": forward})
 
 
-def _policy(kept: tuple[Any, ...]) -> Any:
-    """What to do with each operation of one forward pass; matrix products are counted, apart for the recomputation."""
+def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
+    """What to do with each operation of one forward pass; matrix products are counted, apart for the recomputation.
+
+    Those with a matrix of `rank` rows or columns are adapters': not counted, and not kept.
+    """
     products: Counter[bool] = Counter()
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in kept:
             return CheckpointPolicy.MUST_SAVE
-        if operation in _MATRIX_PRODUCTS:
+        if operation in _MATRIX_PRODUCTS and rank not in args[1].shape:
             products[context.is_recompute] += 1
             if products[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE

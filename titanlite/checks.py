@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
+from titanlite import lora
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
-from titanlite.config import Config, Dataloader, Source
+from titanlite.config import Config, Dataloader, Lora, Source
 from titanlite.config_file import report
 from titanlite.data.sources import find, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import DEFAULT_VOCABULARY, load_tokenizer
@@ -39,6 +40,7 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         *_checkpoint_faults(config),
         *_device_faults(config),
         *_recompute_faults(config),
+        *_lora_faults(config),
     ]
     if faults:
         raise UserError(report(path, faults))
@@ -89,11 +91,14 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
             f"of {config.model.name} {config.model.flavor}"
         )
     try:
-        model = family.on_meta()
+        model = lora.on_meta(family, config)
         # the matrices' widths follow from the dimensions: one fault is enough
         yield from sharding_faults(model, family, 1 if undivided else tensor)
         yield from match_initial(model, family)[1]
         family.module.flops(family.config, config.training.seq_len)
+    except UserError as error:  # of lora.modules
+        yield from str(error).splitlines()
+        return
     except Exception as error:  # whatever the user's module raises
         yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
         return
@@ -118,8 +123,8 @@ def _decay_faults(config: Config, model: torch.nn.Module) -> Iterator[str]:
         return
     if config.optimizer.weight_decay == 0:
         yield f"optimizer.decay_parameters = {pattern!r}: has no effect with optimizer.weight_decay = 0"
-    if not any(is_decayed(name, p, config.optimizer) for name, p in model.named_parameters()):
-        yield f"optimizer.decay_parameters = {pattern!r}: matches no parameter's name"
+    if not any(p.requires_grad and is_decayed(name, p, config.optimizer) for name, p in model.named_parameters()):
+        yield f"optimizer.decay_parameters = {pattern!r}: matches no trained parameter's name"
 
 
 def _vocabulary_faults(config: Config, family: Family) -> Iterator[str]:
@@ -335,6 +340,13 @@ def _recompute_faults(config: Config) -> Iterator[str]:
             'parallelism.cpu_offload = true: with training.mixed_precision_param = "float16" gradients and loss scale would be '
             "on two devices; use bfloat16, or no offload"
         )
+
+
+def _lora_faults(config: Config) -> Iterator[str]:
+    if not config.lora.enable:
+        for name, value in config.lora:
+            if value != getattr(Lora(), name):
+                yield f"lora.{name} = {value!r}: has no effect with lora.enable = false"
 
 
 def _has_compiler() -> bool:

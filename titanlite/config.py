@@ -144,6 +144,21 @@ class Parallelism(Section):
     """Keep masters, gradients and optimizer state in the CPU's memory and move a block at a time to the GPU. CUDA only."""
 
 
+class Lora(Section):
+    """Training small adapters of a model whose own weights stay what they are (docs/lora.md)."""
+
+    enable: bool = False
+    """Freeze every weight, and train low-rank adapters beside those of linear layers. The weights to adapt are loaded by
+    checkpoint.initial_load_path; frozen ones are kept in training.mixed_precision_param."""
+    rank: Count = 16
+    """Rows of A and columns of B, in W + alpha / rank * B A."""
+    alpha: Positive = 32.0
+    """Scale of the adapters, divided by their rank."""
+    modules: Annotated[list[str], Field(min_length=1)] = ["layers.*"]
+    """Patterns of names of linear layers, such as "layers.*.attention.w[qv]": those get adapters. A star crosses dots, so
+    "layers.*" is every linear layer of the blocks."""
+
+
 class ActivationCheckpoint(Section):
     """What is computed again in the backward pass instead of being kept from the forward pass."""
 
@@ -314,6 +329,7 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    lora: Lora = Lora()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.blocks import Constant, Normal
+from titanlite import lora
 from titanlite.errors import UserError
 from titanlite.zoo import Family, every_layer, match_table, tie
 
@@ -45,7 +46,10 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
     A model is built without memory, so whatever a constructor computes into a buffer is lost: a buffer may only be constant.
     """
     named = dict(named_tensors(model))
-    distributions, faults = match_table(family.module.initial(family.config), list(named), "initial")
+    adapters = lora.initial(model)
+    others = [name for name in named if name not in adapters]
+    distributions, faults = match_table(family.module.initial(family.config), others, "initial")
+    distributions |= adapters
     for name, tensor in named.items():
         if not isinstance(tensor, nn.Parameter) and isinstance(distributions.get(name), Normal):
             faults.append(

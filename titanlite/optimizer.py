@@ -20,7 +20,7 @@ def build_optimizer(model: nn.Module, keys: Keys) -> torch.optim.Optimizer:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {name for name, p in trained.items() if is_decayed(name, p, keys)}
     if keys.decay_parameters and not decayed:
-        raise UserError(f"optimizer.decay_parameters = {keys.decay_parameters!r}: matches no parameter's name")
+        raise UserError(f"optimizer.decay_parameters = {keys.decay_parameters!r}: matches no trained parameter's name")
     groups = [
         {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": keys.weight_decay},
         {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},

@@ -22,6 +22,7 @@ from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operat
 from titanlite.compilation import compile_model
 from titanlite.config import Config
 from titanlite.errors import UserError
+from titanlite.lora import A, B, LoraLinear
 from titanlite.mesh import fsdp_mesh
 from titanlite.zoo import Family, every_layer, match_table, tie
 
@@ -86,6 +87,8 @@ STYLES: dict[str, Style] = {
 }
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
+_ADAPTER = {A: Shard(1), B: Shard(0)}  # split only along the dimension that they share with the weight
+
 _STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}  # the modules a style is for
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -102,7 +105,7 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
         apply_tensor_parallel(model, family, mesh["tp"])
     keys = config.activation_checkpoint
     if keys.mode == "selective" and keys.selective_ac_option == "op":
-        checkpoint_operations(model, getattr(family.module, "KEEP", ()))
+        checkpoint_operations(model, getattr(family.module, "KEEP", ()), config.lora.rank if config.lora.enable else None)
     if config.compile.enable:
         set_memory_budget(keys)
         compile_model(model, config.compile)
@@ -152,7 +155,10 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
         for key, parameter in module.named_parameters(recurse=False):
             placement = style.weight if parameter.ndim > 1 else style.bias
-            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter, tp, [placement])))
+            if isinstance(module, LoraLinear) and placement != _ADAPTER.get(key, placement):
+                placement = Replicate()
+            split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)
+            module.register_parameter(key, split)
         if style.before is not None:
             module.register_forward_pre_hook(
                 lambda _, args, before=style.before, name=name: (before(name, args[0], tp), *args[1:])

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titanlite import lora
 from titanlite.checkpoint import load
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import Manifest
@@ -58,6 +59,7 @@ HARMLESS = (
 # What an old state cannot go on with, and why.
 IMPOSSIBLE = {
     "training.seq_len": "a position in the data counts samples of that length",
+    **dict.fromkeys(("lora.enable", "lora.rank", "lora.modules"), "the optimizer's state is that of other parameters"),
 }
 _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
 
@@ -112,21 +114,35 @@ def restore(
     the run, with all that is wrong with it.
     """
     keys = config.checkpoint
-    if not keys.enable:
-        return Progress(), build_schedule(config)
-    begin = _own_checkpoint(keys, folder)
-    if begin is None and not keys.initial_load_path:
+    begin = _own_checkpoint(keys, folder) if keys.enable else None
+    if begin is None and not (keys.enable and keys.initial_load_path):
+        if config.lora.enable:
+            # not refused: speed and memory, and what `titanlite verify` compares, do not depend on the weights
+            log.warning("lora.enable = true: the weights that are adapted are RANDOM, set checkpoint.initial_load_path")
         return Progress(), build_schedule(config)
     if begin is None:
         source = Path(keys.initial_load_path)
         begin = source, load.verified(source)
         if keys.initial_load_model_only:
-            load.load_tensors(*begin, model_tensors(model), keys.exclude_from_loading, "model.")
+            load.load_tensors(*begin, _to_begin_with(config, *begin, model), keys.exclude_from_loading, "model.")
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
     start = load_run(*begin, config, family, data, global_batch, run_tensors(model, optimizer, loss_scale))
     log.info("resumed from %s", begin[0])
     return start
+
+
+def _to_begin_with(config: Config, source: Path, found: Manifest, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a new run takes from another's weights: adapters only where that one had some."""
+    tensors, adapted = model_tensors(model), found.numbers.get("config", {}).get("lora", {}).get("enable")
+    if adapted and not config.lora.enable:
+        raise UserError(
+            f"{source}: its weights have adapters, which lora.enable = false has no place for; begin from an export, "
+            "where they are merged, or set lora.enable = true with its rank and modules"
+        )
+    if config.lora.enable and not adapted:
+        return {name: tensor for name, tensor in tensors.items() if not lora.is_adapter(name)}
+    return tensors
 
 
 def load_run(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import children, process, profiling, stacks
+from titanlite import children, lora, process, profiling, stacks
 from titanlite.checkpoint.folder import clean_up, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
@@ -59,7 +59,7 @@ _RECORDER_PATIENCE = 10.0
 
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
-    model = parallelize(family.on_meta(), family, config, mesh)
+    model = parallelize(lora.on_meta(family, config), family, config, mesh)
     home = torch.device("cpu") if config.parallelism.cpu_offload else device
     initialize(model, family, config.training.seed, home)
     return model
@@ -138,7 +138,6 @@ def train(
     family = load_family(config.model.name, config.model.flavor)
     global_batch = config.global_batch(data_degree(mesh))
     step_tokens = global_batch * training.seq_len
-    flops, peak = family.module.flops(family.config, training.seq_len), peak_flops(device, training.mixed_precision_param)
 
     saver = None
     if config.checkpoint.enable:
@@ -149,6 +148,7 @@ def train(
     process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)
     stacks.at(0, "building the model")
     model = build_model(family, config, mesh, device)
+    flops, peak = lora.training_flops(family, config, model), peak_flops(device, training.mixed_precision_param)
     optimizer = build_optimizer(model, config.optimizer)
     create_state(optimizer)
     loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
@@ -306,7 +306,10 @@ def derived_values(
     global_batch = config.global_batch(data_degree(mesh))
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
-    flops = family.module.flops(family.config, training.seq_len)
+    flops = lora.training_flops(family, config, model)
+    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
+    frozen = f", of which {trained:,} are trained" if trained < total else ""
+    held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
@@ -316,12 +319,12 @@ def derived_values(
     return {
         "run": config.job.description or "(no description)",
         "folder": str(Path(config.job.dump_folder).resolve()),
-        "model": f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        "model": f"{config.model.name} {config.model.flavor}, {total:,} parameters{frozen}",
         "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}, masters float32, reduction {training.mixed_precision_reduce}",
+        "precision": f"{training.mixed_precision_param}, masters float32{held}, reduction {training.mixed_precision_reduce}",
         "again in backward": recomputed,
         "compiled": f"{' and '.join(config.compile.components)} by {config.compile.backend}"
         if config.compile.enable

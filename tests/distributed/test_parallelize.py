@@ -248,3 +248,24 @@ def build_with_table(change: dict[str, str | None]) -> None:
 def test_a_column_module_that_does_not_get_the_whole_sequence_is_named(pools):
     with pytest.raises(WorkerFailure, match=r"sharding: layers.0.ffn.w1 is 'column' and must read what a 'sequence' module"):
         pools[2].run(f"{HERE}:build_with_table", change={"layers.*.ffn_norm": "replicate"})
+
+
+# ---------------------------------------------------------------------------------------------------------- frozen weights
+
+
+def trained_names(degrees: dict[str, int]) -> set[str]:
+    """The parameters of a model with a frozen part that have a gradient after a step's backward pass."""
+    mesh, family = mesh_of(degrees), load_family("tests.tiny_odd", "frozen")
+    config = config_of(degrees, "frozen", model={"name": "tests.tiny_odd"})
+    model = build_model(family, config, mesh, CPU)
+    forward_backward(model, next(rank_batches(config, mesh)), mesh)
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    return {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("degrees", [{}, SHARD, TP, BOTH], ids=str)
+def test_what_a_model_freezes_is_frozen_on_every_mesh(pools, degrees):
+    ranks = math.prod(degrees.values())
+    for names in pools[ranks].run(f"{HERE}:trained_names", degrees=degrees):
+        assert "layers.0.ffn.w3.weight" in names
+        assert not [name for name in names if name.endswith("ffn.w1.weight")]

@@ -14,7 +14,7 @@ from titanlite.checks import check
 from titanlite.config import Config
 from titanlite.config_file import read_config
 from titanlite.tools import estimate as tool
-from titanlite.tools.estimate import GIB, RESERVE, estimate
+from titanlite.tools.estimate import GIB, RESERVE, Estimate, estimate
 
 FOLDER = Path("train_configs")
 # recipe: ranks, parameters
@@ -46,22 +46,36 @@ def test_the_table_of_this_file_has_every_recipe():
         "llama_debug_constant",
         "llama_debug_decay",
     }  # two that show a branch
-    assert every == set(RECIPES)
+    assert every == {"llama_70b_lora", *RECIPES}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(recipe):
-    path, (ranks, parameters) = FOLDER / f"{recipe}.toml", RECIPES[recipe]
+def estimated(recipe: str, flavor: str, ranks: int) -> Estimate:
+    """What a recipe holds, once that is found to be what its header claims."""
+    path = FOLDER / f"{recipe}.toml"
     header = path.read_text().partition("\n[")[0]
     config = read_config(str(path), [])
     check(config, str(path), ranks)
-    assert config.model.flavor == recipe.partition("_")[2]
+    assert config.model.flavor == flavor
     assert re.search(r"^# Ranks: (\d+) ", header, re.MULTILINE)[1] == str(ranks)
     found = estimate(config, ranks)
     print(f"{path.name} on {ranks}: {found}")
     claimed = float(re.search(r"^# Memory a rank: ([\d.]+) GiB", header, re.MULTILINE)[1])
     assert found.memory.total / GIB == pytest.approx(claimed, rel=0.1)
     assert found.memory.total + RESERVE < DEVICE_GIB * GIB
+    return found
+
+
+def test_the_recipe_of_adapters_fits_a_70b_on_one_machine():
+    found, ranks, adapters = estimated("llama_70b_lora", "70b", 8), 8, 828_375_040
+    assert found.parameters == RECIPES["llama_70b"][1] + adapters
+    # frozen weights in bfloat16; master, gradient and moments of adapters in float32
+    assert sum(found.memory[:3]) == pytest.approx((2 * RECIPES["llama_70b"][1] + 16 * adapters) / ranks, rel=0.001)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(recipe):
+    ranks, parameters = RECIPES[recipe]
+    found = estimated(recipe, recipe.partition("_")[2], ranks)
     # masters, gradients and two moments of AdamW, all float32, all sharded over all ranks
     assert found.parameters == parameters
     assert sum(found.memory[:3]) == pytest.approx(16 * parameters / ranks, rel=0.001)

@@ -27,6 +27,7 @@ DATASET, DATASET_PATH, BOARD = "training.dataset", "training.dataset_path", "met
 NONE, MIXED = {DATASET: "stdlib"}, [{"path": "file", "weight": 2.0}, {"path": "."}]
 DECAYED, UNDECAYED, TOKENIZER = "optimizer.decay_parameters", "optimizer.weight_decay", "model.hf_assets_path"
 NAME, FLAVOR = "model.name", "model.flavor"
+LORA, ADAPTED = "lora.enable", "lora.modules"
 DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
 TRACES, SNAPSHOTS = "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
 OFFLOAD = "parallelism.cpu_offload"
@@ -98,8 +99,17 @@ CASES = [
     (1, {NAME: "blocks"}, ["model.name = 'blocks'", "lacks Config, FLAVORS"], {NAME: "llama3"}),
     (1, {FLAVOR: "9b"}, ["model.flavor = '9b'", "debug, 1b, 3b, 8b"], {FLAVOR: "1b"}),
     (1, {DECAYED: "w[q"}, [f"{DECAYED} = 'w[q'", "not a regular expression"], {DECAYED: "w[q]"}),
-    (1, {DECAYED: "w_q"}, [f"{DECAYED} = 'w_q'", "matches no parameter"], {DECAYED: "wq"}),
+    (1, {DECAYED: "w_q"}, [f"{DECAYED} = 'w_q'", "matches no trained parameter"], {DECAYED: "wq"}),
     (1, {DECAYED: "wq", UNDECAYED: 0.0}, [DECAYED, "has no effect", f"{UNDECAYED} = 0"], {DECAYED: ""}),
+
+    (1, {DECAYED: "wq.weight", LORA: True}, [DECAYED, "matches no trained parameter"], {DECAYED: "wq.lora_a"}),
+
+    (1, {"lora.rank": 4}, ["lora.rank = 4", "has no effect with lora.enable = false"], {LORA: True}),
+    (1, {"lora.alpha": 4.0}, ["lora.alpha = 4.0", "lora.enable = false"], {LORA: True}),
+    (1, {ADAPTED: ["*.wq"]}, [f"{ADAPTED} = ['*.wq']", "lora.enable = false"], {LORA: True}),
+    (1, {LORA: True, ADAPTED: ["*.wq", "*.wz"]}, [f'{ADAPTED}: "*.wz" matches no nn.Linear'], {ADAPTED: ["*.wq"]}),
+    (1, {LORA: True, ADAPTED: ["head.*"]}, [f'{ADAPTED}: "head.*"', "there are: layers.*.attention.wq,"], {ADAPTED: ["*"]}),
+    (1, {LORA: True, ADAPTED: ["layers.0.atention.wq"]}, ["did you mean layers.*.attention.wq?"], {ADAPTED: ["layers.0.*.wq"]}),
 
     (1, {TOKENIZER: "empty"}, [f'{TOKENIZER} = "empty"', "no tokenizer.json"], {TOKENIZER: "fits"}),
     (1, {TOKENIZER: "large"}, [TOKENIZER, '"large"', "ids up to 5000", "vocabulary of 4096"], {FLAVOR: "8b"}),

@@ -58,6 +58,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "cpu_offload": True,
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
+    "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
     "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "optimizer": {
         "name": "Adam",

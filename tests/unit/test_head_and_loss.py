@@ -143,6 +143,15 @@ def test_a_frozen_part_gets_no_gradient_and_the_others_theirs(frozen):
     torch.testing.assert_close(gradients[0].double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_of_a_frozen_output_no_gradient_is_made():
+    head, (hidden, labels) = _head(_TOKENS), _inputs()
+    head.output.weight.requires_grad_(False)
+    with _Operations() as made:
+        head(hidden, labels).backward()
+    assert [name for name, _ in made.seen if name.startswith("aten::mm")] == ["aten::mm"] * 2  # logits, their inputs' gradient
+    assert (_VOCABULARY, _DIM) not in [shape for name, shape in made.seen if "zeros" in name]
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 7, 15])
 def test_logits_exist_one_chunk_at_a_time_forward_and_backward(chunk):
     head, (hidden, labels) = _head(chunk), _inputs()

@@ -32,7 +32,7 @@ MATHEMATICS = """
     training.seed training.document_policy training.document_mask
     optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
     optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
-    lr_scheduler.decay_type lr_scheduler.min_lr_factor
+    lr_scheduler.decay_type lr_scheduler.min_lr_factor lora.alpha
 """
 NOTHING = """
     job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
@@ -55,7 +55,8 @@ NOTHING = """
     validation.enable validation.dataset validation.dataset_path validation.sources validation.freq validation.steps
     validation.sample_prompts validation.sample_tokens
 """
-CHANGES_THE_MATHEMATICS, CHANGES_NOTHING, CANNOT_CHANGE = MATHEMATICS.split(), NOTHING.split(), ["training.seq_len"]
+CHANGES_THE_MATHEMATICS, CHANGES_NOTHING = MATHEMATICS.split(), NOTHING.split()
+CANNOT_CHANGE = ["training.seq_len", "lora.enable", "lora.rank", "lora.modules"]
 
 
 def configuration(keys: dict[str, Any] | None = None) -> Config:

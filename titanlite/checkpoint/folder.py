@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PROBE = ".probe"
-_BYTES_PER_PARAMETER = {True: 12, False: 4}  # trained or not: the float32 master, and the two moments of Adam
+_MOMENTS = 8  # bytes a trained parameter: the two of Adam, in float32
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -49,7 +49,7 @@ def list_steps(folder: Path) -> list[int]:
 
 def checkpoint_bytes(model: nn.Module) -> int:
     """About how large a checkpoint of a model is, which may be on the meta device: the tensors alone."""
-    return sum(p.numel() * _BYTES_PER_PARAMETER[p.requires_grad] for p in model.parameters())
+    return sum(p.numel() * (p.element_size() + _MOMENTS * p.requires_grad) for p in model.parameters())
 
 
 def room_fault(folder: Path, size: int, keys: Keys) -> str:

@@ -23,16 +23,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titanlite import lora
 from titanlite.checks import check
 from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
-from titanlite.initialize import fill, materialize
+from titanlite.initialize import fill, match_initial, materialize
 from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallelize import parallelize
 from titanlite.tools.check import parse_command
-from titanlite.zoo import Family, load_family, match_table, tie
+from titanlite.zoo import Family, load_family, tie
 
 GIB = 2**30
 # What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.
@@ -43,7 +44,7 @@ class Memory(NamedTuple):
     """Bytes that rank 0 holds when it holds the most."""
 
     masters: int
-    gradients: int  # of every parameter, as in the second microbatch of a step and at the end of any
+    gradients: int  # of every trained parameter, as in the second microbatch of a step and at the end of any
     moments: int
     activations: int  # what all layers together keep from the forward pass for the backward pass
     working: int  # at the worst moment beside all that: gathered parameters, one layer's recomputation, logits, ...
@@ -82,7 +83,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         begin = time.perf_counter()
-        model = family.on_meta()
+        model = lora.on_meta(family, config)
         parameters = sum(p.numel() for p in model.parameters())
         built = time.perf_counter()
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
@@ -90,7 +91,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         sharded = time.perf_counter()
         name, layer = next(iter(model.layers.items()))
         names = [f"layers.{name}.{key}" for key, _ in layer.named_parameters()]
-        distributions, _ = match_table(family.module.initial(family.config), names, "initial")
+        distributions, _ = match_initial(model, family)
         materialize(layer, torch.device("cpu"))
         for key, (_, parameter) in zip(names, layer.named_parameters(), strict=True):
             fill(parameter, key, distributions[key], config.training.seed)
@@ -98,10 +99,12 @@ def estimate(config: Config, ranks: int) -> Estimate:
         local = _local_values(model)
         activations, working = measure_step(family, config, mesh)
         microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
-        state = gradients = 0 if offload else local * 4  # float32
+        trained = [p for p in model.parameters() if p.requires_grad]
+        masters = 0 if offload else sum(_local(p).numel() * p.element_size() for p in model.parameters())
+        gradients = state = 0 if offload else 4 * sum(_local(p).numel() for p in trained)  # float32
         if microbatches > 1 and not parallelism.reduce_every_microbatch:
-            gradients = parameters * 4 // mesh["tp"].size()  # kept whole until the last microbatch
-        memory = Memory(state, gradients, 2 * state, activations, working)
+            gradients = 4 * sum(p.numel() for p in trained) // mesh["tp"].size()  # kept whole until the last microbatch
+        memory = Memory(masters, gradients, 2 * state, activations, working)
         return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory)
     finally:
         dist.destroy_process_group()
@@ -116,10 +119,11 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     """
     keys = config.activation_checkpoint
     every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
-    model = family.on_meta()
+    model = lora.on_meta(family, config)
     depth = len(model.layers)
     every = min(every, depth - 1)
-    shown = min(depth, max(every, config.parallelism.fsdp_prefetch) + 1)
+    first = min(int(config.lora.enable), depth - 1 - every)  # no gradient of a frozen embedding: block 0 keeps less
+    shown = min(depth, max(first + every, config.parallelism.fsdp_prefetch) + 1)
     for name in list(model.layers)[shown:]:
         del model.layers[name]
     parallelize(model, family, config, mesh)
@@ -136,7 +140,7 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
             before = follow.peak = follow.live()
             summed_loss(model, batch).backward()
     # From one block's entry to that of the block `every` later, both with their parameters gathered: what so many keep.
-    kept = (entered[every] - entered[0]) / every if every else 0
+    kept = (entered[first + every] - entered[first]) / every if every else 0
     return round(kept * depth), round(follow.peak - before - kept * shown)
 
 
@@ -166,7 +170,11 @@ class Allocations(TorchDispatchMode):
 
 
 def _local_values(module: nn.Module) -> int:
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+    return sum(_local(p).numel() for p in module.parameters())
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def main() -> None:

@@ -76,8 +76,9 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
         read.append(_gather_batch(batch, mesh))
         share = forward_backward(model, batch, mesh, None, config.parallelism.reduce_every_microbatch)
         if step == 1:
-            gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-            dtypes = {parameter.grad.dtype for parameter in model.parameters()}
+            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            gradients = {name: whole(parameter.grad) for name, parameter in trained.items()}
+            dtypes = {parameter.grad.dtype for parameter in trained.values()}
         norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
         losses.append(sum_over_data(share, mesh).item())
     dtypes |= {parameter.dtype for parameter in model.parameters()}
@@ -87,7 +88,9 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
 
 def compare(found: Trajectory, reference: Trajectory) -> Comparison:
     """How far one trajectory is from another."""
-    gradients = {name: _distance(found.gradients[name], gradient) for name, gradient in reference.gradients.items()}
+    both = [name for name in reference.gradients if name in found.gradients]
+    gradients = {name: _distance(found.gradients[name], reference.gradients[name]) for name in both}
+    gradients |= dict.fromkeys(found.gradients.keys() ^ reference.gradients.keys(), math.inf)  # trained on one mesh only
     worst = max(gradients, key=gradients.__getitem__)
     losses = [abs(a / b - 1) for a, b in zip(found.losses, reference.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(found.norms, reference.norms, strict=True)]

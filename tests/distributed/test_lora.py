@@ -1,0 +1,285 @@
+"""Adapters on any mesh: the gradients of one process, no more traffic than they need, and checkpoints from base to export."""
+
+import math
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.blocks import Normal, SeqInfo
+from tests.distributed import scenarios
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import CPU, MODES, config_of, first_microbatch, mesh_of
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, run_config, stored
+from titanlite import lora
+from titanlite.checkpoint import manifest
+from titanlite.config import Config
+from titanlite.loss import summed_loss
+from titanlite.tools.verify import Trajectory, compare
+from titanlite.train import build_model
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_lora"
+SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
+KEYS = {"enable": True, "rank": 4, "alpha": 6.0}
+
+
+# --------------------------------------------------------------------------------------------------------------- gradients
+
+
+def moved(model: torch.nn.Module) -> dict[str, Normal]:
+    """Initial distributions as if B had been trained: while it is zero, A has no gradient to compare."""
+    return {name: Normal(0.1) for name in original(model)}
+
+
+original = lora.initial
+
+
+def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
+    with mock.patch.object(lora, "initial", moved):
+        return scenarios.trajectory(degrees, config)
+
+
+def recorded(
+    pools: dict[int, Pool], degrees: dict[str, int], family: str = "tests.tiny", flavor: str = "plain", **options: Any
+) -> tuple[Trajectory, int]:
+    """What happened, and how many graphs were compiled for it."""
+    training = {"steps": 6, **options.pop("training", {})}
+    config = config_of(
+        degrees, flavor, options.pop("accumulation", 1), model={"name": family}, training=training, lora=KEYS, **options
+    )
+    return pools[math.prod(degrees.values())].run(f"{HERE}:trajectory", degrees=degrees, config=config)[0]
+
+
+@pytest.fixture(scope="module")
+def one_process(pools: dict[int, Pool]) -> dict[tuple[str, str], Trajectory]:
+    models = [("tests.tiny", "plain"), ("tests.tiny", "tied"), ("tests.tiny_biased", "plain")]
+    return {model: recorded(pools, {}, *model)[0] for model in models}
+
+
+def test_the_reference_learns_and_only_adapters_have_gradients_none_of_them_zero(one_process):
+    for found in one_process.values():
+        assert found.losses[-1] < found.losses[0]
+        assert found.gradients.keys() == {name for name in found.weights if lora.is_adapter(name)}
+        assert len(found.gradients) == 2 * 7 * 2
+        assert all(gradient.norm() > 1e-4 for gradient in found.gradients.values())
+
+
+def test_a_parameter_that_is_trained_on_one_mesh_alone_is_told(one_process):
+    reference = one_process["tests.tiny", "plain"]
+    more = reference._replace(gradients={**reference.gradients, "embed.weight": torch.zeros(512, 64)})
+    for result in (compare(more, reference), compare(reference, more)):
+        assert not result.equal
+        assert result.worst == "embed.weight"
+
+
+COMPILED = {"enable": True, "backend": "aot_eager"}
+LAST = {"accumulation": 2, "parallelism": {"reduce_every_microbatch": False}}
+# mesh, options
+CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "shard 2": (SHARD, {}),
+    "tp 2": (TP, {}),
+    "shard 2 x tp 2": (BOTH, {}),
+    "replicate 2 x shard 2 x tp 2": ({"dp_replicate": 2, **BOTH}, {}),
+    "shard-grad-op": (SHARD, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
+    "integer reshard": ({"dp_shard": 4}, {"parallelism": {"fsdp_reshard_after_forward": 2}}),
+    "reduction after the last microbatch": (BOTH, LAST),
+    "tied": (BOTH, {"flavor": "tied"}),
+    "biases, tp 2": (TP, {"family": "tests.tiny_biased"}),
+    "biases, shard 2 x tp 2": (BOTH, {"family": "tests.tiny_biased"}),
+    "full": (BOTH, {"activation_checkpoint": MODES["full"]}),
+    "per operation": (BOTH, {"activation_checkpoint": MODES["per operation"]}),
+    "compiled in one process": ({}, {"compile": COMPILED}),
+    "compiled": (BOTH, {"compile": COMPILED}),
+    "compiled, full": (BOTH, {"compile": COMPILED, "activation_checkpoint": MODES["full"]}),
+    "compiled, per operation": (BOTH, {"compile": COMPILED, "activation_checkpoint": MODES["per operation"]}),
+    "compiled, per operation, biases": (
+        TP,
+        {"compile": COMPILED, "activation_checkpoint": MODES["per operation"], "family": "tests.tiny_biased"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_mesh_gives_the_weights_losses_and_gradients_of_one_process(pools, one_process, name):
+    degrees, options = CELLS[name]
+    found, graphs = recorded(pools, degrees, **options)
+    result = compare(found, one_process[options.get("family", "tests.tiny"), options.get("flavor", "plain")])
+    print(f"{name}: {result}")
+    assert result.equal, result
+    assert result.later_norms < 1e-5
+    # the head, and blocks once for the first, whose input needs no gradient, and once for all others
+    assert graphs == (3 if "compile" in options else 0)
+
+
+def trajectory_of_float32_masters(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
+    adapt = lora.adapt
+    with mock.patch.object(lora, "adapt", lambda model, keys, frozen: adapt(model, keys, torch.float32)):
+        return scenarios.trajectory(degrees, config)
+
+
+@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+def test_frozen_weights_in_bfloat16_compute_what_float32_masters_would(pools, degrees):
+    config = config_of(degrees, training={"steps": 6, "mixed_precision_param": "bfloat16"}, lora=KEYS)
+    pool = pools[math.prod(degrees.values())]
+    found = pool.run(f"{HERE}:trajectory_of_float32_masters", degrees=degrees, config=config)[0][0]
+    expected = pool.run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+    assert found.losses == expected.losses
+    assert {tensor.dtype for tensor in found.weights.values()} == {torch.float32}
+    for name, tensor in expected.weights.items():
+        assert tensor.dtype == (torch.float32 if lora.is_adapter(name) else torch.bfloat16), name
+    assert {gradient.dtype for gradient in expected.gradients.values()} == {torch.float32}
+
+
+# ----------------------------------------------------------------------------------------------------------------- traffic
+
+
+class Collectives(TorchDispatchMode):
+    """The kind and the size of every collective's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kind = next((kind for kind in ("all_gather", "reduce_scatter", "all_reduce") if kind in str(function)), None)
+        if kind and "c10d" in str(function):
+            self.seen.append((kind, args[0].numel() if isinstance(args[0], Tensor) else 0))
+        return function(*args, **(kwargs or {}))
+
+
+def collectives(enable: bool) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Of the forward and the backward pass on tp 2."""
+    config, mesh = config_of(TP, lora={**KEYS, "enable": enable}), mesh_of(TP)
+    model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
+    batch = first_microbatch(config, mesh)
+    summed_loss(model, batch).backward()  # what is made at first use is not counted
+    with Collectives() as forward:
+        loss = summed_loss(model, batch)
+    with Collectives() as backward:
+        loss.backward()
+    return forward.seen, backward.seen
+
+
+def test_adapters_add_no_collective_but_small_sums_of_their_own_gradients(pools):
+    forward, backward = pools[2].run(f"{HERE}:collectives", enable=True)[0]
+    plain_forward, plain_backward = pools[2].run(f"{HERE}:collectives", enable=False)[0]
+    assert forward == plain_forward
+    # A of the five modules that are split by rows, B of the two that are split by columns
+    of_adapters = 2 * [4 * 64] * 4 + 2 * [4 * 64] * 3
+    assert sorted(size for kind, size in backward if kind == "all_reduce") == sorted(of_adapters)
+    others = [seen for seen in backward if seen[0] != "all_reduce"]
+    # less than without: neither the first block's input nor the embedding needs a gradient
+    assert len(others) == len([seen for seen in plain_backward if seen[0] != "all_reduce"]) - 2
+
+
+# -------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def base(pools: dict[int, Pool], tmp_path_factory) -> Path:
+    """A checkpoint of the whole model, of a few steps in one process."""
+    folder = tmp_path_factory.mktemp("base")
+    run(pools, ONE, folder, 5)
+    return folder / "checkpoint/step-00000005"
+
+
+def adapting(base: Path, **sections: Any) -> dict[str, Any]:
+    return {"lora": {**KEYS, **sections.pop("lora", {})}, "checkpoint": {"initial_load_path": str(base)}, **sections}
+
+
+@pytest.fixture(scope="module")
+def whole(pools: dict[int, Pool], tmp_path_factory, base: Path) -> Path:
+    """An uninterrupted run on 2 x 2 that adapts the base."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(pools, TWO_BY_TWO, folder, 20, **adapting(base))
+    return folder
+
+
+def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_untouched(whole, base):
+    found, before = stored(whole, 20), stored(base.parents[1], 5)
+    frozen = {name for name in before if name.startswith("model.")}
+    trained = {name for name in found if name.startswith("model.")} - frozen
+    assert {name.rpartition(".")[2] for name in trained} == {lora.A, lora.B}
+    for name in frozen:
+        assert torch.equal(found[name], before[name]), name
+    assert all(found[name].norm() > 0 for name in trained)
+    assert {name.split(".", 1)[1].rpartition(".")[0] for name in found if name.startswith("optimizer.")} == {
+        name.split(".", 1)[1] for name in trained
+    }
+    assert losses(whole)[-1] < losses(whole)[0] - 0.3
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, whole, base):
+    for steps in (7, 13, 20):
+        run(pools, TWO_BY_TWO, tmp_path / "parts", steps, **adapting(base))
+    assert losses(tmp_path / "parts") == losses(whole)
+    expected, found = stored(whole, 20), stored(tmp_path / "parts", 20)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_on_another_mesh_it_goes_on_within_rounding(pools, tmp_path, whole, base):
+    run(pools, TWO_BY_TWO, tmp_path / "parts", 10, **adapting(base))
+    run(pools, ONE, tmp_path / "parts", 20, **adapting(base))
+    assert losses(tmp_path / "parts") == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("step", [15, 20])
+def test_the_merged_checkpoint_gives_the_adapted_models_logits(whole, step):
+    tensors, config = stored(whole, step), run_config(ONE, whole, 20, lora=KEYS)
+    family = load_family("tests.tiny", "plain")
+    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    keys = manifest.read(whole / f"checkpoint/step-{step:08d}").numbers["config"]["lora"]
+    names, read = lora.merged(weights, weights.__getitem__, keys)
+    plain, adapted = family.on_meta(), lora.on_meta(family, config)
+    plain.load_state_dict({name.removeprefix("model."): read(name) for name in names}, assign=True)
+    adapted.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, assign=True)
+    tokens, seq = torch.arange(64).view(2, 32) * 7 % 512, SeqInfo(torch.arange(32).expand(2, 32))
+    found, expected = (model.head(model(tokens, seq)) for model in (plain, adapted))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_float32_base_is_read_into_bfloat16_by_rounding(pools, tmp_path, base):
+    training = {"mixed_precision_param": "bfloat16"}
+    run(pools, TWO_BY_TWO, tmp_path, 5, **adapting(base, training=training))
+    before, found = stored(base.parents[1], 5), stored(tmp_path, 5)
+    for name, tensor in before.items():
+        if name.startswith("model."):
+            assert torch.equal(found[name], tensor.bfloat16()), name
+    run(pools, TWO_BY_TWO, tmp_path, 6, **adapting(base, training=training))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rank": 8}, "lora.rank = 8, was 4"),
+        ({"modules": ["*.wq"]}, r"lora.modules = \['\*.wq'\], was \['layers.\*'\]"),
+        ({"enable": False, "rank": 16, "alpha": 32.0}, "lora.enable = False, was True"),
+        ({"alpha": 7.0}, "lora.alpha = 7.0, was 6.0"),
+    ],
+)
+def test_adapters_of_another_shape_or_scale_do_not_resume(pools, tmp_path, base, change, told):
+    run(pools, ONE, tmp_path, 5, **adapting(base))
+    with pytest.raises(WorkerFailure, match=told):
+        run(pools, ONE, tmp_path, 10, **adapting(base, lora=change))
+
+
+def test_a_new_run_takes_over_adapters_where_there_are_some(pools, tmp_path, whole):
+    run(pools, ONE, tmp_path, 1, **adapting(whole / "checkpoint/step-00000020"), optimizer={"lr": 1e-30})
+    found, before = stored(tmp_path, 1), stored(whole, 20)
+    for name in (name for name in before if name.startswith("model.")):
+        assert torch.equal(found[name], before[name]), name
+
+
+def test_a_run_without_adapters_is_not_begun_from_weights_with_some(pools, tmp_path, whole):
+    with pytest.raises(WorkerFailure, match=r"step-00000020: its weights have adapters, which lora.enable = false"):
+        run(pools, ONE, tmp_path, 1, checkpoint={"initial_load_path": str(whole / "checkpoint/step-00000020")})

@@ -1,0 +1,257 @@
+"""Adapters on one process: what is frozen and what is trained, what the adapted model computes, and how it is merged."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.blocks import SeqInfo
+from tests import tiny, tiny_biased
+from titanlite.checkpoint.folder import checkpoint_bytes
+from titanlite.config import Config
+from titanlite.config import Lora as Keys
+from titanlite.errors import UserError
+from titanlite.initialize import initialize
+from titanlite.lora import A, B, LoraLinear, adapt, is_adapter, merged, on_meta, training_flops
+from titanlite.optimizer import build_optimizer, create_state, named_state
+from titanlite.resume import Progress, restore
+from titanlite.tools.estimate import estimate
+from titanlite.zoo import Family
+
+CPU = torch.device("cpu")
+MATRICES = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"ffn.{name}" for name in ("w1", "w2", "w3")]
+FAMILY = Family(tiny, tiny.FLAVORS["plain"])
+
+
+def configuration(precision: str = "float32", **keys: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "tests.tiny", "flavor": "plain"},
+            "training": {"mixed_precision_param": precision, "seq_len": 32},
+            "lora": {"enable": True, "rank": 4, **keys},
+        }
+    )
+
+
+def adapted(family: Family = FAMILY, precision: str = "float32", moved: float = 0.0, **keys: Any) -> nn.Module:
+    """The tiny Llama with adapters and its initial weights; `moved`: the deviation of lora_b, as if it had been trained."""
+    model = on_meta(family, configuration(precision, **keys))
+    initialize(model, family, 0, CPU)
+    random = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(B):
+            parameter.data.normal_(0.0, moved, generator=random)
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    tokens = torch.arange(64).view(2, 32) * 7 % 512
+    return model.head(model(tokens, SeqInfo(torch.arange(32).expand(2, 32))))
+
+
+# ------------------------------------------------------------------------------------------------------------- the surgery
+
+
+def test_only_adapters_are_trained_and_every_other_name_is_that_of_the_base():
+    base, model = dict(FAMILY.on_meta().named_parameters()), adapted()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {f"layers.{i}.{matrix}.{part}" for i in (0, 1) for matrix in MATRICES for part in (A, B)}
+    assert {name for name, _ in model.named_parameters()} - trained == base.keys()
+    assert {name for name, _ in model.named_parameters() if is_adapter(f"model.{name}")} == trained
+
+
+def test_only_adapters_have_gradients_and_optimizer_state():
+    model = adapted()
+    logits(model).square().sum().backward()
+    optimizer = build_optimizer(model, configuration().optimizer)
+    create_state(optimizer)
+    logits(model).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == is_adapter(name), name
+    assert {name.rpartition(".")[0] for name in named_state(optimizer, model)} == {
+        name for name, _ in model.named_parameters() if is_adapter(name)
+    }
+
+
+def test_frozen_weights_are_kept_in_the_precision_that_computes_and_adapters_in_float32():
+    for name, parameter in adapted(precision="bfloat16").named_parameters():
+        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
+
+
+def test_tied_weights_stay_tied_when_they_are_frozen():
+    model = adapted(Family(tiny, tiny.FLAVORS["tied"]), precision="bfloat16")
+    assert model.head.output.weight is model.embed.weight
+    assert model.embed.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["layers.*"], {f"layers.{i}.{matrix}" for i in (0, 1) for matrix in MATRICES}),
+        (["*"], {f"layers.{i}.{matrix}" for i in (0, 1) for matrix in MATRICES}),
+        (["layers.1.attention.w[qv]"], {"layers.1.attention.wq", "layers.1.attention.wv"}),
+        (["*.w2", "layers.0.*.w[23]"], {"layers.0.ffn.w2", "layers.0.ffn.w3", "layers.1.ffn.w2"}),
+    ],
+)
+def test_the_linear_layers_of_blocks_that_a_pattern_matches_get_one_adapter_each(patterns, expected):
+    model = adapted(modules=patterns, rank=3)
+    assert {name for name, module in model.named_modules() if isinstance(module, LoraLinear)} == expected
+    for name in expected:
+        module = model.get_submodule(name)
+        assert (module.lora_a.shape, module.lora_b.shape) == ((3, module.in_features), (module.out_features, 3))
+
+
+class Special(nn.Linear):
+    """A linear layer that computes something else."""
+
+
+def test_a_subclass_of_linear_is_left_alone_and_named_by_no_hint():
+    model = FAMILY.on_meta()
+    model.layers["0"].ffn.w1.__class__ = Special
+    adapt(model, Keys(modules=["*.ffn.*"]), torch.float32)
+    assert [type(layer.ffn.w1) for layer in model.layers.values()] == [Special, LoraLinear]
+    model = FAMILY.on_meta()
+    for layer in model.layers.values():
+        layer.ffn.w1.__class__ = Special
+    with pytest.raises(UserError, match=r'^lora.modules: "\*.ffn.w1" matches no nn.Linear of the layers; ') as raised:
+        adapt(model, Keys(modules=["*.ffn.w1", "*.w2"]), torch.float32)
+    assert "ffn.w1" not in str(raised.value).partition("; ")[2]
+
+
+# -------------------------------------------------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("family", [FAMILY, Family(tiny_biased, tiny_biased.FLAVORS["plain"])], ids=["plain", "biased"])
+def test_an_adapted_layer_adds_the_scaled_product_of_its_two_matrices(family):
+    model = adapted(family, moved=0.3, rank=4, alpha=6.0)
+    layer = model.layers["1"].attention.wq
+    x = torch.randn(2, 5, 64)
+    w, a, b = (tensor.detach().double() for tensor in (layer.weight, layer.lora_a, layer.lora_b))
+    expected = x.double() @ w.T + 1.5 * x.double() @ (b @ a).T
+    if layer.bias is not None:
+        expected += layer.bias.detach().double()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapted_model_begins_as_its_base():
+    base = FAMILY.on_meta()
+    initialize(base, FAMILY, 0, CPU)
+    assert torch.equal(logits(adapted()), logits(base))
+
+
+def test_b_begins_at_zero_and_a_with_variance_one_over_in():
+    initialized = on_meta(FAMILY, configuration(rank=64))
+    initialize(initialized, FAMILY, 0, CPU)
+    for name, parameter in initialized.named_parameters():
+        if name.endswith(B):
+            assert not parameter.any(), name
+        if name.endswith(A):
+            assert parameter.std().item() == pytest.approx(parameter.shape[1] ** -0.5, rel=0.05), name
+            assert abs(parameter.mean().item()) < 0.01, name
+
+
+def test_flops_are_those_of_the_products_that_a_step_makes():
+    dim, kv, ffn, vocabulary, layers, rank = 64, 32, 96, 512, 2, 4
+    shapes = [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (ffn, dim), (dim, ffn), (ffn, dim)]
+    frozen = layers * sum(rows * columns for rows, columns in shapes) + vocabulary * dim
+    trained = layers * sum(rank * (rows + columns) for rows, columns in shapes)
+    config = configuration()
+    found = training_flops(FAMILY, config, on_meta(FAMILY, config))
+    whole = FAMILY.module.flops(FAMILY.config, 32)
+    # twice each number forward, twice for the gradient of the input, twice for its own where it is trained
+    assert found.palm - (whole.palm - 6 * frozen) == 4 * frozen + 6 * trained
+    assert found.causal - (whole.causal - 6 * frozen) == 4 * frozen + 6 * trained
+    plain = Config.model_validate({"training": {"seq_len": 32}})
+    assert training_flops(FAMILY, plain, FAMILY.on_meta()) == whole
+
+
+def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in_sixteen():
+    config = configuration("bfloat16", rank=8)
+    model = on_meta(FAMILY, config)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters()) - trained
+    found = estimate(config, 1)
+    assert found.parameters == frozen + trained
+    assert found.memory[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
+    assert checkpoint_bytes(model) == 2 * frozen + 12 * trained
+
+
+def activations(mode: str, enable: bool = True) -> float:
+    """What a layer keeps for the backward pass, in numbers a token."""
+    keys = {"model": {"name": "tests.tiny", "flavor": "deep"}, "activation_checkpoint": {"mode": mode}}
+    training = {"local_batch_size": 2, "seq_len": 512, "mixed_precision_param": "float32"}
+    lora = {"enable": enable, **({"rank": 4} if enable else {})}
+    config = Config.model_validate({**keys, "training": training, "lora": lora})
+    return estimate(config, 1).memory.activations / tiny.FLAVORS["deep"].n_layers / (2 * 512 * 4)
+
+
+def test_of_an_adapter_its_thin_product_is_kept_beside_the_layers_input():
+    # A reads what the layer reads, and B reads A's product, `rank` numbers; a frozen norm does not keep what it scales
+    assert activations("none") == activations("none", enable=False) + 7 * 4 - 2 * 64
+
+
+def test_what_is_computed_again_by_operation_are_all_products_of_adapters():
+    # and the matrix products that are kept are those that are kept without adapters
+    assert activations("selective") == activations("selective", enable=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_merged_weights_in_a_plain_model_give_the_adapted_models_logits(flavor):
+    family = Family(tiny, tiny.FLAVORS[flavor])
+    keys = configuration(alpha=6.0, modules=["layers.*.attention.*", "layers.1.ffn.w[12]"]).lora
+    model = adapted(family, moved=0.3, **keys.model_dump())
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    names, read = merged(tensors, tensors.__getitem__, keys.model_dump())
+    plain = family.on_meta()
+    assert names == [f"model.{name}" for name, _ in plain.named_parameters()]
+    state = {name.removeprefix("model."): read(name) for name in names}
+    plain.load_state_dict(state | ({"head.output.weight": state["embed.weight"]} if flavor == "tied" else {}), assign=True)
+    base = adapted(family, **keys.model_dump())
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-5, atol=1e-5)
+    assert (logits(base) - logits(model)).abs().max() > 0.1
+
+
+def test_a_merged_weight_is_rounded_once_to_its_own_dtype():
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 6, generator=random).bfloat16()
+    a, b = torch.randn(2, 6, generator=random), torch.randn(8, 2, generator=random)
+    tensors = {"layers.0.w.weight": weight, "layers.0.w.lora_a": a, "layers.0.w.lora_b": b, "layers.0.w.bias": b[0]}
+    assert merged(tensors, tensors.__getitem__, {}) == (list(tensors), tensors.__getitem__)
+    names, read = merged(iter(tensors), tensors.__getitem__, Keys(enable=True, rank=2, alpha=1.0).model_dump())
+    assert names == ["layers.0.w.weight", "layers.0.w.bias"]
+    assert torch.equal(read("layers.0.w.weight"), (weight.double() + 0.5 * b.double() @ a.double()).bfloat16())
+    assert read("layers.0.w.bias") is tensors["layers.0.w.bias"]
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_adapters_on_random_weights_are_warned_of(caplog, enable):
+    data: Any = None
+    with caplog.at_level(logging.WARNING):
+        config = configuration(enable=enable)
+        progress, _ = restore(config, FAMILY, data, 8, on_meta(FAMILY, config), data, None, data)
+    assert progress == Progress()
+    assert ["the weights that are adapted are RANDOM" in record.message for record in caplog.records] == [True] * enable
+
+
+def test_a_familys_own_parameters_of_such_names_are_its_own():
+    """A fork that has adapters of its own making is initialised by its own table, and gets no others."""
+
+    class Module:
+        sharding, flops, initial = tiny.sharding, tiny.flops, tiny.initial
+
+        class Model(tiny.Model):
+            def __init__(self, config: tiny.Config):
+                super().__init__(config)
+                self.layers["0"].lora_b = nn.Parameter(torch.empty(8, 8))
+
+    family = Family(Module, tiny.FLAVORS["plain"])
+    model = family.on_meta()
+    initialize(model, family, 0, CPU)
+    assert model.layers["0"].lora_b.std() > 0.01
+    with pytest.raises(UserError, match=r"lora.enable = true: the model has a parameter layers.\*.lora_b of its own"):
+        on_meta(family, configuration())
