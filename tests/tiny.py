@@ -3,9 +3,9 @@
 import dataclasses
 
 from models.blocks import RopeScaling
-from models.llama3 import HF, Config, Model, flops, from_hf, initial, sharding, to_hf
+from models.llama3 import HF, HF_TYPES, Config, Model, flops, from_hf, initial, sharding, to_hf
 
-__all__ = ["FLAVORS", "HF", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
+__all__ = ["FLAVORS", "HF", "HF_TYPES", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
 
 _PLAIN = Config(64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=96, vocab_size=512, rope_theta=10_000.0)
 # Short enough for a test's sequence to reach all three ranges of wavelengths.

@@ -4,10 +4,8 @@ A resumed run is to be the uninterrupted one. So its configuration is compared w
 change no step that is to come, some do and must be allowed by name, a few make no sense together with the old state.
 """
 
-import dataclasses
 import fnmatch
 import itertools
-import json
 import logging
 import shlex
 from collections.abc import Iterator
@@ -25,6 +23,8 @@ from titanlite.config import Checkpoint as Keys
 from titanlite.config import Config
 from titanlite.data.mixture import Data
 from titanlite.errors import UserError
+from titanlite.hf.folder import find_weights
+from titanlite.hf.load import load_weights
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
 from titanlite.zoo import Family
@@ -90,9 +90,15 @@ def numbers_of(
         "global_batch": global_batch,
         "data": data.describe(),
         "schedule": schedule._asdict(),
-        "architecture": _architecture(family),
+        "architecture": family.dimensions(),
         "config": config.model_dump(),
     }
+
+
+def imported_numbers(family: Family, model: dict[str, str]) -> dict[str, Any]:
+    """The same for weights that no run of ours has trained. model: the keys of [model] that describe them."""
+    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
+    return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 
 
 def restore(
@@ -119,8 +125,15 @@ def restore(
         return Progress(), build_schedule(config)
     if begin is None:
         source = Path(keys.initial_load_path)
+        if keys.initial_load_in_hf:
+            weights = find_weights(source, family, model, keys.exclude_from_loading)
+            load_weights(model_tensors(model), weights)
+            log.info("weights read from %s", source)
+            return Progress(), build_schedule(config)
         begin = source, load.verified(source)
         if keys.initial_load_model_only:
+            for name, then, now in _differences(begin[1].numbers["architecture"], family.dimensions()):
+                log.info("the model is not that of the weights: %s = %r, was %r", name, now, then)
             load.load_tensors(*begin, model_tensors(model), keys.exclude_from_loading, "model.")
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
@@ -145,9 +158,21 @@ def load_run(
     return Progress(found.numbers["step"], found.numbers["samples"]), schedule
 
 
+def imported_fault(source: Path, found: Manifest) -> str:
+    """Why a run cannot go on from a checkpoint, where it is one of `titanlite import-hf`; else nothing."""
+    if not found.numbers.get("imported"):
+        return ""
+    return (
+        f"{source}: holds weights alone, made by import-hf: there is no optimizer state, step or position in the data; begin "
+        "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
+    )
+
+
 def _refuse_foreign(source: Path, found: Manifest) -> None:
     """Raises UserError for a checkpoint that is whole, but whose numbers are not those that `numbers_of` gives."""
     numbers = found.numbers
+    if fault := imported_fault(source, found):
+        raise UserError(fault)
     tables = numbers["config"].get("checkpoint"), numbers["config"].get("training"), numbers["data"].get("sources")
     if not all(isinstance(table, dict) for table in numbers["config"].values()) or None in tables:
         raise UserError(f"{source}: its manifest is whole, but does not describe a run of titanlite")
@@ -190,7 +215,7 @@ def check_changes(config: Config, family: Family, data: Data, global_batch: int,
     numbers = found.numbers
     if reshaped := [
         f"  {name} = {now!r}, was {before!r}"
-        for name, before, now in _differences(numbers["architecture"], _architecture(family))
+        for name, before, now in _differences(numbers["architecture"], family.dimensions())
     ]:
         raise UserError(
             "\n".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
@@ -273,11 +298,6 @@ def changeable(config: Config) -> list[str]:
     """What checkpoint.allow_changes can name."""
     keys = [key for key in _flat(config.model_dump()) if not any(fnmatch.fnmatchcase(key, p) for p in HARMLESS)]
     return [*(key for key in keys if key not in IMPOSSIBLE), _DATA]
-
-
-def _architecture(family: Family) -> dict[str, Any]:
-    """The dimensions of a model as JSON gives them back."""
-    return json.loads(json.dumps(dataclasses.asdict(family.config), default=repr))
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
