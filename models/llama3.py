@@ -157,6 +157,8 @@ HF: dict[str, str] = {
     "head.output.weight": "lm_head.weight",
 }
 
+HF_TYPES = ("llama",)  # the model_type of the config.json files that `from_hf` reads
+
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
@@ -178,7 +180,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         dim=json["hidden_size"],
         n_layers=json["num_hidden_layers"],
         n_heads=heads,
-        n_kv_heads=json.get("num_key_value_heads", heads),
+        n_kv_heads=json.get("num_key_value_heads") or heads,
         head_dim=json.get("head_dim") or json["hidden_size"] // heads,
         ffn_dim=json["intermediate_size"],
         vocab_size=json["vocab_size"],

@@ -12,17 +12,19 @@ import torch
 from titanlite import lora
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
-from titanlite.config import Config, Dataloader, Lora, Source
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config import Checkpoint, Config, Dataloader, Lora, Source
 from titanlite.config_file import report
 from titanlite.data.sources import find, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import DEFAULT_VOCABULARY, load_tokenizer
 from titanlite.errors import UserError
+from titanlite.hf.folder import find_weights, their_names
 from titanlite.initialize import match_initial
 from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
 from titanlite.parallelize import sharding_faults
-from titanlite.resume import changeable
-from titanlite.zoo import Family, load_family, place_of
+from titanlite.resume import changeable, imported_fault
+from titanlite.zoo import Family, described, load_family, place_of, read_description
 
 # Dimensions of a model's Config that every tensor-parallel rank takes an equal share of, where a family has them.
 _SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
@@ -78,7 +80,7 @@ def _mesh_faults(config: Config, world_size: int, local_size: int | None) -> Ite
 
 def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
     try:
-        family = load_family(config.model.name, config.model.flavor)
+        family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
     except UserError as error:
         yield str(error)
         return
@@ -105,11 +107,39 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
     if config.checkpoint.enable and local_size is not None:  # otherwise this is not the machine that will train
         folder = Path(config.job.dump_folder) / config.checkpoint.folder
         yield from filter(None, [room_fault(folder, checkpoint_bytes(model), config.checkpoint)])
+    yield from _hf_faults(config, family, model)
     head_dim = getattr(family.config, "head_dim", 16)
     if config.training.document_mask and torch.cuda.is_available() and head_dim < 16:
         yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
     yield from _decay_faults(config, model)
     yield from _vocabulary_faults(config, family)
+
+
+def _hf_faults(config: Config, family: Family, model: torch.nn.Module) -> Iterator[str]:
+    """What is in the way of reading or writing Hugging Face's format; for pairs of keys see `_checkpoint_faults`."""
+    keys, source = config.checkpoint, Path(config.checkpoint.initial_load_path)
+    begun = bool(list_steps(Path(config.job.dump_folder) / keys.folder))
+    if not keys.enable:
+        return
+    try:
+        if keys.last_save_in_hf:
+            their_names(family, [n.removeprefix("model.") for n in model_tensors(model) if not lora.is_adapter(n)])
+    except UserError as error:
+        yield f"checkpoint.last_save_in_hf = true: {error}"
+    if not keys.initial_load_in_hf or not keys.initial_load_path or begun:
+        return
+    try:
+        theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
+        ours = family.dimensions()
+        different = [f"{name} = {now!r}, there {theirs[name]!r}" for name, now in ours.items() if now != theirs[name]]
+        if different:
+            raise UserError(
+                f"config.json is of other dimensions than {config.model.name} {config.model.flavor}: {'; '.join(different)}; "
+                'model.flavor = "hf" takes those of model.hf_assets_path'
+            )
+        find_weights(source, family, model, keys.exclude_from_loading)
+    except UserError as error:
+        yield f'checkpoint.initial_load_path = "{source}": {error}'
 
 
 def _decay_faults(config: Config, model: torch.nn.Module) -> Iterator[str]:
@@ -222,7 +252,7 @@ def _source_faults(config: Config, source: Source, key: str) -> Iterator[str]:
     try:
         if find(source.path, key) is not None:
             assets = config.model.hf_assets_path
-            vocabulary = load_family(config.model.name, config.model.flavor).config.vocab_size
+            vocabulary = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path).config.vocab_size
             open_source(source, key, open_tokenizer(assets), assets, vocabulary)
     except UserError as error:
         yield str(error)
@@ -253,6 +283,9 @@ def _checkpoint_faults(config: Config) -> Iterator[str]:
         for name in ("load_step", "initial_load_path", "exclude_from_loading", "allow_changes"):
             if getattr(keys, name) != type(keys).model_fields[name].default:
                 yield f"checkpoint.{name} = {getattr(keys, name)!r}: has no effect with checkpoint.enable = false"
+        for name in ("initial_load_in_hf", "last_save_in_hf"):
+            if getattr(keys, name):
+                yield f"checkpoint.{name} = true: has no effect with checkpoint.enable = false"
         if config.job.time_limit_minutes:
             yield (
                 f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: a run that is stopped must have saved what "
@@ -265,10 +298,7 @@ def _checkpoint_faults(config: Config) -> Iterator[str]:
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         yield f'checkpoint.folder = "{keys.folder}": no permission to write in {folder}'
     begun = bool(list_steps(folder))  # then it is not read any more, and may be gone
-    if keys.initial_load_path and not begun and not (Path(keys.initial_load_path) / manifest.FILE).is_file():
-        yield f'checkpoint.initial_load_path = "{keys.initial_load_path}": not a checkpoint, such as .../step-00000100'
-    if not keys.initial_load_model_only and not keys.initial_load_path:
-        yield "checkpoint.initial_load_model_only = false: has no effect without checkpoint.initial_load_path"
+    yield from _initial_load_faults(keys, begun)
     if keys.load_step >= 0 and not step_folder(folder, keys.load_step).is_dir():
         have = ", ".join(str(step) for step in list_steps(folder)) or "none"
         yield f"checkpoint.load_step = {keys.load_step}: not in {folder}, which has: {have}"
@@ -290,6 +320,32 @@ def _checkpoint_faults(config: Config) -> Iterator[str]:
             close = difflib.get_close_matches(pattern, known, 1)
             meant = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(known)}"
             yield f'checkpoint.allow_changes: "{pattern}" is no key that must be allowed to change{meant}'
+
+
+def _initial_load_faults(keys: Checkpoint, begun: bool) -> Iterator[str]:
+    source = Path(keys.initial_load_path)
+    if not keys.initial_load_path:
+        if not keys.initial_load_model_only:
+            yield "checkpoint.initial_load_model_only = false: has no effect without checkpoint.initial_load_path"
+        if keys.initial_load_in_hf:
+            yield "checkpoint.initial_load_in_hf = true: has no effect without checkpoint.initial_load_path"
+    elif keys.initial_load_in_hf:
+        if not keys.initial_load_model_only:
+            yield (
+                "checkpoint.initial_load_model_only = false: a folder in Hugging Face's format holds weights alone; set it to "
+                "true, or checkpoint.initial_load_in_hf to false"
+            )
+    elif not begun and not (source / manifest.FILE).is_file():
+        hint = "; it looks like Hugging Face's format: set checkpoint.initial_load_in_hf = true"
+        looks = (source / "config.json").is_file()
+        yield f'checkpoint.initial_load_path = "{source}": not a checkpoint, such as .../step-00000100{hint if looks else ""}'
+    elif not begun and not keys.initial_load_model_only:
+        try:
+            yield from filter(None, [imported_fault(source, manifest.read(source))])
+        except manifest.Damaged:
+            return  # told when it is loaded, with all that is damaged
+        except UserError as error:
+            yield str(error)
 
 
 def _device_faults(config: Config) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Model(Section):
     name: str = "llama3"
     """A family of the folder models/ ("llama3" is models/llama3.py), or the dotted name of your own module."""
     flavor: str = "debug"
-    """Which of the family's sizes: a key of FLAVORS in its file."""
+    """Which of the family's sizes: a key of FLAVORS in its file. "hf": the dimensions of the config.json in hf_assets_path."""
     hf_assets_path: str = ""
     """Folder with a tokenizer.json (and, where there is one, a tokenizer_config.json that names the end-of-text token).
     Empty: a byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
@@ -245,6 +245,11 @@ class Checkpoint(Section):
     initial_load_model_only: bool = True
     """Of initial_load_path take the weights alone, and begin at step 0. false: also optimizer state, step and position in the
     data, so that this run is a branch of the other one."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder in Hugging Face's format: safetensors, and config.json with the model's own dimensions.
+    Each rank reads its own slices."""
+    last_save_in_hf: bool = False
+    """After the last step write its checkpoint's weights in Hugging Face's format too, to step-00000100-hf beside it."""
     exclude_from_loading: list[str] = []
     """Patterns of tensor names, such as "optimizer.*" or "model.head.*", that keep their initial values when a checkpoint
     is loaded that was not itself written under the same patterns."""

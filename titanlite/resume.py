@@ -4,10 +4,8 @@ A resumed run is to be the uninterrupted one. So its configuration is compared w
 change no step that is to come, some do and must be allowed by name, a few make no sense together with the old state.
 """
 
-import dataclasses
 import fnmatch
 import itertools
-import json
 import logging
 import shlex
 from collections.abc import Iterator
@@ -26,6 +24,8 @@ from titanlite.config import Checkpoint as Keys
 from titanlite.config import Config
 from titanlite.data.mixture import Data
 from titanlite.errors import UserError
+from titanlite.hf.folder import find_weights
+from titanlite.hf.load import load_weights
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
 from titanlite.zoo import Family
@@ -92,9 +92,15 @@ def numbers_of(
         "global_batch": global_batch,
         "data": data.describe(),
         "schedule": schedule._asdict(),
-        "architecture": _architecture(family),
+        "architecture": family.dimensions(),
         "config": config.model_dump(),
     }
+
+
+def imported_numbers(family: Family, model: dict[str, str]) -> dict[str, Any]:
+    """The same for weights that no run of ours has trained. model: the keys of [model] that describe them."""
+    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
+    return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 
 
 def restore(
@@ -122,8 +128,15 @@ def restore(
         return Progress(), build_schedule(config)
     if begin is None:
         source = Path(keys.initial_load_path)
+        if keys.initial_load_in_hf:
+            weights = find_weights(source, family, model, keys.exclude_from_loading)
+            load_weights(model_tensors(model), weights)
+            log.info("weights read from %s", source)
+            return Progress(), build_schedule(config)
         begin = source, load.verified(source)
         if keys.initial_load_model_only:
+            for change in family.changes_since(begin[1].numbers["architecture"]):
+                log.info("the model is not that of the weights: %s", change)
             load.load_tensors(*begin, _to_begin_with(config, *begin, model), keys.exclude_from_loading, "model.")
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
@@ -161,9 +174,21 @@ def load_run(
     return Progress(found.numbers["step"], found.numbers["samples"]), schedule
 
 
+def imported_fault(source: Path, found: Manifest) -> str:
+    """Why a run cannot go on from a checkpoint, where it is one of `titanlite import-hf`; else nothing."""
+    if not found.numbers.get("imported"):
+        return ""
+    return (
+        f"{source}: holds weights alone, made by import-hf: there is no optimizer state, step or position in the data; begin "
+        "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
+    )
+
+
 def _refuse_foreign(source: Path, found: Manifest) -> None:
     """Raises UserError for a checkpoint that is whole, but whose numbers are not those that `numbers_of` gives."""
     numbers = found.numbers
+    if fault := imported_fault(source, found):
+        raise UserError(fault)
     tables = numbers["config"].get("checkpoint"), numbers["config"].get("training"), numbers["data"].get("sources")
     if not all(isinstance(table, dict) for table in numbers["config"].values()) or None in tables:
         raise UserError(f"{source}: its manifest is whole, but does not describe a run of titanlite")
@@ -204,9 +229,9 @@ def check_changes(config: Config, family: Family, data: Data, global_batch: int,
     Raises UserError that lists every change which is impossible or not allowed.
     """
     numbers = found.numbers
-    if reshaped := architecture_changes(found, family):
+    if reshaped := family.changes_since(numbers["architecture"]):
         raise UserError(
-            "\n".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
+            "\n  ".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
             + "\nA changed model is another run: give it a job.dump_folder of its own; checkpoint.initial_load_path and "
             "checkpoint.exclude_from_loading give it what still fits of these weights"
         )
@@ -286,17 +311,6 @@ def changeable(config: Config) -> list[str]:
     """What checkpoint.allow_changes can name."""
     keys = [key for key in _flat(config.model_dump()) if not any(fnmatch.fnmatchcase(key, p) for p in HARMLESS)]
     return [*(key for key in keys if key not in IMPOSSIBLE), _DATA]
-
-
-def architecture_changes(found: Manifest, family: Family) -> list[str]:
-    """A line for every dimension of a family that is not the one of a checkpoint."""
-    before = found.numbers["architecture"]
-    return [f"  {name} = {now!r}, was {then!r}" for name, then, now in _differences(before, _architecture(family))]
-
-
-def _architecture(family: Family) -> dict[str, Any]:
-    """The dimensions of a model as JSON gives them back."""
-    return json.loads(json.dumps(dataclasses.asdict(family.config), default=repr))
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:

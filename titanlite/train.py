@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import children, lora, process, profiling, stacks
-from titanlite.checkpoint.folder import clean_up, try_out
+from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
 from titanlite.checks import check
@@ -30,6 +30,7 @@ from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.generate import Sampling, continue_texts
+from titanlite.hf.export import export
 from titanlite.incidents import Incidents, Steps, finite
 from titanlite.initialize import initialize
 from titanlite.loss import Batch, count_labels, summed_loss
@@ -135,7 +136,7 @@ def train(
         raise UserError("the ranks read different data: give all nodes the same files and Python version")
     if validation is not None and validation.fingerprint == data.fingerprint:
         log.info("validation reads the text that is trained on; [validation] dataset_path names another")
-    family = load_family(config.model.name, config.model.flavor)
+    family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
     global_batch = config.global_batch(data_degree(mesh))
     step_tokens = global_batch * training.seq_len
 
@@ -164,6 +165,8 @@ def train(
             "job.dump_folder to start anew",
             saves, progress.step, training.steps,
         )  # fmt: skip
+        if saver and config.checkpoint.last_save_in_hf:
+            save_in_hf(saves, progress.step, saver)  # if it was killed before that
         return False
     if saver:
         clean_up(saves, progress.step)
@@ -290,12 +293,26 @@ def train(
     if saver:
         with clock.pause("save"):
             saver.finish()
+            if config.checkpoint.last_save_in_hf and not stopping:
+                stacks.at(step, "exporting")
+                save_in_hf(saves, progress.step, saver)
     source.close()
     watch.close()
     reporter.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
     log.info("done: %d steps in %.1f s, of which %s", step - first + 1, time.perf_counter() - started, pauses)
     return bool(stopping)
+
+
+def save_in_hf(saves: Path, step: int, saver: Saver) -> None:
+    """Writes a committed checkpoint's weights in Hugging Face's format beside it, if they are not there; all ranks together."""
+    begin, output = time.perf_counter(), export_folder(saves, step)
+    there = [output.exists()]
+    torch.distributed.broadcast_object_list(there, group=saver.group)
+    if there[0]:
+        return
+    export(step_folder(saves, step), output, group=saver.group)
+    log.info("exported %s in %.2f s", output, time.perf_counter() - begin)
 
 
 def derived_values(

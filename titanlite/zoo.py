@@ -1,11 +1,14 @@
 """`[model] name` and `flavor` -> the module that defines the model, and its dimensions. The folder models/ is the registry."""
 
+import dataclasses
 import importlib
 import importlib.util
+import json
 import pkgutil
 import re
 import traceback
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +19,8 @@ import models
 from titanlite.errors import UserError
 
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
+OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # of a family that can be read and written in Hugging Face's format
+FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 
 
 class Family(NamedTuple):
@@ -29,31 +34,93 @@ class Family(NamedTuple):
         with torch.device("meta"):
             return self.module.Model(self.config)
 
+    def dimensions(self) -> dict[str, Any]:
+        """The fields of `config` as JSON gives them back."""
+        return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
 
-def load_family(name: str, flavor: str) -> Family:
+    def changes_since(self, before: dict[str, Any]) -> list[str]:
+        """A sentence for each of the dimensions `before` that is another one now; one that was not there yet is no change."""
+        now = self.dimensions()
+        return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+
+def load_family(name: str, flavor: str, assets: str = "") -> Family:
     """The family `models.<name>`, or with dots in its name any importable module, and its flavour.
 
-    Raises UserError where there is no such module, where it lacks a part of the interface, or has no such flavour.
+    assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". Raises UserError where there is no
+    such module, where it lacks a part of the interface, or has no such flavour.
     """
-    families = [found.name for found in pkgutil.iter_modules(models.__path__) if found.name != "blocks"]
+    module = load_module(name)
+    if flavor == FROM_ASSETS:
+        if not assets:
+            raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
+        return Family(module, described(module, read_description(Path(assets))))
+    if flavor not in module.FLAVORS:
+        have = ", ".join(module.FLAVORS) or "(none)"
+        raise UserError(
+            f'model.flavor = {flavor!r}: {name} has the flavours {have}; "{FROM_ASSETS}" stands for the dimensions of the '
+            "config.json in model.hf_assets_path"
+        )
+    return Family(module, module.FLAVORS[flavor])
+
+
+def family_names() -> list[str]:
+    """The families of the folder models/."""
+    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name != "blocks"]
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of a family. Raises UserError where there is none, or where it lacks a part of the interface."""
+    families = ", ".join(family_names())
     dotted = name if "." in name else f"models.{name}"
     if not all(part.isidentifier() for part in dotted.split(".")):
-        raise UserError(f"model.name = {name!r}: must be one of {', '.join(families)}, or a dotted module name")
+        raise UserError(f"model.name = {name!r}: must be one of {families}, or a dotted module name")
     try:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
             raise UserError(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
-        here = f"models/ has: {', '.join(families)}; for a module of your own give its dotted name, importable from here"
+        here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
     except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise UserError(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
     lacking = [part for part in OFFERS if not hasattr(module, part)]
     if lacking:
         raise UserError(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
-    if flavor not in module.FLAVORS:
-        raise UserError(f"model.flavor = {flavor!r}: {name} has the flavours {', '.join(module.FLAVORS) or '(none)'}")
-    return Family(module, module.FLAVORS[flavor])
+    if FROM_ASSETS in module.FLAVORS:
+        raise UserError(
+            f'model.name = {name!r}: its flavour "{FROM_ASSETS}" needs another name; that one stands for config.json'
+        )
+    return module
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder in Hugging Face's format. Raises UserError."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise UserError(f"{path}: does not describe a model: it has no model_type")
+    return found
+
+
+def require_hf(module: ModuleType) -> None:
+    """Raises UserError for a family that has no place in Hugging Face's format."""
+    if missing := [part for part in OFFERS_HF if not hasattr(module, part)]:
+        raise UserError(f"{module.__name__}: lacks {', '.join(missing)}, which Hugging Face's format needs")
+
+
+def described(module: ModuleType, description: dict[str, Any]) -> Any:
+    """The family's own Config for a config.json. Raises UserError for what the family does not have."""
+    require_hf(module)
+    try:
+        return module.from_hf(description)
+    except KeyError as error:
+        raise UserError(f"config.json: has no {error}, which {module.__name__} needs") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"config.json: {module.__name__} cannot be built from it: {error}") from None
 
 
 def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:

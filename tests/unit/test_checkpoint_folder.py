@@ -172,6 +172,15 @@ def test_before_a_run_goes_on_what_is_unfinished_goes_and_what_is_later_is_set_a
     assert found(tmp_path) == ["notes.txt", *names(5, 10), *aside]
 
 
+def test_exports_are_no_checkpoints_and_those_of_a_future_that_is_given_up_are_set_aside(tmp_path):
+    make(tmp_path, 5, 10, 15)
+    for name in ("step-00000010-hf", "step-00000015-hf", ".step-00000015-hf.unfinished"):
+        (tmp_path / name).mkdir()
+    assert list_steps(tmp_path) == [5, 10, 15]
+    clean_up(tmp_path, 10)
+    assert found(tmp_path) == [*names(5, 10), "step-00000010-hf", "step-00000015-hf.aside-1", "step-00000015.aside-1"]
+
+
 def test_a_run_from_the_beginning_sets_every_checkpoint_aside(tmp_path):
     make(tmp_path, 5, 10)
     clean_up(tmp_path, 0)

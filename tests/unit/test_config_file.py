@@ -87,6 +87,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "load_step": 0,
         "initial_load_path": "/elsewhere/step-00000001",
         "initial_load_model_only": False,
+        "initial_load_in_hf": True,
+        "last_save_in_hf": True,
         "exclude_from_loading": ["optimizer.*", "model.head.*"],
         "allow_changes": ["optimizer.lr"],
     },

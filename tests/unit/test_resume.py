@@ -46,7 +46,7 @@ NOTHING = """
     compile.enable compile.components compile.backend
     checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k
     checkpoint.keep_every_n_steps checkpoint.load_step checkpoint.initial_load_path checkpoint.initial_load_model_only
-    checkpoint.exclude_from_loading checkpoint.allow_changes
+    checkpoint.initial_load_in_hf checkpoint.last_save_in_hf checkpoint.exclude_from_loading checkpoint.allow_changes
     metrics.log_freq metrics.enable_tensorboard metrics.save_tb_folder metrics.spike_window metrics.spike_threshold
     profiling.enable_profiling profiling.profile_freq profiling.save_traces_folder profiling.enable_memory_snapshot
     profiling.save_memory_snapshot_folder

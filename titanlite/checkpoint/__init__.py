@@ -8,6 +8,7 @@
     folder.py    names, what is there, what is kept, what is cleaned up
     save.py      writing, while training goes on or waits
     load.py      the newest sound checkpoint, and its tensors onto whatever mesh there is
+    whole.py     its tensors one at a time, in a single process, for what converts it
 
 A checkpoint is written in a folder of a temporary name, read back, and then renamed: what has a final name was whole.
 """

@@ -32,6 +32,11 @@ def unfinished_folder(folder: Path, step: int) -> Path:
     return folder / f".step-{step:08d}.unfinished"
 
 
+def export_folder(folder: Path, step: int) -> Path:
+    """Where the weights of a step are in Hugging Face's format; its name is no checkpoint's."""
+    return folder / f"step-{step:08d}-hf"
+
+
 def step_of(path: Path) -> int | None:
     """The step that a folder's name says; None where the name is no checkpoint's, such as that of one set aside."""
     match = _NAME.fullmatch(path.name)
@@ -129,9 +134,9 @@ def clean_up(folder: Path, step: int) -> None:
     if dist.get_rank() == 0:
         for left_over in _left_over(folder):
             shutil.rmtree(left_over)
-        for later in list_steps(folder):
-            if later > step:
-                path = step_folder(folder, later)
+        for path in sorted(folder.glob("step-*")):
+            later = step_of(path.with_name(path.name.removesuffix("-hf")))  # an export is of the same old future
+            if later is not None and later > step and path.is_dir():
                 aside = next(
                     name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.aside-{n}")).exists()
                 )

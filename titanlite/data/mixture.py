@@ -174,7 +174,7 @@ def open_data(config: Config, section: str = "training") -> Data:
     Raises UserError for data or a tokenizer that cannot be used, with file and reason.
     """
     assets, key = config.model.hf_assets_path, key_of(config, section)
-    vocabulary = load_family(config.model.name, config.model.flavor).config.vocab_size
+    vocabulary = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path).config.vocab_size
     loaded = open_tokenizer(assets)
     opened = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
     lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)

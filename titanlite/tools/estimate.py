@@ -79,7 +79,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     offload = config.parallelism.cpu_offload
     parallelism = config.parallelism.model_copy(update={"cpu_offload": False})
     config = config.model_copy(update={"compile": Compile(), "parallelism": parallelism})
-    family = load_family(config.model.name, config.model.flavor)
+    family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         begin = time.perf_counter()

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import load
-from titanlite.config import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
@@ -68,13 +67,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
 def _answers(device: torch.device, source: Path, asked: argparse.Namespace) -> list[str]:
     """Every prompt with its continuation."""
     found = load.verified(source)
-    family = family_of(source, found)
-    config = Config.model_validate(found.numbers["config"])
+    family, config = family_of(source, found)
     degrees = {**dict.fromkeys(DIMENSIONS, 1), "tp": dist.get_world_size()}
     tp = build_mesh(degrees, device.type)["tp"]
     dtype = DTYPES[asked.dtype or config.training.mixed_precision_param]
     loaded = load_tokenizer(asked.tokenizer, "--tokenizer") if asked.tokenizer else open_tokenizer(config.model.hf_assets_path)
-    model = load_model(source, found, family, dtype, device, tp)
+    model = load_model(source, found, family, config, dtype, device, tp)
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.seed)
     return continue_texts(model, family.config.vocab_size, loaded, asked.prompt, asked.max_new_tokens, sampling, tp.size())
 

@@ -214,7 +214,8 @@ def begin(
     config: Config, run: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer, LossScale | None, Progress, Schedule]:
     """The state that a run went on from to a step: its newest sound checkpoint before it, or what the run began with."""
-    family, saves = load_family(config.model.name, config.model.flavor), run / config.checkpoint.folder
+    family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
+    saves = run / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
     dist.broadcast_object_list(listed)  # the run may be saving and deleting meanwhile
     size = config.training.global_batch_size

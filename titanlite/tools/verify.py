@@ -66,7 +66,7 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
     """Trains `training.steps` steps on a mesh by the loop's own functions; all ranks return the same."""
     training, part = config.training, (data_rank(mesh), data_degree(mesh))
     size = config.global_batch(data_degree(mesh))
-    model = build_model(load_family(config.model.name, config.model.flavor), config, mesh, device)
+    model = build_model(load_family(config.model.name, config.model.flavor, config.model.hf_assets_path), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     source = read_batches(config, data, 0, size, part)
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}

@@ -1,0 +1,108 @@
+"""Hugging Face's format on meshes: every rank reads its own slices and no more, and no mesh makes another model of a file."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests import hf_folders
+from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.scenarios import CPU, config_of, mesh_of
+from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees, stored
+from tests.hf_folders import CASES, tensors_of
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.hf import export as exporting
+from titanlite.hf import load
+from titanlite.hf.folder import Entry, find_weights, their_names
+from titanlite.train import build_model
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_hf"
+RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8), "shard 4": ({"dp_shard": 4}, 4)}
+
+
+# ------------------------------------------------------------------------------------------------------ what the ranks run
+
+
+def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[str, Tensor], int, int]:
+    """(whole parameters on rank 0, values that this rank has read of the file, values of its own shards)."""
+    config = config_of(degrees, flavor, model={"name": name, "flavor": flavor})
+    family = load_family(name, flavor)
+    model = build_model(family, config, mesh_of(degrees), CPU)
+    count, real = 0, load._slice
+
+    def counted(entry: Entry, box: tuple[slice, ...]) -> Tensor:
+        nonlocal count
+        found = real(entry, box)
+        count += found.numel()
+        return found
+
+    with patch.object(load, "_slice", counted):
+        load.load_weights(model_tensors(model), find_weights(folder, family, model))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters.values())
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
+    return (whole if dist.get_rank() == 0 else {}), count, own
+
+
+def export_together(source: Path, output: Path, failing: int) -> None:
+    """An export by all ranks; the disk of rank `failing` is full."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    group = dist.new_group(backend="gloo")
+    with patch.object(exporting, "write_file", fail if dist.get_rank() == failing else exporting.write_file):
+        exporting.export(source, output, shard_bytes=100_000, group=group)
+
+
+# --------------------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.mark.parametrize("mesh", RANKS)
+@pytest.mark.parametrize(("name", "flavor"), CASES)
+def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pools, tmp_path, name, flavor, mesh):
+    degrees, ranks = RANKS[mesh]
+    folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
+    results = pools[ranks].run(f"{HERE}:read", folder=folder, name=name, flavor=flavor, degrees=degrees)
+    parameters, file = results[0][0], tensors_of(folder)
+    names = their_names(load_family(name, flavor), parameters)
+    assert {names[ours] for ours in parameters} == file.keys()
+    for ours, found in parameters.items():
+        assert torch.equal(found, file[names[ours]].float()), ours
+    assert [count for _, count, _ in results] == [own for _, _, own in results]
+    total = sum(p.numel() for p in parameters.values())
+    assert ranks == 1 or max(count for _, count, _ in results) < 0.6 * total
+
+
+@pytest.mark.parametrize(("name", "flavor"), CASES)
+def test_an_import_by_four_ranks_is_that_of_one(pools: dict[int, Pool], tmp_path, name, flavor):
+    folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
+    for ranks in (1, 4):
+        output = tmp_path / str(ranks) / "step-00000000"
+        output.parent.mkdir()
+        pools[ranks].run("tests.hf_folders:import_here", source=folder, output=output, model=name)
+    one, four = ({}, {})
+    for ranks, tensors in ((1, one), (4, four)):
+        (tmp_path / str(ranks) / "checkpoint").symlink_to(tmp_path / str(ranks))
+        tensors |= stored(tmp_path / str(ranks), 0)
+    assert one.keys() == four.keys()
+    assert all(torch.equal(one[key], four[key]) and four[key].dtype == torch.bfloat16 for key in one)
+
+
+def test_an_export_by_four_ranks_is_that_of_one_and_a_rank_that_fails_is_told_by_all(pools, tmp_path):
+    folder = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
+    pools[1].run("tests.hf_folders:import_here", source=folder, output=tmp_path / "weights", model="tests.tiny")
+    with pytest.raises(WorkerFailure) as raised:
+        pools[4].run(f"{HERE}:export_together", source=tmp_path / "weights", output=tmp_path / "out", failing=2)
+    assert str(raised.value).count("UserError: " + str(tmp_path / "out") + ": cannot be written: ") == 4
+    assert not (tmp_path / "out").exists()
+    pools[4].run(f"{HERE}:export_together", source=tmp_path / "weights", output=tmp_path / "four", failing=-1)
+    exporting.export(tmp_path / "weights", tmp_path / "one", shard_bytes=100_000)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert sorted(path.name for path in (tmp_path / "four").iterdir()) == files and len(files) > 6
+    assert all((tmp_path / "four" / name).read_bytes() == (tmp_path / "one" / name).read_bytes() for name in files)

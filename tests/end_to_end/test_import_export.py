@@ -1,0 +1,230 @@
+"""import-hf, export-hf and export-torch as a user gives them, and runs that begin and end in Hugging Face's format."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.blocks import SeqInfo
+from tests import hf_folders
+from tests.end_to_end.launcher import ROOT, Ended, run
+from tests.hf_folders import tensors_of
+from titanlite.checkpoint.whole import Stored
+from titanlite.data.sources import open_tokenizer
+from titanlite.hf.export import Item, write_file
+from titanlite.hf.folder import their_names
+from titanlite.zoo import load_family
+
+RUN = """
+[job]
+dump_folder = "out"
+[training]
+dataset = "data.txt"
+steps = 2
+seq_len = 32
+local_batch_size = 2
+mixed_precision_param = "float32"
+[lr_scheduler]
+warmup_steps = 0
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+STILL = ("--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0.0")  # weights stay what they are
+
+
+def titanlite(*words: object, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command that ends with this exit code; 2 means a sentence and no traceback."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "titanlite", *map(str, words)],
+        cwd=folder,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    return ended
+
+
+def train(folder: Path, toml: str, *words: str, ranks: int = 1) -> Ended:
+    (folder / "run.toml").write_text(RUN + toml)
+    (folder / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
+    return run("run.toml", *words, folder=folder, NGPU=str(ranks), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", timeout=200)
+
+
+def fork(folder: Path, **values: object) -> Path:
+    """A folder that no flavour of tests.tiny describes."""
+    hf_folders.write(folder, "tests.tiny", "plain", torch.bfloat16)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    config.get("rope_parameters", {}).pop("rope_theta", None)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def logits_differ_by(folder: Path, flavor: str, tokens: torch.Tensor, checkpoint: Path, assets: str = "") -> float:
+    """How far transformers' logits from an export are from ours from the checkpoint, in parts of the largest."""
+    family, stored = load_family("tests.tiny", flavor, assets), Stored(checkpoint)
+    model = family.module.Model(family.config)
+    model.load_state_dict({name: stored.read(f"model.{name}") for name, _ in model.named_parameters()}, strict=False)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = model.head(model(tokens, SeqInfo(torch.arange(tokens.shape[1]).expand_as(tokens))))
+    assert expected.dtype == torch.float32 and expected.std() > 0.01
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.timeout(600)
+def test_what_import_hf_prints_is_what_a_run_needs_and_its_last_save_is_what_transformers_reads(tmp_path):
+    source = fork(tmp_path / "source", rope_theta=1234.0)
+    ended = titanlite(
+        "import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", "--ranks", 2, folder=tmp_path
+    )
+    toml = ended.stdout[ended.stdout.index("[model]") :]
+    assert 'flavor = "hf"' in toml
+    begun = train(tmp_path, toml, "--checkpoint.last_save_in_hf", "true", *STILL, ranks=2)
+    assert begun.code == 0, begun.err
+    assert f"weights read from {tmp_path / 'weights'}" in begun.err
+    checkpoint, output = tmp_path / "out/checkpoint/step-00000002", tmp_path / "out/checkpoint/step-00000002-hf"
+    before, after = tensors_of(source), tensors_of(output)
+    assert after.keys() == before.keys()
+    assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name].float()) for name in before)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    tokens = torch.tensor([tokenizer("a few words of text")["input_ids"]])
+    assert logits_differ_by(output, "hf", tokens, checkpoint, str(source)) < 1e-5
+    assert json.loads((output / "config.json").read_text())["rope_theta"] == 1234.0
+
+    # a killed run would have left no export: it is made when the run is started again, which has nothing else to do
+    shutil.rmtree(output)
+    again = train(tmp_path, toml, "--checkpoint.last_save_in_hf", "true", *STILL, ranks=2)
+    assert again.code == 0 and "nothing to do" in again.err and tensors_of(output).keys() == before.keys()
+
+
+def test_a_run_begins_from_a_folder_on_any_mesh_and_resumes_from_its_own_checkpoints(tmp_path):
+    source = hf_folders.write(tmp_path / "source", "tests.tiny", "tied", torch.bfloat16)
+    toml = f'''
+[model]
+name = "tests.tiny"
+flavor = "tied"
+hf_assets_path = "{source}"
+[checkpoint]
+enable = true
+initial_load_path = "{source}"
+initial_load_in_hf = true
+'''
+    ended = train(tmp_path, toml, "--parallelism.tensor_parallel_degree", "2", *STILL, ranks=2)
+    assert ended.code == 0, ended.err
+    assert f"weights read from {source}" in ended.err
+    stored, before = Stored(tmp_path / "out/checkpoint/step-00000002"), tensors_of(source)
+    for ours, theirs in their_names(load_family("tests.tiny", "tied"), [*_weights(stored)]).items():
+        assert torch.equal(stored.read(f"model.{ours}"), before[theirs].float()), ours
+    shutil.rmtree(source / "model-00001-of-00002.safetensors", ignore_errors=True)
+    for file in source.glob("*.safetensors"):
+        file.unlink()
+    ended = train(tmp_path, toml, "--training.steps", "3", "--checkpoint.allow_changes", "lr_scheduler.total_steps",
+                  "--lr_scheduler.total_steps", "3", *STILL)  # fmt: skip
+    assert ended.code == 0 and "resumed from" in ended.err, ended.err
+
+
+def _weights(stored: Stored) -> list[str]:
+    return [name.removeprefix("model.") for name in stored.entries() if name.startswith("model.")]
+
+
+def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(tmp_path):
+    toml = '[model]\nname = "tests.tiny"\nflavor = "large"\n[checkpoint]\nenable = true\n'
+    assert train(tmp_path, toml).code == 0
+    checkpoint = tmp_path / "out/checkpoint/step-00000002"
+    titanlite("export-hf", "--checkpoint", "out", "--output", "hf", "--shard-gib", 0.0005, folder=tmp_path)
+    tokenizer, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), open_tokenizer("")
+    text = "def f(x):\n    return x + 1\n"
+    assert tokenizer(text)["input_ids"] == ours.tokenizer.encode(text).ids
+    assert tokenizer.eos_token_id == ours.end_of_text == json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"]
+    tokens = torch.tensor([tokenizer(text)["input_ids"]])
+    assert logits_differ_by(tmp_path / "hf", "large", tokens, checkpoint) < 1e-5
+    generated = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(tokens, max_new_tokens=3, do_sample=False)
+    assert generated.shape[1] > tokens.shape[1]
+
+    titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", "--dtype", "bfloat16", folder=tmp_path)
+    weights, stored = torch.load(tmp_path / "one.pt", weights_only=True), Stored(checkpoint)
+    family = load_family("tests.tiny", "large")
+    family.module.Model(family.config).load_state_dict(weights)  # strictly: no name is missing, none too many
+    assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in _weights(stored))
+    ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", folder=tmp_path, code=2)
+    assert "one.pt: is there already" in ended.stderr
+
+
+SLOW = """
+import sys, time
+import titanlite.hf.export as exporting
+def slow(path, *_):
+    path.write_bytes(b"half")
+    print("writing", flush=True)
+    time.sleep(60)
+exporting.write_file = slow
+sys.argv = ["export-hf", "--checkpoint", "weights", "--output", "out"]
+from titanlite.tools import export_hf
+export_hf.main()
+"""
+
+
+def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_the_next_one_is_whole(tmp_path):
+    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
+    titanlite("import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", folder=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", SLOW], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert not (tmp_path / "out").exists()
+    assert any((tmp_path / ".out.unfinished").glob("*.safetensors"))
+    titanlite("export-hf", "--checkpoint", "weights", "--output", "out", folder=tmp_path)
+    before, after = tensors_of(source), tensors_of(tmp_path / "out")
+    assert all(torch.equal(after[name], before[name]) for name in before) and not (tmp_path / ".out.unfinished").exists()
+
+
+def test_no_rank_of_an_import_holds_more_than_its_slices(tmp_path):
+    """Figures of 8 billion parameters: benchmarks/results/hf_import.md."""
+    held = {}
+    for layers in (1, 40):
+        folder = tmp_path / str(layers)
+        write_zeros(folder, layers)
+        ended = titanlite("import-hf", "--source", folder, "--output", f"weights-{layers}", "--ranks", 2, folder=tmp_path)
+        held[layers] = [float(found) for found in re.findall(r"(\d+\.\d\d)", ended.stdout.splitlines()[0])]
+    (_, small, _), (whole, large, slices) = held[1], held[40]
+    print(f"{whole} GiB: a rank held {large}, {slices} of them its slices; with next to nothing {small}")
+    size = (folder / "model.safetensors").stat().st_size / 2**30
+    assert abs(whole - size) < 0.01 and abs(slices - size / 2) < 0.01 and size > 0.9
+    assert large - small < slices + 0.2 < size
+
+
+def write_zeros(folder: Path, layers: int) -> None:
+    """Half a billion parameters in 40 layers, zero."""
+    folder.mkdir()
+    hf_folders.describe(folder, layers)
+    module = load_family("llama3", "hf", str(folder))
+    shapes = {name: tuple(p.shape) for name, p in module.on_meta().named_parameters()}
+    names = their_names(module, shapes)
+    items = [Item(name, names[name], shape, torch.bfloat16) for name, shape in shapes.items()]
+    write_file(folder / "model.safetensors", items, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
+
+
+def test_a_model_that_is_not_that_of_the_weights_is_told_once(tmp_path):
+    """Shapes are equal, so that it may be meant: a longer context is begun from older weights like this."""
+    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
+    titanlite("import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", folder=tmp_path)
+    toml = '[model]\nname = "tests.tiny"\nflavor = "scaled"\n'
+    toml += f'hf_assets_path = "{source}"\n[checkpoint]\nenable = true\ninitial_load_path = "{tmp_path / "weights"}"\n'
+    ended = train(tmp_path, toml, ranks=2)
+    assert ended.code == 0, ended.err
+    assert ended.err.count("the model is not that of the weights: rope_scaling = [8.0, 1.0, 4.0, 16], was None") == 1

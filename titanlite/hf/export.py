@@ -1,0 +1,243 @@
+"""A checkpoint as a folder in Hugging Face's format, which transformers reads as it is; one tensor is in memory at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.checkpoint.folder import sync_folder
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.checkpoint.whole import Stored
+from titanlite.data.sources import open_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
+from titanlite.errors import UserError
+from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
+from titanlite.lora import merged
+from titanlite.run_folder import replace_file
+from titanlite.zoo import load_family
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+# What a tokenizer's folder may hold beside tokenizer.json, and what only describes how its model is used.
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
+)  # fmt: skip
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of the tokenizer's own config.json
+
+
+class Item(NamedTuple):
+    """A tensor that is to be exported."""
+
+    ours: str  # its name in the model
+    theirs: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Exported:
+    """The weights of a checkpoint under the names of its model, in the dtype that they are exported in.
+
+    dtype: of all floating-point tensors; None: as they are stored. assets: in place of the model.hf_assets_path that the run
+    had. Raises UserError where the checkpoint's model is not the one that its family has now.
+    """
+
+    def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = ""):
+        self.stored, self._dtype = stored, dtype
+        keys = stored.manifest.numbers["config"].get("model")
+        if not isinstance(keys, dict):
+            raise UserError(f"{stored.source}: its manifest does not say which model it is of")
+        self.assets = assets or keys["hf_assets_path"]
+        if self.assets and not Path(self.assets).is_dir():
+            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name where it is now with --assets')
+        self.family = load_family(keys["name"], keys["flavor"], self.assets)
+        if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
+            lines = [f"{stored.source}: {keys['name']} {keys['flavor']} is not what it was then:", *changed]
+            raise UserError("\n  ".join(lines))
+        self.model = self.family.on_meta()
+        tensors = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
+        weights = [name for name in stored.entries() if name.startswith("model.")]
+        weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
+        there = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
+        if wrong := [name for name in sorted(there.keys() | tensors.keys()) if there.get(name) != tensors.get(name)]:
+            lines = [f"  {name}: {there.get(name)} in the checkpoint, {tensors.get(name)} in the model" for name in wrong]
+            raise UserError("\n".join([f"{stored.source}: does not hold the weights of this model:", *lines]))
+        self.names = list(tensors)
+
+    def tokenizer(self) -> LoadedTokenizer | None:
+        """That of the run; None for an import that came without. Raises UserError where it is another one by now."""
+        if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
+            return None
+        loaded = open_tokenizer(self.assets)
+        before = self.stored.manifest.numbers["data"].get("tokenizer", tokenizer_digest(loaded))
+        if before != tokenizer_digest(loaded):
+            which = self.assets or "the default one, which this Python trains"
+            raise UserError(
+                f"{self.stored.source}: was trained with another tokenizer than {which}; name its folder with --assets"
+            )
+        return loaded
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        stored = self.stored.entries()[f"model.{name}"].properties.dtype
+        return self._dtype if self._dtype and stored.is_floating_point else stored
+
+    def read_tensor(self, name: str) -> Tensor:
+        """A weight, whole and with its adapter merged, by its name in the model: what every export gets its values from."""
+        tensor = self._read(f"model.{name}")
+        cast = tensor.to(self.dtype_of(name))
+        if cast.dtype == torch.float16 and not cast.isfinite().all() and tensor.isfinite().all():
+            raise UserError(f"{name}: has values beyond the largest float16, 65504; use bfloat16")
+        return cast
+
+
+def export(
+    source: Path,
+    output: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 2**30,
+    assets: str = "",
+    group: dist.ProcessGroup | None = None,
+) -> list[Path]:
+    """Writes a checkpoint as a new folder in Hugging Face's format, whole or not at all; -> its safetensors files.
+
+    group: all its ranks together, each writes every n-th file; None: this process alone. shard_bytes: of a file at most, but
+    for one that holds a single larger tensor. Raises UserError, on all ranks, for a checkpoint that is damaged or of a model
+    without a place in that format, for an output that is there already, and where writing fails.
+    """
+    rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    unfinished = output.with_name(f".{output.name}.unfinished")
+
+    def together(task: Callable[[], Any]) -> Any:
+        """What `task` returns, once all ranks have done it; where one has failed, all raise."""
+        result, fault = None, ""
+        try:
+            result = task()
+        except UserError as error:
+            fault = str(error)
+        except OSError as error:
+            fault = f"{output}: cannot be written: {error}"
+        faults = [fault]
+        if group:
+            faults = [""] * world
+            dist.all_gather_object(faults, fault, group=group)
+        if any(faults):
+            raise UserError("\n".join(dict.fromkeys(filter(None, faults))))
+        return result
+
+    def prepare() -> tuple[Exported, list[list[Item]], LoadedTokenizer | None]:
+        exported = Exported(Stored(source, rank, world), dtype, assets)
+        theirs = their_names(exported.family, exported.names)
+        shapes = exported.stored.entries()
+        items = [Item(n, theirs[n], tuple(shapes[f"model.{n}"].size), exported.dtype_of(n)) for n in exported.names]
+        if odd := [f"{item.ours}: is {item.dtype}, which has no place there" for item in items if item.dtype not in _CODES]:
+            raise UserError("\n".join(odd))
+        if rank == 0:
+            if output.exists():
+                raise UserError(f"{output}: is there already; name another output, or remove it")
+            if unfinished.exists():
+                shutil.rmtree(unfinished)  # of an export that was killed
+            unfinished.mkdir(parents=True)
+        return exported, split(items, shard_bytes), exported.tokenizer()
+
+    exported, files, tokenizer = together(prepare)
+    names = (
+        [SINGLE] if len(files) == 1 else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    )
+
+    def write() -> None:
+        for name, items in list(zip(names, files, strict=True))[rank::world]:
+            write_file(unfinished / name, items, exported.read_tensor)
+
+    def finish() -> None:
+        if rank == 0:
+            if len(files) > 1:
+                places = {item.theirs: name for name, items in zip(names, files, strict=True) for item in items}
+                total = sum(item.bytes for items in files for item in items)
+                _write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+            _describe(unfinished, exported, files, tokenizer)
+            sync_folder(unfinished)
+            unfinished.rename(output)
+            sync_folder(output.parent)
+
+    together(write)
+    together(finish)
+    return [output / name for name in names]
+
+
+def split(items: Sequence[Item], shard_bytes: int) -> list[list[Item]]:
+    """The tensors of each file, in the order given; a file gets the next one while it stays within `shard_bytes`."""
+    files: list[list[Item]] = []
+    size = 0
+    for item in items:
+        if not files or size + item.bytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += item.bytes
+    return files
+
+
+def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor]) -> None:
+    """A safetensors file (https://github.com/huggingface/safetensors#format), written tensor by tensor, on the disk at return.
+
+    The library's own writer wants all tensors of a file at once.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so that each begins at a multiple of its itemsize
+    position = 0
+    for item in ordered:
+        end = position + item.bytes
+        header[item.theirs] = {"dtype": _CODES[item.dtype], "shape": item.shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for item in ordered:
+            tensor = read(item.ours)
+            assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), item
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next is read
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _describe(folder: Path, exported: Exported, files: list[list[Item]], loaded: LoadedTokenizer | None) -> None:
+    """Writes config.json, generation_config.json and the tokenizer's files."""
+    assets = Path(exported.assets) if exported.assets else None
+    for name in _COPIED if assets else ():
+        if (assets / name).is_file():
+            shutil.copyfile(assets / name, folder / name)
+    end = None
+    if loaded:
+        end = loaded.end_of_text
+        if not assets:
+            loaded.tokenizer.save(str(folder / "tokenizer.json"))
+        if not (folder / "tokenizer_config.json").is_file():
+            eos = loaded.tokenizer.id_to_token(end)
+            _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
+    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # transformers' own defaults are Llama 2's ids
+    length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len")
+    facts |= {"max_position_embeddings": length} if length else {}
+    if assets and (assets / "config.json").is_file():
+        theirs = json.loads((assets / "config.json").read_text(encoding="utf-8"))
+        facts |= {name: theirs[name] for name in _CARRIED if name in theirs}
+    largest = max((item for items in files for item in items), key=lambda item: item.bytes)
+    dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
+    _write_json(folder / "config.json", facts | exported.family.module.to_hf(exported.family.config) | dtype)
+    if not (folder / "generation_config.json").is_file():
+        ids = {name: value for name, value in facts.items() if name.endswith("_token_id")}
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(value, indent=2) + "\n")

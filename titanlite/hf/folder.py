@@ -1,0 +1,174 @@
+"""A folder in Hugging Face's format: which model it describes, and in which safetensors file each of its tensors is."""
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.errors import UserError
+from titanlite.lora import is_adapter
+from titanlite.zoo import FROM_ASSETS, Family, described, family_names, load_module, read_description, require_hf
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_COMPUTED = ".rotary_emb.inv_freq"  # old files hold it; it follows from the configuration
+
+
+class Entry(NamedTuple):
+    """A tensor of a safetensors file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Recognised(NamedTuple):
+    """A model as the [model] section names it."""
+
+    name: str
+    flavor: str  # one of the family's FLAVORS, or "hf" for dimensions that none of them has
+    family: Family
+
+
+def recognise(folder: Path, model: str = "") -> Recognised:
+    """The model that a folder's config.json describes.
+
+    model: a family of models/ or a dotted module name; empty: the family of models/ that reads this model_type. Raises
+    UserError where there is none, or where it does not have what config.json asks for.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    description = read_description(folder)
+    if not model:
+        kind = description["model_type"]
+        read = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
+        names = [name for name, kinds in read.items() if kind in kinds]
+        if len(names) != 1:
+            have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in read.items() if kinds)
+            what = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
+            raise UserError(f"{folder / 'config.json'}: {what} model_type {kind!r}; name one with --model")
+        model = names[0]
+    module = load_module(model)
+    config = described(module, description)
+    flavor = next((name for name, dimensions in module.FLAVORS.items() if dimensions == config), FROM_ASSETS)
+    return Recognised(model, flavor, Family(module, config))
+
+
+def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
+    """Our parameter name -> theirs. Raises UserError that lists the parameters which the family's HF table forgets."""
+    require_hf(family.module)
+    found, forgotten = {}, []
+    for name in names:
+        number = re.search(r"(?<=\.)\d+(?=\.)", name)
+        theirs = family.module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
+        if theirs is None:
+            forgotten.append(name)
+        else:
+            found[name] = theirs.replace("{i}", number[0]) if number else theirs
+    if forgotten:
+        raise UserError("\n".join(f"{family.module.__name__}: HF has no name for {name}" for name in forgotten))
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters -> the one that they have in checkpoints."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in every if first[parameter] != name}
+
+
+def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry]]:
+    """Where each tensor of a model is, adapters apart: our checkpoint's name -> its entry, or those of a tied one stored twice.
+
+    model: on any mesh, or on the meta device. exclude: patterns of our names ("model.head.*") that are left out. Raises
+    UserError that lists all tensors which are missing, misshapen, of another kind or not of this model, and all files that
+    are missing or damaged.
+    """
+    tensors = {name: tensor for name, tensor in model_tensors(model).items() if not is_adapter(name)}
+    tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
+    theirs = their_names(family, [name.removeprefix("model.") for name in [*tensors, *tied]])
+    stored, problems = stored_tensors(folder)
+    idle = [pattern for pattern in exclude if not fnmatch.filter(tensors, pattern)]
+    problems += [f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of the model' for pattern in idle]
+    found: dict[str, list[Entry]] = {}
+    known = set()
+    for name in [*tensors, *tied]:
+        their = theirs[name.removeprefix("model.")]
+        known.add(their)
+        first = tied.get(name, name)
+        if any(fnmatch.fnmatchcase(first, pattern) for pattern in exclude):
+            continue
+        entry, shape = stored.get(their), tuple(tensors[first].shape)
+        if entry is None:
+            if name not in tied:
+                problems.append(f"{their} ({name}): is missing")
+        elif entry.shape != shape:
+            problems.append(f"{their} ({name}): {entry.shape} in {entry.file.name}, {shape} in the model")
+        else:
+            found.setdefault(first, []).append(entry)
+    others = [name for name in stored if name not in known and not name.endswith(_COMPUTED)]
+    problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in sorted(others)]
+    if problems:
+        raise UserError("\n".join([f"{folder}: cannot be read as {family.module.__name__}:", *(f"  {p}" for p in problems)]))
+    return found
+
+
+def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
+    """The tensors of a folder by their names, and what is wrong with its files. Raises UserError where there are none."""
+    found: dict[str, Entry] = {}
+    problems: list[str] = []
+    for file, listed in _listed_files(folder).items():
+        path = folder / file
+        if not path.is_file():
+            problems.append(f"{path}: is missing")
+            continue
+        try:
+            inside = dict(_inside(path))
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{path}: is damaged: {error}")
+            continue
+        if listed is not None:
+            problems += [f"{name}: not in {file}, where {INDEX} says it is" for name in sorted(listed - inside.keys())]
+            problems += [f"{name}: in {file}, but {INDEX} does not say so" for name in sorted(inside.keys() - listed)]
+        for name, (shape, kind) in inside.items():
+            if kind not in DTYPES:
+                problems.append(f"{name}: is stored in {path.name} as {kind}, and only {', '.join(DTYPES)} are read")
+            found[name] = Entry(path, name, shape, DTYPES.get(kind, torch.float32))
+    return found, problems
+
+
+def _inside(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
+    with safe_open(str(path), "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            part = file.get_slice(name)
+            yield name, (tuple(part.get_shape()), part.get_dtype())
+
+
+def _listed_files(folder: Path) -> dict[str, set[str] | None]:
+    """file -> names that the index says are in it, None where there is no index."""
+    if (folder / SINGLE).is_file():  # as transformers, which looks for it first
+        return {SINGLE: None}
+    path = folder / INDEX
+    if not path.is_file():
+        pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+        why = f"; {pickles[0]} is a pickle, which could run any code, and is not read" if pickles else ""
+        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{why}")
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, set[str] | None] = {file: set() for file in places.values()}
+        for name, file in places.items():
+            files[file].add(name)  # type: ignore[union-attr]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not an index of safetensors files: {error!r}") from None
+    if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+        raise UserError(f"{path}: is refused: {odd[0]!r} is no safetensors file of this folder")
+    return files

@@ -1,0 +1,52 @@
+"""Safetensors into a model on any mesh: each rank reads the boxes that are its own, and no more."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.errors import UserError
+from titanlite.hf.folder import Entry
+
+_CHUNK = 2**25  # bytes read at a time: what is mapped counts as memory until its file is closed
+
+
+@torch.no_grad()
+def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry]]) -> None:
+    """Reads what `find_weights` has found into tensors of these names, in place and in their own dtypes.
+
+    Raises UserError for a tied parameter that is stored twice with different values.
+    """
+    for name, entries in weights.items():
+        tensor = tensors[name].detach()
+        corner: Sequence[int] = (0,) * tensor.ndim
+        if isinstance(tensor, DTensor):
+            _, corner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            tensor = tensor.to_local()
+        if tensor.numel():
+            _read_box(tensor, entries, corner)
+
+
+def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) -> None:
+    """Fills `local` with the box of each entry that begins at `corner`; a few rows at a time."""
+    a_row = math.prod(local.shape[1:]) * entries[0].dtype.itemsize
+    rows = max(1, _CHUNK // a_row)
+    for start in range(0, local.shape[0], rows):
+        part = local[start : start + rows]
+        box = tuple(slice(c, c + n) for c, n in zip((corner[0] + start, *corner[1:]), part.shape, strict=True))
+        values = _slice(entries[0], box)
+        for other in entries[1:]:
+            if not torch.equal(values, _slice(other, box).to(values.dtype)):
+                raise UserError(
+                    f"{other.file}: {other.name} differs from {entries[0].name}, and config.json says that they are tied"
+                )
+        part.copy_(values)
+
+
+def _slice(entry: Entry, box: tuple[slice, ...]) -> Tensor:
+    with safe_open(str(entry.file), "pt") as file:
+        return file.get_slice(entry.name)[box]
