@@ -15,6 +15,7 @@ COMMANDS = {
     "data": ("titanlite.tools.data", "show the text of a step, or what there is in each source and how much is used"),
     "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),
+    "check-model": ("titanlite.tools.check_model", "prove that a model file shards, compiles, checkpoints and converts"),
     "replay": ("titanlite.tools.replay", "do one step of a run again, and print its norms layer by layer"),
     "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
 }
@@ -28,7 +29,7 @@ def main() -> None:
     if name not in COMMANDS:
         print("usage: titanlite COMMAND ...; with --help a command says what it takes\n", file=sys.stderr)
         for command, (_, meaning) in COMMANDS.items():
-            print(f"  {command:<10} {meaning}", file=sys.stderr)
+            print(f"  {command:<12} {meaning}", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)
     if name == "train":
         stop.listen()

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 import re
 import traceback
@@ -15,6 +16,8 @@ from torch import nn
 import models
 from titanlite.errors import UserError
 
+# Where a model's code never is: an error that is raised there was made somewhere else.
+_LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(__file__))
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 
 
@@ -30,11 +33,23 @@ class Family(NamedTuple):
             return self.module.Model(self.config)
 
 
+class BrokenModule(UserError):
+    """The module is there, and what is in it is wrong."""
+
+
 def load_family(name: str, flavor: str) -> Family:
     """The family `models.<name>`, or with dots in its name any importable module, and its flavour.
 
     Raises UserError where there is no such module, where it lacks a part of the interface, or has no such flavour.
     """
+    module = load_module(name)
+    if flavor not in module.FLAVORS:
+        raise UserError(f"model.flavor = {flavor!r}: {name} has the flavours {', '.join(module.FLAVORS) or '(none)'}")
+    return Family(module, module.FLAVORS[flavor])
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of a family, with all parts of the interface. Raises UserError, or BrokenModule, which is one."""
     families = [found.name for found in pkgutil.iter_modules(models.__path__) if found.name != "blocks"]
     dotted = name if "." in name else f"models.{name}"
     if not all(part.isidentifier() for part in dotted.split(".")):
@@ -43,17 +58,15 @@ def load_family(name: str, flavor: str) -> Family:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
-            raise UserError(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
+            raise BrokenModule(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
         here = f"models/ has: {', '.join(families)}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
     except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise UserError(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
+        raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
     lacking = [part for part in OFFERS if not hasattr(module, part)]
     if lacking:
-        raise UserError(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
-    if flavor not in module.FLAVORS:
-        raise UserError(f"model.flavor = {flavor!r}: {name} has the flavours {', '.join(module.FLAVORS) or '(none)'}")
-    return Family(module, module.FLAVORS[flavor])
+        raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
+    return module
 
 
 def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:
@@ -76,10 +89,13 @@ def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dic
 
 
 def place_of(error: BaseException) -> str:
-    """File and line where an error was raised, or where a file's syntax is wrong."""
+    """File and line where an error was raised, in a model's code where any was running, or where a file's syntax is wrong."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    # The compiler reads code that it does not call, and tells itself where it was.
+    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
 
 
