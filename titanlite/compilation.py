@@ -44,7 +44,9 @@ class RecompilationWatch:
             return []
         self.recompilations += new
         causes = []
-        for metrics in get_compilation_metrics()[-new:]:
+        # with those of a backward pass, which has no code of its own and is compiled with the forward pass, left out
+        of_code = [metrics for metrics in get_compilation_metrics() if metrics.co_name is not None]
+        for metrics in of_code[-new:]:
             causes.append(metrics.recompile_reason or "another code path")
             log.warning("step %d: recompiled %s (%s); every one costs a step much time", step, metrics.co_name, causes[-1])
         self.settle()
