@@ -153,7 +153,9 @@ def name_faults(family: Family) -> list[str]:
     owners: dict[str, str] = {}
     for name, theirs in names.items():
         if theirs is not None and owners.setdefault(theirs, name) != name:
-            faults.append(f"HF gives {every_layer(name)} and {every_layer(owners[theirs])} the same name, {theirs}")
+            faults.append(
+                f"HF gives {every_layer(name)} and {every_layer(owners[theirs])} the same name, {every_layer(theirs)}"
+            )
     back = family.module.from_hf(json.loads(json.dumps(family.module.to_hf(family.config))))
     for field in dataclasses.fields(family.config):
         ours, theirs = getattr(family.config, field.name), getattr(back, field.name)
