@@ -16,10 +16,12 @@ class Model(llama3.Model):
         self.register_buffer("slopes", torch.arange(config.dim) / config.dim)
         self.register_buffer("offsets", torch.linspace(0.0, 1.0, config.dim), persistent=False)
         self.register_buffer("sound", torch.ones(1))
+        self.register_buffer("later", torch.empty(1))  # which nothing is computed into
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        return super().forward(x, seq) * (self.sound + self.slopes) + self.offsets
+        return super().forward(x, seq) * (self.sound * self.later + self.slopes) + self.offsets
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    return {"slopes": Constant(0.0), "offsets": Constant(0.0), "sound": Constant(1.0), **llama3.initial(config)}
+    quiet = {"slopes": Constant(0.0), "offsets": Constant(0.0)}
+    return {**quiet, "sound": Constant(1.0), "later": Constant(1.0), **llama3.initial(config)}
