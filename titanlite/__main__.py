@@ -15,6 +15,7 @@ COMMANDS = {
     "data": ("titanlite.tools.data", "show the text of a step, or what there is in each source and how much is used"),
     "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),
+    "check-model": ("titanlite.tools.check_model", "prove that a model file shards, compiles, checkpoints and converts"),
     "import-hf": ("titanlite.tools.import_hf", "make a checkpoint of a model in Hugging Face's format"),
     "export-hf": ("titanlite.tools.export_hf", "write a checkpoint's weights in Hugging Face's format"),
     "export-torch": ("titanlite.tools.export_torch", "write a checkpoint's weights into one file of PyTorch"),

@@ -48,6 +48,12 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         raise UserError(report(path, faults))
 
 
+def undivided_sizes(family: Family, tensor: int) -> list[str]:
+    """The dimensions of a family, such as "n_heads = 3", of which `tensor` ranks cannot take equal shares."""
+    sizes = {name: getattr(family.config, name, tensor) for name in _SPLIT_DIMENSIONS}
+    return [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
+
+
 def _degrees(config: Config, world_size: int) -> dict[str, int] | None:
     try:
         return resolve_degrees(config.parallelism, world_size)
@@ -85,9 +91,7 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
         yield str(error)
         return
     tensor = config.parallelism.tensor_parallel_degree
-    sizes = {name: getattr(family.config, name, tensor) for name in _SPLIT_DIMENSIONS}
-    undivided = [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
-    if undivided:
+    if undivided := undivided_sizes(family, tensor):
         yield (
             f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} "
             f"of {config.model.name} {config.model.flavor}"

@@ -37,13 +37,17 @@ class RecompilationWatch:
         """What has been compiled until now was to be expected."""
         self.expected = counters["stats"]["unique_graphs"]
 
-    def check(self, step: int) -> None:
-        """Warns of every compilation since `settle` or the last check, by its cause."""
+    def check(self, step: int) -> list[str]:
+        """Warns of every compilation since `settle` or the last check, by its cause; -> the causes."""
         new = 0 if self.expected is None else counters["stats"]["unique_graphs"] - self.expected
         if new <= 0:
-            return
+            return []
         self.recompilations += new
-        for metrics in get_compilation_metrics()[-new:]:
-            cause = metrics.recompile_reason or "another code path"
-            log.warning("step %d: recompiled %s (%s); every one costs a step much time", step, metrics.co_name, cause)
+        causes = []
+        # with those of a backward pass, which has no code of its own and is compiled with the forward pass, left out
+        of_code = [metrics for metrics in get_compilation_metrics() if metrics.co_name is not None]
+        for metrics in of_code[-new:]:
+            causes.append(metrics.recompile_reason or "another code path")
+            log.warning("step %d: recompiled %s (%s); every one costs a step much time", step, metrics.co_name, causes[-1])
         self.settle()
+        return causes

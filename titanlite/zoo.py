@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import pkgutil
 import re
 import traceback
@@ -18,6 +19,8 @@ from torch import nn
 import models
 from titanlite.errors import UserError
 
+# Where a model's code never is: an error that is raised there was made somewhere else.
+_LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(__file__))
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # of a family that can be read and written in Hugging Face's format
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
@@ -42,6 +45,10 @@ class Family(NamedTuple):
         """A sentence for each of the dimensions `before` that is another one now; one that was not there yet is no change."""
         now = self.dimensions()
         return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+
+class BrokenModule(UserError):
+    """The module is there, and what is in it is wrong."""
 
 
 def load_family(name: str, flavor: str, assets: str = "") -> Family:
@@ -70,7 +77,7 @@ def family_names() -> list[str]:
 
 
 def load_module(name: str) -> ModuleType:
-    """The module of a family. Raises UserError where there is none, or where it lacks a part of the interface."""
+    """The module of a family, with all parts of the interface. Raises UserError, or BrokenModule, which is one."""
     families = ", ".join(family_names())
     dotted = name if "." in name else f"models.{name}"
     if not all(part.isidentifier() for part in dotted.split(".")):
@@ -79,16 +86,16 @@ def load_module(name: str) -> ModuleType:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
-            raise UserError(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
+            raise BrokenModule(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
         here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
     except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
-        raise UserError(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
+        raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
     lacking = [part for part in OFFERS if not hasattr(module, part)]
     if lacking:
-        raise UserError(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
+        raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
-        raise UserError(
+        raise BrokenModule(
             f'model.name = {name!r}: its flavour "{FROM_ASSETS}" needs another name; that one stands for config.json'
         )
     return module
@@ -143,10 +150,13 @@ def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dic
 
 
 def place_of(error: BaseException) -> str:
-    """File and line where an error was raised, or where a file's syntax is wrong."""
+    """File and line where an error was raised, in a model's code where any was running, or where a file's syntax is wrong."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    # The compiler reads code that it does not call, and tells itself where it was.
+    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
 
 

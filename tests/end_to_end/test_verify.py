@@ -45,7 +45,7 @@ def test_a_sound_model_is_equal_on_every_mesh(tmp_path):
 
 
 def test_of_a_wrong_sharding_table_the_parameter_is_named(tmp_path):
-    ended = verify(tmp_path, "tests.distributed.tiny_wrong", "--mesh", "1", "--mesh", "tp=2", "--steps", "1")
+    ended = verify(tmp_path, "tests.forks.wrong_style", "--mesh", "1", "--mesh", "tp=2", "--steps", "1")
     print(ended.stdout)
     assert ended.returncode == 1, ended.stderr
     row = next(line for line in ended.stdout.splitlines() if line.startswith("tp=2"))

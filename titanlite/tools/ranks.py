@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,21 @@ from titanlite.errors import UserError
 _FAULT = 2  # exit code of a rank that has met a fault of the user's
 
 
-def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: int = 300) -> Any:
+def on_ranks(
+    count: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: int = 300, use_gpus: bool = True
+) -> Any:
     """What function(device, *arguments) returns on rank 0 of `count` new processes, all of which run it.
 
     The function must be one that a new process can import, and arguments and result such as pickle takes. Raises the UserError
     that a rank has met.
     """
+    # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
+    set_forkserver_preload([function.__module__])
+    cuda = use_gpus and torch.cuda.device_count() >= count
     with tempfile.TemporaryDirectory() as folder:
+        words = (count, cuda, folder, timeout_seconds, function, arguments)
         try:
-            multiprocessing.spawn(_rank, (count, folder, timeout_seconds, function, arguments), nprocs=count)
+            multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
             if ended.exit_code == _FAULT and (faults := sorted(Path(folder).glob("fault-*"))):
                 raise UserError(faults[0].read_text(encoding="utf-8")) from None
@@ -34,9 +41,10 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout_
         return torch.load(Path(folder) / "result", weights_only=False)  # written a moment ago by ourselves
 
 
-def _rank(rank: int, count: int, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple) -> None:
+def _rank(
+    rank: int, count: int, cuda: bool, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple
+) -> None:
     children.end_with_parent()
-    cuda = torch.cuda.device_count() >= count
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

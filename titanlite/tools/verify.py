@@ -8,11 +8,12 @@ model down with --flavor or other options: the mesh is what is looked at. Exit c
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -41,7 +42,7 @@ class Trajectory(NamedTuple):
     batches: list[Tensor]  # (global batch, values) of each step: tokens and what goes with them
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, Tensor]  # of the first step, before clipping
+    gradients: dict[str, Tensor]  # of the first step, before clipping, of what has any
     dtypes: set[torch.dtype]  # of masters, gradients and moments
 
 
@@ -64,11 +65,22 @@ class Comparison(NamedTuple):
 
 def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
     """Trains `training.steps` steps on a mesh by the loop's own functions; all ranks return the same."""
-    training, part = config.training, (data_rank(mesh), data_degree(mesh))
-    size = config.global_batch(data_degree(mesh))
     model = build_model(load_family(config.model.name, config.model.flavor, config.model.hf_assets_path), config, mesh, device)
-    optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    source = read_batches(config, data, 0, size, part)
+    part = data_rank(mesh), data_degree(mesh)
+    source = read_batches(config, data, 0, config.global_batch(data_degree(mesh)), part)
+    return follow(model, build_optimizer(model, config.optimizer), source, config, mesh, device)
+
+
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    source: Iterator[Batch],
+    config: Config,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> Trajectory:
+    """The same with a model that is there, and this rank's parts of the batches."""
+    training, schedule = config.training, build_schedule(config)
     weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     read, losses, norms = [], [], []
     for step in range(1, training.steps + 1):
@@ -76,9 +88,10 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
         read.append(_gather_batch(batch, mesh))
         share = forward_backward(model, batch, mesh, None, config.parallelism.reduce_every_microbatch)
         if step == 1:
-            trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            gradients = {name: whole(parameter.grad) for name, parameter in trained.items()}
-            dtypes = {parameter.grad.dtype for parameter in trained.values()}
+            # a frozen parameter has none, nor one that the forward pass does not use
+            reached = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {name: whole(gradient) for name, gradient in reached.items()}
+            dtypes = {gradient.dtype for gradient in reached.values()}
         norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
         losses.append(sum_over_data(share, mesh).item())
     dtypes |= {parameter.dtype for parameter in model.parameters()}
@@ -88,9 +101,9 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
 
 def compare(found: Trajectory, reference: Trajectory) -> Comparison:
     """How far one trajectory is from another."""
-    both = [name for name in reference.gradients if name in found.gradients]
-    gradients = {name: _distance(found.gradients[name], reference.gradients[name]) for name in both}
-    gradients |= dict.fromkeys(found.gradients.keys() ^ reference.gradients.keys(), math.inf)  # trained on one mesh only
+    zero = torch.zeros(())  # where a parameter has a gradient on one of the meshes only
+    names = dict.fromkeys([*reference.gradients, *found.gradients])
+    gradients = {name: _distance(found.gradients.get(name, zero), reference.gradients.get(name, zero)) for name in names}
     worst = max(gradients, key=gradients.__getitem__)
     losses = [abs(a / b - 1) for a, b in zip(found.losses, reference.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(found.norms, reference.norms, strict=True)]

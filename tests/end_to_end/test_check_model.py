@@ -1,0 +1,344 @@
+"""titanlite check-model: a sound model passes every check, and of a broken fork the table names what is broken."""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from models import llama3
+from models.blocks import Flops
+from tests import tiny
+from tests.distributed.pool import Pool
+from titanlite.errors import UserError
+from titanlite.tools import check_model, model_facts, model_runs
+from titanlite.tools.check_model import ALONE, CHECKPOINT, MESHES, Row, choose_small, rows_of
+from titanlite.tools.model_runs import Alone, in_one_process, on_mesh
+from titanlite.zoo import Family, load_module
+
+ROOT = Path(__file__).parents[2]
+FORKS = ROOT / "tests" / "forks"
+TRAINING = [*ALONE, *MESHES, CHECKPOINT]
+
+
+def call(called: str, arguments: tuple) -> object:
+    """On a rank of a pool: a function that the command would start ranks for. A fault of the user's is handed back."""
+    torch._dynamo.reset()
+    try:
+        return getattr(model_runs, called)(torch.device("cpu"), *arguments)
+    except UserError as error:
+        return error
+
+
+@pytest.fixture
+def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are there already in place of new ones."""
+
+    def on_ranks(count, function, *arguments, **_options):
+        answers = pools[count].run(f"{__name__}:call", called=function.__name__, arguments=arguments)
+        if fault := next((answer for answer in answers if isinstance(answer, UserError)), None):
+            raise fault
+        return answers[0]
+
+    monkeypatch.setattr(check_model, "on_ranks", on_ranks)
+
+
+def table(name: str, last: str = CHECKPOINT) -> dict[str, Row]:
+    """The rows of a fork up to the `last`; nothing is done for those after it."""
+    rows: dict[str, Row] = {}
+    for row in rows_of(name, load_module(name), ["plain"], "plain"):
+        rows[row.name] = row
+        if row.name == last:
+            break
+    for row in rows.values():
+        print(row)
+    return rows
+
+
+def failed(rows: dict[str, Row]) -> dict[str, list[str]]:
+    return {row.name: row.texts for row in rows.values() if row.verdict == "FAILED"}
+
+
+def not_run(rows: dict[str, Row]) -> list[str]:
+    return [row.name for row in rows.values() if row.verdict == "not run" and row.name != "Hugging Face"]
+
+
+def line_of(fork: str, code: str) -> str:
+    path = FORKS / f"{fork}.py"
+    return f"{path}, line {1 + path.read_text().splitlines().index(code)}"
+
+
+# ------------------------------------------------------------------------------------------------------- eight broken forks
+
+
+def test_a_missing_entry_of_the_sharding_table_is_named_and_nothing_is_trained(pooled):
+    rows = table("tests.forks.missing_entry")
+    assert failed(rows) == {"sharding": ["sharding: no pattern matches layers.*.ffn_norm"]}
+    assert not_run(rows) == TRAINING
+    assert rows["compile"].texts == ["needs sharding"]
+
+
+def test_an_uninitialised_parameter_is_named_and_nothing_is_trained(pooled):
+    rows = table("tests.forks.uninitialised")
+    assert failed(rows) == {"initial": ["initial: no pattern matches layers.*.attention.wv.weight"]}
+    assert not_run(rows) == TRAINING
+
+
+def test_buffers_that_a_constructor_computes_are_named_and_constant_ones_are_not(pooled):
+    rows = table("tests.forks.lost_buffer", last="Hugging Face")
+    assert list(failed(rows)) == ["buffers"]
+    assert [text.partition(":")[0] for text in rows["buffers"].texts] == ["slopes", "offsets"]
+    assert not_run(rows) == []
+
+
+def test_a_graph_break_is_told_with_the_line(pooled):
+    rows = table("tests.forks.graph_break")
+    assert list(failed(rows)) == ["compile"]
+    assert rows["compile"].texts[0].startswith(line_of("graph_break", "        if x.abs().max() > 1e4:"))
+    assert not_run(rows) == []
+
+
+def test_heads_that_two_ranks_cannot_share_are_named_and_only_meshes_with_tensor_parallelism_left_out(pooled):
+    rows = table("tests.forks.undivided_heads")
+    assert failed(rows) == {"tp 2 divides": ["2 ranks of tensor parallelism cannot share n_heads = 3, n_kv_heads = 3"]}
+    assert not_run(rows) == ["2 x 2", "tp 2"]
+    assert rows[CHECKPOINT].texts == ["one process -> shard 2"]
+
+
+def test_of_flavours_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
+    odd = dataclasses.replace(tiny.FLAVORS["tied"], n_kv_heads=1)
+    monkeypatch.setitem(tiny.FLAVORS, "odd", odd)
+    for flavors, verdict in ((["plain", "odd"], "passed"), (["odd"], "FAILED")):
+        rows = rows_of("tests.tiny", tiny, flavors, "plain")
+        assert next(row for row in rows if row.name == "tp 2 divides").verdict == verdict
+
+
+def test_wrong_flops_are_told_with_the_function_and_with_what_is_counted(pooled):
+    rows = table("tests.forks.wrong_flops", last="Hugging Face")
+    assert list(failed(rows)) == ["FLOPs"]
+    text = rows["FLOPs"].texts[0]
+    assert line_of("wrong_flops", "def flops(config: Config, seq_len: int) -> Flops:") in text
+    said, counted = (int(number.replace(",", "")) for number in re.findall(r"(?:says|counts) ([\d,]+\d)", text))
+    assert counted - said == 6 * 2 * 64 * 96  # what the fork has left out: layers, dim, ffn_dim
+    assert not_run(rows) == []
+
+
+def test_a_tensor_that_the_map_drops_is_named(pooled):
+    rows = table("tests.forks.dropped_tensor", last="Hugging Face logits")
+    assert failed(rows) == {"Hugging Face names": ["HF has no name for layers.*.ffn.w3.weight"]}
+    assert not_run(rows) == ["Hugging Face logits"]
+
+
+def test_a_wrong_style_of_the_right_shape_is_told_by_the_parameter_whose_gradient_is_wrong(pooled):
+    rows = table("tests.forks.wrong_style")
+    assert list(failed(rows)) == ["2 x 2", "tp 2"]
+    for mesh in ("2 x 2", "tp 2"):
+        assert re.search(r"gradient of layers\.\d\.attention\.head_scale\.weight differs most", rows[mesh].texts[0])
+    assert rows["shard 2"].verdict == "passed"
+    assert rows[CHECKPOINT].texts == ["one process -> 2 x 2 -> tp 2 -> shard 2"]
+
+
+# ------------------------------------------------------------------------------------------------------------- other faults
+
+
+def test_a_recompilation_is_told_with_its_cause(pooled):
+    rows = table("tests.forks.recompiling")
+    assert list(failed(rows)) == ["compile"]
+    assert all("self.phase == 'step " in text and "recompiling.py:" in text for text in rows["compile"].texts)
+
+
+def test_an_error_of_the_forward_pass_is_told_with_the_line_and_meshes_are_not_tried(pooled):
+    rows = table("tests.forks.raising")
+    place = line_of("raising", "        return hidden + hidden[:, :3]")
+    assert failed(rows).keys() == {"FLOPs", "loss and gradients"}
+    assert all(texts[0].startswith(f"{place}: RuntimeError") for texts in failed(rows).values())
+    assert not_run(rows) == TRAINING[1:]
+
+
+def alone(pools: dict[int, Pool], name: str, flavor: str, saves: Path) -> Alone:
+    return pools[1].run(f"{__name__}:call", called=in_one_process.__name__, arguments=(name, flavor, saves))[0]
+
+
+def test_the_first_part_whose_result_is_not_finite_is_named(pools, tmp_path):
+    found = alone(pools, "tests.forks.nonfinite", "plain", tmp_path)
+    assert found.faults == {"loss and gradients": ["what layers.0.ffn returns is not finite"]}
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(pools, tmp_path):
+    found = alone(pools, "tests.tiny_odd", "unused", tmp_path)
+    assert found.faults == {"loss and gradients": ["no gradient reaches layers.*.spare.weight: not used in the forward pass?"]}
+    found = alone(pools, "tests.tiny_odd", "frozen", tmp_path / "frozen")
+    assert set(found.faults) == set(ALONE)
+    assert not any(found.faults.values())
+
+
+def test_gradients_that_recomputation_changes_are_told(pools, tmp_path):
+    found = alone(pools, "tests.forks.counting", "plain", tmp_path)
+    told = found.faults["recomputation"]
+    assert [text.partition(":")[0] for text in told] == ["recomputed full", "recomputed by operation"]
+    assert all("the gradient of layers." in text for text in told)
+
+
+def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
+    one = alone(pools, "tests.tiny", "tied", tmp_path / "saves")
+    assert not any(one.faults.values())
+    assert all(weight.std() > 0.005 for weight in one.trajectory.weights.values())  # gains of 1 as well
+    stored = {**one.stored, "optimizer.embed.weight.exp_avg": "something else"}
+    arguments = ("tests.tiny", "tied", {"dp_shard": 2}, tmp_path / "saves", 1, stored)
+    _, faults = pools[2].run(f"{__name__}:call", called=on_mesh.__name__, arguments=arguments)[0]
+    assert faults == ["optimizer.embed.weight.exp_avg is not what was saved"]
+
+
+def test_dropout_is_no_difference_between_meshes(pooled):
+    assert failed(table("tests.tiny_dropout")) == {}
+
+
+# ------------------------------------------------------------------------------------------------------------ Hugging Face
+
+
+def changed(flavor: str = "plain", **parts: object) -> Family:
+    """The tiny Llama with other parts in its module."""
+    every = {name: getattr(tiny, name) for name in (*tiny.__all__,)}
+    return Family(SimpleNamespace(**{**every, **parts}), tiny.FLAVORS[flavor])
+
+
+@pytest.mark.parametrize("flavor", tiny.FLAVORS)
+def test_a_sound_map_passes(flavor):
+    for check in (model_facts.name_faults, model_facts.shape_faults, model_facts.logit_faults):
+        assert check(changed(flavor)) == []
+
+
+def test_two_parameters_of_one_name_are_told():
+    same = {**tiny.HF, "layers.{i}.ffn.w3.weight": tiny.HF["layers.{i}.ffn.w1.weight"]}
+    (fault,) = model_facts.name_faults(changed(HF=same))
+    assert fault.startswith("HF gives layers.*.ffn.w3.weight and layers.*.ffn.w1.weight the same name, ")
+
+
+def test_a_dimension_that_does_not_come_back_is_told():
+    def from_hf(json):
+        return dataclasses.replace(tiny.from_hf(json), norm_eps=1e-6)
+
+    assert model_facts.name_faults(changed(from_hf=from_hf)) == ["from_hf(to_hf(config)).norm_eps is 1e-06, and was 1e-05"]
+
+
+def test_what_transformers_has_besides_is_told():
+    (fault, *more) = model_facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "attention_bias": True}))
+    assert fault == "HF leaves out model.layers.*.self_attn.q_proj.bias of transformers' model"
+    assert len(more) == 3
+
+
+def test_another_shape_is_told():
+    (fault, *_) = model_facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "vocab_size": 500}))
+    assert fault == "embed.weight is (512, 64) here, (500, 64) in transformers' model"
+
+
+def test_a_map_that_exchanges_matrices_of_one_shape_is_told_by_the_logits():
+    first, third = "layers.{i}.ffn.w1.weight", "layers.{i}.ffn.w3.weight"
+    wrong = changed(HF={**tiny.HF, first: tiny.HF[third], third: tiny.HF[first]})
+    assert model_facts.name_faults(wrong) == model_facts.shape_faults(wrong) == []
+    assert model_facts.logit_faults(wrong)[0].startswith("logits differ from those of transformers' model by ")
+
+
+def test_without_transformers_the_row_says_that_only_names_were_looked_at(monkeypatch):
+    monkeypatch.setattr(model_facts, "has_transformers", lambda: False)
+    rows = table("tests.tiny", last="Hugging Face logits")
+    assert rows["Hugging Face logits"].texts == ["names only: transformers is not installed"]
+    assert rows["Hugging Face logits"].verdict == "passed"
+
+
+# -------------------------------------------------------------------------------------------------------------- on meta
+
+
+def test_flops_that_are_no_flops_are_told():
+    faults = model_facts.flops_faults(changed(flops=lambda config, seq_len: Flops(causal=2.0, palm=1.0)))
+    assert [fault.partition("): ")[2].partition(":")[0] for fault in faults] == [
+        "causal 2 is more than palm 1",
+        "of one token causal 2 and palm 1 must be the same",
+        "palm says 1 a token, PyTorch counts 614,400",
+    ]
+
+
+def test_tensors_that_are_neither_parameter_nor_buffer_and_parameters_elsewhere_are_named():
+    class Model(llama3.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            for layer in self.layers.values():
+                layer.table = torch.ones(3)
+            self.head.norm.weight = torch.nn.Parameter(torch.ones(64, device="cpu", dtype=torch.float64))
+
+    assert model_facts.construction_faults(changed(Model=Model)) == [
+        "head.norm.weight is torch.float64 on cpu, and must be float32 on meta",
+        "layers.*.table is a tensor that is no parameter, and lost on meta: make it in forward",
+    ]
+
+
+def test_what_only_some_flavours_have_is_told_with_their_names():
+    families = {flavor: changed(flavor) for flavor in ("plain", "tied", "uneven")}
+    faults = check_model.over_flavors(families, lambda family: [f"{family.config.vocab_size}", "every"])
+    assert faults == ["plain, tied: 512", "every", "uneven: 515"]
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["titanlite check-model", *words])
+    with pytest.raises(SystemExit) as ended:
+        check_model.main()
+    return ended.value.code
+
+
+def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
+    assert command(monkeypatch, "tests.forks.missing_entry:tied") == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "tests.forks.missing_entry: tied on meta; tied trained"
+    assert "sharding             FAILED   sharding: no pattern matches layers.*.ffn_norm" in out
+    assert "compile              not run  needs sharding" in out
+    assert "tp 2                 not run  needs loss and gradients" in out
+    assert out[-1] == "1 of 15 checks failed"
+
+
+def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):
+    monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("sharding", "passed", []), Row("HF", "not run", ["x"])]))
+    assert command(monkeypatch, "tests.tiny") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "all passed"
+
+
+@pytest.mark.parametrize(
+    "code", ["FLAVORS = {}\nraise RuntimeError('no')", "def f(:", "FLAVORS = {}", "import nothing_of_the_kind"]
+)
+def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkeypatch, capsys, tmp_path, code):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"fork_{abs(hash(code))}"
+    (tmp_path / f"{name}.py").write_text(code)
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / f"{name}.py").write_text(code)
+    assert command(monkeypatch, f"outer.{name}") == 1
+    assert "imported             FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ([], "give one model"),
+        (["tests.tiny", "plain"], "give one model"),
+        (["lama3"], "there is no module models.lama3"),
+        (["tests.tiny:huge"], "has the flavours plain, tied"),
+    ],
+)
+def test_a_command_that_names_nothing_to_check_is_an_exit_code_of_2(monkeypatch, capsys, words, fault):
+    assert command(monkeypatch, *words) == 2
+    assert fault in capsys.readouterr().err
+
+
+def test_trained_is_the_flavour_asked_for_or_debug_or_the_smallest():
+    assert choose_small("x", llama3, ["debug"]) == choose_small("x", llama3, ["8b"]) == "debug"
+    assert choose_small("x", llama3, list(llama3.FLAVORS)) == "debug"
+    assert choose_small("x", tiny, ["large"]) == "large"
+    assert choose_small("x", tiny, list(tiny.FLAVORS)) in ("plain", "tied", "scaled")
+    large = changed(FLAVORS={"1b": llama3.FLAVORS["1b"]}).module
+    with pytest.raises(UserError, match="smallest flavour, 1b, has 1,235,814,400 parameters"):
+        choose_small("x", large, ["1b"])

@@ -1,0 +1,1 @@
+"""Forks of the tiny Llama with one fault each, which `titanlite check-model` must name."""
