@@ -21,6 +21,7 @@ COMMANDS = {
     "export-torch": ("titanlite.tools.export_torch", "write a checkpoint's weights into one file of PyTorch"),
     "replay": ("titanlite.tools.replay", "do one step of a run again, and print its norms layer by layer"),
     "generate": ("titanlite.tools.generate", "continue prompts with a checkpoint"),
+    "eval": ("titanlite.tools.eval", "measure a checkpoint on tasks of lm-eval"),
     "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
 }
 

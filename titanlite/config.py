@@ -305,7 +305,8 @@ class Validation(Section):
     steps: CountOrDerived = 10
     """Batches in a round from each source, as large as a training step's; the samples are its first ones. -1: all of them."""
     sample_prompts: list[str] = []
-    """Texts that the model continues after each round, by the same random numbers each time; to be read in TensorBoard."""
+    """Texts that the model continues after each round, by the same random numbers each time; to be read in TensorBoard. On the
+    command line a comma stands between them."""
     sample_tokens: Count = 64
     """By how many tokens at most."""
 

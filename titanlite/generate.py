@@ -1,13 +1,14 @@
-"""Text from a model: prompts of any lengths side by side, with a cache of keys and values.
+"""Text from a model, and what it thinks of a text: prompts of any lengths side by side, with a cache of keys and values.
 
 The model may be whole, split by tensor parallelism, or one that is being trained (FSDP2). All ranks call this together with the
 same arguments and return the same tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import Cache, SeqInfo
@@ -15,7 +16,7 @@ from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.errors import UserError
 from titanlite.validation import evaluating
 
-_PREFILL = 512  # tokens of a prompt that go through the model at a time, which bounds the memory of its mask
+_PREFILL = 512  # tokens of a text that go through the model at a time, which bounds the memory of masks and logits
 
 
 class Sampling(NamedTuple):
@@ -48,11 +49,18 @@ def continue_texts(
 
 
 def generate(
-    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, end: int | None, sampling: Sampling, tp: int = 1
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    end: int | None,
+    sampling: Sampling,
+    tp: int = 1,
+    enough: Callable[[list[int]], bool] = lambda new: False,
 ) -> list[list[int]]:
     """At most `tokens` new ids for each prompt, which has at least one; what follows the id `end`, and itself, is left out.
 
-    tp: over how many ranks the model's sequence is split, to which a step's width must be a multiple.
+    tp: over how many ranks the model's sequence is split, of which a step's width must be a multiple. enough: tells of a row's
+    new ids whether it needs no more.
     """
     device = next(model.parameters()).device
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
@@ -63,44 +71,77 @@ def generate(
     cache = Cache()
     # a compiled block would be compiled anew for every shape of a prompt and of the cache
     with evaluating(model), torch.compiler.set_stance("force_eager"):
-        _prefill(model, prompts, cache, tp, device)
+        _prefill(model, [prompt[:-1] for prompt in prompts], cache, tp, device)
         for _ in range(tokens):
             # A step of `tp` tokens, of which the first counts; what the others leave in the cache is overwritten later.
             positions = places + torch.arange(tp)
-            logits = _logits(model, torch.nn.functional.pad(last, (0, tp - 1)), positions, cache, device)
-            chosen = draw(logits, sampling, randoms)
+            logits = model.head(_hidden(model, F.pad(last, (0, tp - 1)), positions, cache, device))
+            chosen = draw(logits[:, 0].float().cpu(), sampling, randoms)  # on the CPU, so that every device draws alike
             for row in sorted(going):
-                if chosen[row] == end:
-                    going.remove(row)
-                else:
+                if chosen[row] != end:
                     found[row].append(chosen[row])
+                if chosen[row] == end or enough(found[row]):
+                    going.remove(row)
             if not going:
                 break
             last, places = torch.tensor(chosen)[:, None], places + 1
     return found
 
 
-def _prefill(model: nn.Module, prompts: Sequence[Sequence[int]], cache: Cache, tp: int, device: torch.device) -> None:
-    """Puts all but the last token of every prompt into the cache; a shorter prompt's row is filled up with anything."""
-    longest = max(len(prompt) for prompt in prompts) - 1
-    width = -(-_PREFILL // tp) * tp
-    rows = torch.zeros(len(prompts), -(-longest // tp) * tp, dtype=torch.int64)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
-    for first in range(0, longest, width):
-        part = rows[:, first : first + width]
-        positions = torch.arange(first, first + part.shape[1]).expand(part.shape)
-        _hidden(model, part, positions, cache, device)
+class Score(NamedTuple):
+    """What a model thinks of a continuation."""
+
+    log_probability: float  # natural, of all its tokens together
+    likeliest: bool  # whether each of its tokens is the likeliest one
+
+
+def score(model: nn.Module, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tp: int = 1) -> list[Score]:
+    """Of each (context, continuation), of at least one id each, what the model thinks of the continuation."""
+    device = next(model.parameters()).device
+    inputs = _rows([[context[-1], *new[:-1]] for context, new in pairs], tp)
+    wanted = _rows([list(new) for _, new in pairs], tp).to(device)
+    lengths = torch.tensor([len(new) for _, new in pairs], device=device)
+    places = torch.tensor([[len(context) - 1] for context, _ in pairs])
+    sums = torch.zeros(len(pairs), dtype=torch.float64)
+    likeliest = torch.ones(len(pairs), dtype=torch.bool)
+    cache = Cache()
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
+        _prefill(model, [context[:-1] for context, _ in pairs], cache, tp, device)
+        for columns in _parts(inputs.shape[1], tp):
+            hidden = _hidden(model, inputs[:, columns], places + torch.arange(columns.start, columns.stop), cache, device)
+            logits, labels = model.head(hidden).float(), wanted[:, columns]
+            counted = torch.arange(columns.start, columns.stop, device=device) < lengths[:, None]
+            found = logits.log_softmax(dim=-1).gather(-1, labels[..., None])[..., 0]
+            sums += torch.where(counted, found, 0.0).double().sum(1).cpu()
+            likeliest &= ((logits.argmax(dim=-1) == labels) | ~counted).all(1).cpu()
+    return [Score(*both) for both in zip(sums.tolist(), likeliest.tolist(), strict=True)]
+
+
+def _prefill(model: nn.Module, texts: Sequence[Sequence[int]], cache: Cache, tp: int, device: torch.device) -> None:
+    """Puts texts, which may be empty, into the cache from position 0 on; behind a shorter one it puts anything."""
+    rows = _rows(texts, tp)
+    for columns in _parts(rows.shape[1], tp):
+        positions = torch.arange(columns.start, columns.stop).expand(len(rows), -1)
+        _hidden(model, rows[:, columns], positions, cache, device)
+
+
+def _rows(texts: Sequence[Sequence[int]], tp: int) -> Tensor:
+    """(texts, length of the longest, as a multiple of tp) int64, filled up with zeros."""
+    rows = torch.zeros(len(texts), -(-max(map(len, texts)) // tp) * tp, dtype=torch.int64)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = torch.tensor(text, dtype=torch.int64)
+    return rows
+
+
+def _parts(width: int, tp: int) -> list[slice]:
+    """The columns that go through the model at a time."""
+    step = -(-_PREFILL // tp) * tp
+    return [slice(first, min(first + step, width)) for first in range(0, width, step)]
 
 
 def _hidden(model: nn.Module, tokens: Tensor, positions: Tensor, cache: Cache, device: torch.device) -> Tensor:
     cache.reserve(int(positions.max()) + 1)
     return model(tokens.to(device), SeqInfo(positions.to(device), cache=cache))
-
-
-def _logits(model: nn.Module, tokens: Tensor, positions: Tensor, cache: Cache, device: torch.device) -> Tensor:
-    """Of each row's first token: (rows, vocabulary) float32 on the CPU, so that every device draws alike."""
-    return model.head(_hidden(model, tokens, positions, cache, device))[:, 0].float().cpu()
 
 
 def draw(logits: Tensor, sampling: Sampling, randoms: Sequence[torch.Generator]) -> list[int]:

@@ -1,50 +1,57 @@
 """A checkpoint -> a model that answers: no optimizer, no FSDP, weights in the precision they are used in."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import lora
 from titanlite.checkpoint import load
-from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import Config
+from titanlite.data.sources import open_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial, materialize
-from titanlite.parallelize import apply_tensor_parallel, sharding_faults
-from titanlite.zoo import Family, load_family
+from titanlite.mesh import DIMENSIONS, build_mesh
+from titanlite.parallelize import DTYPES, apply_tensor_parallel, sharding_faults
+from titanlite.zoo import load_family
 
 
-def family_of(source: Path, found: Manifest) -> tuple[Family, Config]:
-    """The model and the configuration that a checkpoint is of. Raises UserError where its dimensions have changed since."""
+class Opened(NamedTuple):
+    """A model that answers, and what there is to know of it."""
+
+    model: nn.Module
+    vocabulary: int
+    seq_len: int  # of its training
+    tokenizer: LoadedTokenizer
+    tp: int
+
+
+def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None, assets: str = "") -> Opened:
+    """The model of a checkpoint, split by tensor parallelism over all ranks; all together, in a process group.
+
+    dtype: None: that of the training. assets: the folder of a tokenizer; empty: that of the run. Raises UserError for a
+    checkpoint that is damaged, or of a model whose dimensions have changed since.
+    """
+    found = load.verified(source)
     config = Config.model_validate(found.numbers["config"])
     keys = config.model
     family = load_family(keys.name, keys.flavor, keys.hf_assets_path)
     if changed := family.changes_since(found.numbers["architecture"]):
         raise UserError("\n  ".join([f"{source}: {keys.name} {keys.flavor} was another model then:", *changed]))
-    return family, config
-
-
-def load_model(
-    source: Path,
-    found: Manifest,
-    family: Family,
-    config: Config,
-    dtype: torch.dtype,
-    device: torch.device,
-    tp: DeviceMesh | None = None,
-) -> nn.Module:
-    """The model of a verified checkpoint, on the tp mesh where there is one; all ranks together, in a process group."""
+    tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(keys.hf_assets_path)
     model = lora.on_meta(family, config)
-    if tp is not None and tp.size() > 1:
-        if faults := sharding_faults(model, family, tp.size()):
+    tp = dist.get_world_size()
+    if tp > 1:
+        if faults := sharding_faults(model, family, tp):
             raise UserError("\n".join(faults))
-        apply_tensor_parallel(model, family, tp)
-    materialize(model.to(dtype), device)
+        apply_tensor_parallel(model, family, build_mesh({**dict.fromkeys(DIMENSIONS, 1), "tp": tp}, device.type)["tp"])
+    materialize(model.to(DTYPES[dtype or config.training.mixed_precision_param]), device)
     distributions, _ = match_initial(model, family)
     for name, buffer in model.named_buffers():
         fill(buffer, name, distributions[name], seed=0)  # constants all, and not all of them are stored
     load.load_tensors(source, found, model_tensors(model), prefix="model.")
-    return model.eval()
+    return Opened(model.eval(), family.config.vocab_size, config.training.seq_len, tokenizer, tp)

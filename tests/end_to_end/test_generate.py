@@ -81,7 +81,7 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
     (folder / "run.toml").write_text(RUN)
-    ended = run("run.toml", folder=folder)
+    ended = run("run.toml", folder=folder, timeout=200)
     assert ended.code == 0, ended.err
     return folder
 

@@ -1,0 +1,157 @@
+"""titanlite eval: on a task made of local text, lm-eval is told what transformers' model of the exported weights says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.end_to_end.launcher import ROOT, run
+
+RUN = """
+[job]
+dump_folder = "out"
+[model]
+name = "tests.tiny_qwen3"
+flavor = "large"
+[training]
+dataset = "data.txt"
+steps = 10
+seq_len = 32
+local_batch_size = 4
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[checkpoint]
+enable = true
+interval = 10
+last_save_in_hf = true
+"""
+# Contexts and answers of unequal lengths, an empty context, and one longer than the model is shown.
+QUESTIONS = [
+    {"context": "one two three", "answers": [" four", " nine"], "right": 0},
+    {"context": "six seven", "answers": [" eight nine ten", " one"], "right": 0},
+    {"context": "", "answers": ["one two", "zebra"], "right": 0},
+    {"context": "one two three four five six seven eight nine ten " * 5, "answers": ["one two", "three"], "right": 0},
+]
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{answers}}",
+        "doc_to_target": "right",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}!",
+                "metric_list": [{"metric": "bits_per_byte"}]},
+    "written": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{context}}",
+        "doc_to_target": "{{answers[right]}}",
+        "generation_kwargs": {"until": ["ten"], "max_gen_toks": 12},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run, its export, and the tasks."""
+    folder = tmp_path_factory.mktemp("eval")
+    (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
+    (folder / "run.toml").write_text(RUN)
+    ended = run("run.toml", folder=folder, timeout=200)
+    assert ended.code == 0, ended.err
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (folder / "tasks").mkdir()
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}}
+    for name, task in TASKS.items():
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **data, "test_split": "test", **task}))
+    return folder
+
+
+def evaluate(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "titanlite", "eval", *words],
+        cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
+    """By transformers: log-probability of each answer, and of each whole text, and what is written on."""
+    where = folder / "out" / "checkpoint" / "step-00000010-hf"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+    end = tokenizer.eos_token_id
+
+    def log_probability(context: list[int], new: list[int]) -> float:
+        shown = (context + new)[-33:]  # the model is shown 32 tokens, and asked for the one after them
+        found = model(torch.tensor([shown[:-1]])).logits[0].log_softmax(-1)
+        return sum(found[place - 1, shown[place]].item() for place in range(len(shown) - len(new), len(shown)))
+
+    answers, texts, written = [], [], []
+    for question in QUESTIONS:
+        stripped = question["context"].rstrip()
+        context = tokenizer(stripped).input_ids
+        whole = [tokenizer(question["context"] + answer).input_ids for answer in question["answers"]]
+        answers.append([log_probability(context or [end], ids[len(context) :]) for ids in whole])
+        ids = tokenizer(question["context"] + "!").input_ids
+        windows = [ids[first : first + 32] for first in range(0, len(ids), 32)]
+        # each window after the first is predicted behind as much of the text as there is room for
+        texts.append(
+            sum(
+                log_probability([end, *ids][max(0, 32 * number + len(part) - 32) : 32 * number + 1], part)
+                for number, part in enumerate(windows)
+            )
+        )
+        prompt = (tokenizer(question["context"]).input_ids or [end])[-20:]
+        new = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=end)[0, len(prompt) :]
+        written.append(tokenizer.decode(new).partition("ten")[0].removesuffix(tokenizer.eos_token))
+    return answers, texts, written
+
+
+def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export(folder):
+    ended = evaluate(
+        folder, "--checkpoint", "out", "--tasks", "choice,rolling,written", "--include-path", "tasks", "--output", "found.json",
+        "--batch-size", "3",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "|choice" in ended.stdout and "|written" in ended.stdout
+    found = json.loads((folder / "found.json").read_text())["samples"]
+    answers, texts, written = expected(folder)
+    for sample, wanted in zip(found["choice"], answers, strict=True):
+        assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)
+    for sample, wanted in zip(found["rolling"], texts, strict=True):
+        assert sample["filtered_resps"][0] == pytest.approx(wanted, abs=1e-3)
+    assert [sample["filtered_resps"][0] for sample in found["written"]] == written
+    assert any(written)
+
+
+def test_two_ranks_say_the_same(folder):
+    words = ["--checkpoint", "out", "--tasks", "choice", "--include-path", "tasks", "--limit", "2"]
+    alone, split = evaluate(folder, *words), evaluate(folder, *words, "--tp", "2")
+    assert alone.returncode == split.returncode == 0, split.stderr
+    assert alone.stdout == split.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tasks", "nonsense"], 'there is no task "nonsense"'),
+        (["--tasks", "choice", "--include-path", "nowhere"], "--include-path nowhere: no such folder"),
+        (["--tasks", "choice", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        (["--tasks", "choice", "--num-fewshot", "-1"], "--num-fewshot -1"),
+        (["--tasks", "choice", "--output", "nowhere/found.json"], "--output nowhere/found.json"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_sentence(folder, words, told):
+    ended = evaluate(folder, "--checkpoint", "out", *words)
+    assert ended.returncode == 2
+    assert told in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
