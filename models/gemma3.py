@@ -68,7 +68,7 @@ _GEMMA_2 = {
 # fmt: off
 FLAVORS: dict[str, Config] = {
     #                  dim layers heads kv head    ffn
-    "debug":  Config( 256,    6,    8,  4,  32,   768, window=64, query_scalar=32, vocab_size=4096),
+    "debug":  Config( 256,    6,    8,  4,  32,   768, window=16, query_scalar=32, vocab_size=4096),
     "270m":   Config( 640,   18,    4,  1, 256,  2048, window=512, vocab_size=262_144),
     "1b":     Config(1152,   26,    4,  1, 256,  6912, window=512, vocab_size=262_144),
     "4b":     Config(2560,   34,    8,  4, 256, 10240, window=1024, rope_factor=8.0),

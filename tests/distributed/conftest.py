@@ -7,11 +7,12 @@ import pytest
 from tests.distributed.pool import Pool
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def end_of_pools(pools: dict[int, Pool]) -> Iterator[None]:
-    """Ends all ranks with these tests; another folder's test that asks for a pool gets new ones.
+    """Ends all ranks with the tests of a file; the next one that asks for a pool gets new ones.
 
-    Each of a rank's hundred process groups wakes up a hundred times a second, for nothing: half a core in all.
+    Each of the process groups that gather in a rank wakes up a hundred times a second, for nothing: with those of all files
+    that is half of what a machine of two cores can do.
     """
     yield
     for pool in pools.values():

@@ -1,8 +1,8 @@
-"""Gloo workers that live for the whole test session.
+"""Gloo workers that live longer than a test.
 
 A pool of N processes joins one default process group once; tests then send it functions by name, which all ranks run
-together. Starting processes for every case would take longer than the cases; making groups anew inside a process would
-leave DTensor's caches with names of groups that are gone.
+together. Importing PyTorch for every case would take longer than the cases, so workers are forks of one process that has only
+imported it; making groups anew inside a process would leave DTensor's caches with names of groups that are gone.
 """
 
 import faulthandler
@@ -71,7 +71,8 @@ class Pool:
         self.workers, self.pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        multiprocessing.set_forkserver_preload(["tests.distributed.scenarios"])
+        context = multiprocessing.get_context("forkserver")
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
             ours, theirs = context.Pipe()

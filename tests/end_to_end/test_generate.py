@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.blocks import Cache
 from tests.end_to_end.launcher import ROOT, run
@@ -86,9 +87,9 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def command(folder: Path, *words: str, name: str = "generate") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "titanlite", "generate", *words],
+        [sys.executable, "-m", "titanlite", name, *words],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
@@ -115,6 +116,28 @@ def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(
     assert earlier.returncode == 0 and earlier.stdout != alone.stdout
     drawn = [command(trained, *words[:-2], "--temperature", "2", "--seed", seed).stdout for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "weights with adapters"])
+def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, adapters):
+    source = trained / "out"
+    if adapters:
+        shutil.copy(trained / "data.txt", tmp_path)
+        shutil.copy(trained / "run.toml", tmp_path)
+        base = trained / "out" / "checkpoint" / "step-00000015"
+        options = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
+        ended = run("run.toml", *options, folder=tmp_path, timeout=200)
+        assert ended.code == 0, ended.err
+        source = tmp_path / "out"
+    exported = command(tmp_path, "--checkpoint", str(source), "--output", "export", name="export-hf")
+    assert exported.returncode == 0, exported.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    prompt = "two four six"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    expected = tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
+    words = ["--checkpoint", str(source), "--prompt", prompt, "--max-new-tokens", "40", "--temperature", "0"]
+    assert command(tmp_path, *words, "--dtype", "float32").stdout == expected + "\n"
 
 
 @pytest.mark.parametrize(
