@@ -92,7 +92,6 @@ def _evaluate(device: torch.device, source: Path, asked: argparse.Namespace) -> 
             num_fewshot=asked.num_fewshot,
             limit=asked.limit,
             task_manager=_tasks(asked.include_path),
-            bootstrap_iters=0 if asked.limit else 100_000,
         )
     assert results is not None
     return make_table(results), {key: results[key] for key in ("results", "configs", "versions", "n-shot", "samples")}
