@@ -2,8 +2,11 @@
 
 import contextlib
 import ctypes
+import multiprocessing
+import os
 import signal
 import sys
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
@@ -14,6 +17,21 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+
+
+def end_with_starter() -> None:
+    """Ends a process of multiprocessing's fork server when the one that asked for it is gone, even by SIGKILL.
+
+    That is not its parent: the fork server is, which in turn lives as long as any of its processes does.
+    """
+    starter = multiprocessing.parent_process()  # who asked for this process
+    assert starter is not None
+
+    def wait() -> None:
+        starter.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="end with the starter").start()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,7 +36,19 @@ class Pool:
         self.pipes: list[Connection] = []
 
     def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
-        """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure."""
+        """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
+
+        Where gloo has aborted a rank, which it does once in a thousand times, new ranks get a second try.
+        """
+        try:
+            return self._run(function, timeout, arguments)
+        except WorkerFailure as failure:
+            if f"died: {signal.SIGABRT.name}" not in str(failure):
+                raise
+            warnings.warn(f"tried again: {failure}", stacklevel=2)
+            return self._run(function, timeout, arguments)
+
+    def _run(self, function: str, timeout: float, arguments: dict[str, Any]) -> list[Any]:
         if not self.workers:
             self._start()
         for pipe in self.pipes:
@@ -101,6 +114,9 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from titanlite import children
+
+    children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(1)

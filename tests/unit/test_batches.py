@@ -36,6 +36,12 @@ def config_of(local: int = 1, seed: int = 0, workers: int = 0, stall: float = 20
     return Config.model_validate({"training": {**sizes, **training}, "dataloader": dataloader})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_fork_server() -> None:
+    """One that other tests have started hears the signals that ours must not, and so would its forks."""
+    forkserver._forkserver._stop()
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> list:
     """Two sources of some documents each, the second with a weight of three and with places that are not predicted."""

@@ -6,7 +6,6 @@ The position in the data is one number: samples consumed so far. So there is no 
 import itertools
 import logging
 import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -162,25 +161,14 @@ def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batc
                 # A fork of this process would copy CUDA's and gloo's threads in the middle of their work; these are forks of a
                 # server that has only imported what they need.
                 multiprocessing_context="forkserver",
-                worker_init_fn=_end_with_rank,
+                worker_init_fn=_start_worker,
                 snapshot_every_n_steps=2**62,  # its state is not asked for: ours is one number
             )
         )
 
 
-def _end_with_rank(_number: int) -> None:
-    """Ends a worker when the rank is gone, even by SIGKILL.
-
-    The rank is not its parent: that is the fork server, which in turn lives as long as any worker does.
-    """
-    rank = multiprocessing.parent_process()  # who asked for this process
-    assert rank is not None
-
-    def wait() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="end with the rank").start()
+def _start_worker(_number: int) -> None:
+    children.end_with_starter()
 
 
 class _Waiting:

@@ -3,6 +3,7 @@
 import datetime
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
@@ -44,7 +45,8 @@ def on_ranks(
 def _rank(
     rank: int, count: int, cuda: bool, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple
 ) -> None:
-    children.end_with_parent()
+    children.end_with_starter()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all: it ends the starter, and that ends these
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

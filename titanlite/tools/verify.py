@@ -101,9 +101,9 @@ def follow(
 
 def compare(found: Trajectory, reference: Trajectory) -> Comparison:
     """How far one trajectory is from another."""
-    zero = torch.zeros(())  # where a parameter has a gradient on one of the meshes only
-    names = dict.fromkeys([*reference.gradients, *found.gradients])
-    gradients = {name: _distance(found.gradients.get(name, zero), reference.gradients.get(name, zero)) for name in names}
+    both = [name for name in reference.gradients if name in found.gradients]
+    gradients = {name: _distance(found.gradients[name], reference.gradients[name]) for name in both}
+    gradients |= dict.fromkeys(found.gradients.keys() ^ reference.gradients.keys(), math.inf)  # reached on one mesh only
     worst = max(gradients, key=gradients.__getitem__)
     losses = [abs(a / b - 1) for a, b in zip(found.losses, reference.losses, strict=True)]
     norms = [abs(a / b - 1) for a, b in zip(found.norms, reference.norms, strict=True)]

@@ -1,0 +1,70 @@
+"""Ranks of a tool: their result, their faults, and that they end with the command whatever ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.end_to_end.launcher import ROOT
+from titanlite.errors import UserError
+from titanlite.tools.ranks import on_ranks
+
+HERE = "tests.end_to_end.test_ranks"
+
+
+def summed(device: torch.device, start: int) -> int:
+    number = torch.tensor(start + dist.get_rank())
+    dist.all_reduce(number)
+    return number.item()
+
+
+def refused(device: torch.device) -> None:
+    if dist.get_rank() == 1:
+        raise UserError("rank 1 has met it")
+    dist.barrier()
+
+
+def waiting(device: torch.device, folder: Path) -> None:
+    (folder / f"{dist.get_rank()}.tmp").write_text(str(os.getpid()))
+    (folder / f"{dist.get_rank()}.tmp").rename(folder / f"{dist.get_rank()}.pid")
+    time.sleep(600)
+
+
+def test_all_ranks_run_and_the_first_ones_result_comes_back():
+    assert on_ranks(2, summed, 10, use_gpus=False) == 21
+
+
+def test_a_users_fault_in_any_rank_is_raised_as_such():
+    with pytest.raises(UserError, match="rank 1 has met it"):
+        on_ranks(2, refused, use_gpus=False)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_rank_outlives_the_command(tmp_path, sign):
+    stop = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"  # as titanlite.__main__ has it
+    program = f"from {HERE} import *; {stop}; on_ranks(2, waiting, Path({str(tmp_path)!r}), use_gpus=False)"
+    main = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while len(list(tmp_path.glob("*.pid"))) < 2:
+        assert time.monotonic() < deadline and main.poll() is None
+        time.sleep(0.1)
+    ranks = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    assert all(map(_alive, ranks))
+    main.send_signal(sign)
+    main.wait(20)
+    while any(map(_alive, ranks)):
+        assert time.monotonic() < deadline + 20
+        time.sleep(0.1)
