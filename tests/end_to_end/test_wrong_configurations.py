@@ -41,7 +41,7 @@ FILES = {
     "missing_base.toml": 'base = "nowhere.toml"\n',
     "fault_in_base.toml": 'base = "unknown_key.toml"\n',
     "three_faults.toml": RIGHT + '[optimizer]\nlr = -1\nname = "SGD"\n[metrics]\nlog_frequency = 1\n',
-    "torchtitan.toml": RIGHT + "[experimental]\nmode = 'full'\n[checkpoint]\nlast_save_in_hf = true\n",
+    "torchtitan.toml": RIGHT + "[experimental]\nmode = 'full'\n[checkpoint]\nlast_save_model_only = true\n",
     "own/half_a_model.py": "class Config: pass\nFLAVORS = {'debug': Config()}\n",
 }
 
@@ -79,7 +79,7 @@ CASES = {
         "three_faults.toml", "3 faults", "optimizer.lr = -1", 'optimizer.name = "SGD"', "metrics.log_frequency"
     ),
     "keys of torchtitan": case(
-        "torchtitan.toml", "2 faults", "[experimental]", "checkpoint.last_save_in_hf", "not a key of titanlite"
+        "torchtitan.toml", "2 faults", "[experimental]", "checkpoint.last_save_model_only", "not a key of titanlite"
     ),
     # options
     "unknown option": case("run.toml --training.step 3", "--training.step: no such option; did you mean --training.steps?"),
