@@ -24,7 +24,7 @@ from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
 from titanlite.parallelize import sharding_faults
 from titanlite.resume import changeable, imported_fault
-from titanlite.zoo import Family, described, load_family, place_of, read_description
+from titanlite.zoo import Family, described, family_of, place_of, read_description
 
 # Dimensions of a model's Config that every tensor-parallel rank takes an equal share of, where a family has them.
 _SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
@@ -86,7 +86,7 @@ def _mesh_faults(config: Config, world_size: int, local_size: int | None) -> Ite
 
 def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
     try:
-        family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
+        family = family_of(config.model)
     except UserError as error:
         yield str(error)
         return
@@ -256,7 +256,7 @@ def _source_faults(config: Config, source: Source, key: str) -> Iterator[str]:
     try:
         if find(source.path, key) is not None:
             assets = config.model.hf_assets_path
-            vocabulary = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path).config.vocab_size
+            vocabulary = family_of(config.model).config.vocab_size
             open_source(source, key, open_tokenizer(assets), assets, vocabulary)
     except UserError as error:
         yield str(error)

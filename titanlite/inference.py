@@ -17,7 +17,7 @@ from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial, materialize
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.parallelize import DTYPES, apply_tensor_parallel, sharding_faults
-from titanlite.zoo import load_family
+from titanlite.zoo import family_of
 
 
 class Opened(NamedTuple):
@@ -39,7 +39,7 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     found = load.verified(source)
     config = Config.model_validate(found.numbers["config"])
     keys = config.model
-    family = load_family(keys.name, keys.flavor, keys.hf_assets_path)
+    family = family_of(keys)
     if changed := family.changes_since(found.numbers["architecture"]):
         raise UserError("\n  ".join([f"{source}: {keys.name} {keys.flavor} was another model then:", *changed]))
     tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(keys.hf_assets_path)

@@ -44,7 +44,7 @@ from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
 from titanlite.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.validation import validate
-from titanlite.zoo import Family, load_family
+from titanlite.zoo import Family, family_of
 
 log = logging.getLogger("titanlite")
 
@@ -136,7 +136,7 @@ def train(
         raise UserError("the ranks read different data: give all nodes the same files and Python version")
     if validation is not None and validation.fingerprint == data.fingerprint:
         log.info("validation reads the text that is trained on; [validation] dataset_path names another")
-    family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
+    family = family_of(config.model)
     global_batch = config.global_batch(data_degree(mesh))
     step_tokens = global_batch * training.seq_len
 
@@ -193,6 +193,8 @@ def train(
         return read_batches(config, data, samples, global_batch, part, pin_memory=device.type == "cuda")
 
     source = batches_from(progress.samples)
+    prompts = config.validation.sample_prompts
+    tokenizer = open_tokenizer(config.model.hf_assets_path) if prompts else None
 
     clock, steps_timed = Clock(), 0
     clock.started = started
@@ -251,12 +253,12 @@ def train(
             stacks.at(step, "validation")
             with clock.pause("validation"):
                 measured = validate(model, validation, config, mesh, device)
-            if prompts := config.validation.sample_prompts:
+            if tokenizer:
                 stacks.at(step, "writing samples")
                 with clock.pause("samples"):
-                    loaded, tokens = open_tokenizer(config.model.hf_assets_path), config.validation.sample_tokens
+                    tokens, size = config.validation.sample_tokens, family.config.vocab_size
                     drawn = Sampling(seed=training.seed)
-                    texts = continue_texts(model, family.config.vocab_size, loaded, prompts, tokens, drawn, mesh["tp"].size())
+                    texts = continue_texts(model, size, tokenizer, prompts, tokens, drawn, mesh["tp"].size())
                     reporter.samples(step, texts)
         if reporting:
             loss, grad_norm = finite(found[-1].loss), finite(found[-1].norm)  # JSON has no infinity
@@ -324,7 +326,8 @@ def derived_values(
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     flops = lora.training_flops(family, config, model)
-    total, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = f", of which {trained:,} are trained" if trained < total else ""
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
     reshard = config.parallelism.fsdp_reshard_after_forward

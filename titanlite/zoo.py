@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import models
+from titanlite.config import Model
 from titanlite.errors import UserError
 
 # Where a model's code never is: an error that is raised there was made somewhere else.
@@ -69,6 +70,11 @@ def load_family(name: str, flavor: str, assets: str = "") -> Family:
             "config.json in model.hf_assets_path"
         )
     return Family(module, module.FLAVORS[flavor])
+
+
+def family_of(keys: Model) -> Family:
+    """The family and flavour that [model] names. Raises UserError as `load_family` does."""
+    return load_family(keys.name, keys.flavor, keys.hf_assets_path)
 
 
 def family_names() -> list[str]:

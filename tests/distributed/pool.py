@@ -38,7 +38,7 @@ class Pool:
     def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
         """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
 
-        Where gloo has aborted a rank, which it does once in a thousand times, new ranks get a second try.
+        gloo can abort a process by itself: where a rank has ended so, new ranks get a second try, and that is told.
         """
         try:
             return self._run(function, timeout, arguments)

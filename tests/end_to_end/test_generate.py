@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.blocks import Cache
 from tests.end_to_end.launcher import ROOT, run
-from tests.end_to_end.test_oracle import both_models, every_model, family, their_name
+from tests.end_to_end.test_oracle import both_models, every_model, family
 from titanlite.generate import Sampling, generate
+from titanlite.hf.folder import their_name
 
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models import gemma3, llama3, olmo2, qwen3
 from models.blocks import SeqInfo
 from tests.distributed.scenarios import config_of
+from titanlite.hf.folder import their_name
 
 # Of every family each special feature: tied and untied, RoPE scaled, biases, windows shorter than the sequence, capped scores.
 MODELS = {
@@ -34,13 +35,6 @@ def family(name: str) -> tuple[ModuleType, str]:
     """The module that holds a model's flavours, and the flavour."""
     module, flavor = MODELS[name]
     return importlib.import_module(module), flavor
-
-
-def their_name(module: ModuleType, name: str) -> str:
-    parts = name.split(".")
-    number = parts[1] if parts[0] == "layers" else ""
-    pattern = name if not number else name.replace(f"layers.{number}.", "layers.{i}.")
-    return module.HF[pattern].replace("{i}", number)
 
 
 def their_model(name: str) -> nn.Module:

@@ -16,7 +16,7 @@ from titanlite.data.samples import Arrays, Rows, fill, rows_of
 from titanlite.data.sources import Opened, key_of, open_packing, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, tokenizer_digest
 from titanlite.errors import UserError
-from titanlite.zoo import load_family
+from titanlite.zoo import family_of
 
 PADDING, USED_UP = -1, -2  # in place of a sample's number: a row of padding, and more than a source's `epochs` allow
 
@@ -174,7 +174,7 @@ def open_data(config: Config, section: str = "training") -> Data:
     Raises UserError for data or a tokenizer that cannot be used, with file and reason.
     """
     assets, key = config.model.hf_assets_path, key_of(config, section)
-    vocabulary = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path).config.vocab_size
+    vocabulary = family_of(config.model).config.vocab_size
     loaded = open_tokenizer(assets)
     opened = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
     lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -63,18 +64,18 @@ def recognise(folder: Path, model: str = "") -> Recognised:
     return Recognised(model, flavor, Family(module, config))
 
 
+def their_name(module: ModuleType, name: str) -> str | None:
+    """The name of one of our parameters in Hugging Face's format; None where the family's HF table has none."""
+    number = re.search(r"(?<=\.)\d+(?=\.)", name)
+    theirs = module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
+    return theirs.replace("{i}", number[0]) if theirs and number else theirs
+
+
 def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
     """Our parameter name -> theirs. Raises UserError that lists the parameters which the family's HF table forgets."""
     require_hf(family.module)
-    found, forgotten = {}, []
-    for name in names:
-        number = re.search(r"(?<=\.)\d+(?=\.)", name)
-        theirs = family.module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
-        if theirs is None:
-            forgotten.append(name)
-        else:
-            found[name] = theirs.replace("{i}", number[0]) if number else theirs
-    if forgotten:
+    found = {name: their_name(family.module, name) for name in names}
+    if forgotten := [name for name, theirs in found.items() if theirs is None]:
         raise UserError("\n".join(f"{family.module.__name__}: HF has no name for {name}" for name in forgotten))
     return found
 

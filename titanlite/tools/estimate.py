@@ -33,7 +33,7 @@ from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallelize import parallelize
 from titanlite.tools.check import parse_command
-from titanlite.zoo import Family, load_family, tie
+from titanlite.zoo import Family, family_of, tie
 
 GIB = 2**30
 # What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.
@@ -79,7 +79,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     offload = config.parallelism.cpu_offload
     parallelism = config.parallelism.model_copy(update={"cpu_offload": False})
     config = config.model_copy(update={"compile": Compile(), "parallelism": parallelism})
-    family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
+    family = family_of(config.model)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         begin = time.perf_counter()

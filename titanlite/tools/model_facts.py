@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import re
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.blocks import Constant, SeqInfo
 from titanlite.checks import undivided_sizes
+from titanlite.hf.folder import their_name
 from titanlite.initialize import fill, match_initial
 from titanlite.parallelize import sharding_faults
 from titanlite.zoo import Family, every_layer, tie
@@ -139,16 +139,9 @@ def _count(family: Family, device: torch.device) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------- Hugging Face
 
 
-def their_name(family: Family, name: str) -> str | None:
-    """The name of a parameter in Hugging Face's format, if HF has it."""
-    layer = re.match(r"layers\.(\d+)\.", name)
-    pattern = family.module.HF.get(name if layer is None else f"layers.{{i}}.{name[layer.end() :]}")
-    return pattern if pattern is None or layer is None else pattern.replace("{i}", layer[1])
-
-
 def name_faults(family: Family) -> list[str]:
     """Parameters that HF drops or gives one name, and what of the configuration does not come back."""
-    names = {name: their_name(family, name) for name, _ in family.on_meta().named_parameters()}
+    names = {name: their_name(family.module, name) for name, _ in family.on_meta().named_parameters()}
     faults = [f"HF has no name for {every_layer(name)}" for name, theirs in names.items() if theirs is None]
     owners: dict[str, str] = {}
     for name, theirs in names.items():
@@ -173,13 +166,13 @@ def shape_faults(family: Family) -> list[str]:
     with torch.device("meta"):
         theirs = dict(_transformers_model(family).named_parameters())
     ours = dict(family.on_meta().named_parameters())
-    names = {their_name(family, name): name for name in ours}
+    names = {their_name(family.module, name): name for name in ours}
     faults = []
     for name, tensor in ours.items():
-        wanted = theirs.get(their_name(family, name) or "")
+        wanted = theirs.get(their_name(family.module, name) or "")
         if wanted is None:
             faults.append(
-                f"HF: transformers' model has no {every_layer(str(their_name(family, name)))}, for {every_layer(name)}"
+                f"HF: transformers' model has no {every_layer(str(their_name(family.module, name)))}, for {every_layer(name)}"
             )
         elif wanted.shape != tensor.shape:
             faults.append(f"{every_layer(name)} is {tuple(tensor.shape)} here, {tuple(wanted.shape)} in transformers' model")
@@ -201,7 +194,7 @@ def logit_faults(family: Family) -> list[str]:
     for name, buffer in ours.named_buffers():
         fill(buffer, name, distributions[name], 0)
     for name, parameter in ours.named_parameters():
-        parameter.copy_(weights[their_name(family, name) or ""])
+        parameter.copy_(weights[their_name(family.module, name) or ""])
     tie(ours)
     tokens = torch.randint(family.config.vocab_size, (2, SEQ_LEN), generator=generator)
     found = ours.head(ours(tokens, SeqInfo(torch.arange(SEQ_LEN).expand(2, SEQ_LEN))))

@@ -28,7 +28,7 @@ from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.optimizer import build_optimizer, create_state
 from titanlite.tools.verify import GRADIENT, Comparison, Trajectory, compare, follow, whole
 from titanlite.train import build_model
-from titanlite.zoo import every_layer, load_family, place_of
+from titanlite.zoo import every_layer, family_of, place_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 PATIENCE = 60  # seconds that ranks wait for one which has failed
@@ -217,7 +217,7 @@ def _built(config: Config, mesh: DeviceMesh, device: torch.device) -> tuple[nn.M
     What starts as a constant gets values of its own: a gain of one, or a gate of zero, would hide what is wrong around it.
     Dropout drops nothing, since it draws other numbers on every mesh.
     """
-    family = load_family(config.model.name, config.model.flavor)
+    family = family_of(config.model)
     model = build_model(family, config, mesh, device)
     distributions, _ = match_initial(model, family)
     with torch.no_grad():
@@ -237,7 +237,7 @@ def _built(config: Config, mesh: DeviceMesh, device: torch.device) -> tuple[nn.M
 def _follow(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: DeviceMesh, device: torch.device, seed: int = 0
 ) -> Trajectory:
-    vocabulary = load_family(config.model.name, config.model.flavor).config.vocab_size
+    vocabulary = family_of(config.model).config.vocab_size
     return follow(model, optimizer, _batches(config, vocabulary, mesh, seed), config, mesh, device)
 
 

@@ -43,7 +43,7 @@ from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
 from titanlite.resume import Progress, load_run, restore
 from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import load_family
+from titanlite.zoo import family_of
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def begin(
     config: Config, run: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer, LossScale | None, Progress, Schedule]:
     """The state that a run went on from to a step: its newest sound checkpoint before it, or what the run began with."""
-    family = load_family(config.model.name, config.model.flavor, config.model.hf_assets_path)
+    family = family_of(config.model)
     saves = run / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
     dist.broadcast_object_list(listed)  # the run may be saving and deleting meanwhile

@@ -29,7 +29,7 @@ from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_o
 from titanlite.optimizer import build_optimizer
 from titanlite.tools.ranks import on_ranks
 from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import load_family
+from titanlite.zoo import family_of
 
 # What float32 rounding explains, relative to the first mesh. Rounding grows with the steps, so later norms may differ more.
 LOSS, FIRST_NORM, LATER_NORMS, GRADIENT = 1e-5, 1e-5, 1e-3, 1e-5
@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
 
 def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
     """Trains `training.steps` steps on a mesh by the loop's own functions; all ranks return the same."""
-    model = build_model(load_family(config.model.name, config.model.flavor, config.model.hf_assets_path), config, mesh, device)
+    model = build_model(family_of(config.model), config, mesh, device)
     part = data_rank(mesh), data_degree(mesh)
     source = read_batches(config, data, 0, config.global_batch(data_degree(mesh)), part)
     return follow(model, build_optimizer(model, config.optimizer), source, config, mesh, device)
