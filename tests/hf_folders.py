@@ -1,17 +1,23 @@
 """Folders in Hugging Face's format, written by transformers with random weights, and what to hold against them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models import llama3
+from titanlite.checkpoint.tensors import model_tensors
 from titanlite.data.tokenizer import train_tokenizer
+from titanlite.hf.folder import INDEX, find_weights
+from titanlite.hf.load import load_weights
+from titanlite.initialize import materialize
 from titanlite.tools import import_hf
 from titanlite.zoo import Family, load_family
 
+NORM = "model.norm.weight"
 # (model.name, model.flavor) of every family, in sizes that a test can hold: a new family needs an entry, no test
 CASES = [
     ("tests.tiny", "plain"),
@@ -61,3 +67,47 @@ def describe(folder: Path, layers: int) -> None:
     """A config.json of a Llama that is mostly layers, each of 12.6 million parameters."""
     config = llama3.Config(1024, layers, n_heads=8, n_kv_heads=8, head_dim=128, ffn_dim=2730, vocab_size=512)
     (folder / "config.json").write_text(json.dumps(llama3.to_hf(config)))
+
+
+def read(folder: Path, name: str, flavor: str, exclude: list[str] | None = None) -> nn.Module:
+    """A model in one process with the weights of a folder."""
+    family = load_family(name, flavor)
+    model = family.on_meta()
+    weights = find_weights(folder, family, model, exclude or [])
+    materialize(model, torch.device("cpu"))
+    load_weights(model_tensors(model), weights)
+    return model
+
+
+def change(folder: Path, name: str, how: Callable[[dict], None]) -> None:
+    """Changes the tensors of the file that holds `name`."""
+    file = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(file)
+    how(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def change_json(file: Path, **values) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    """What removes tensors from a folder, and from its index."""
+
+    def damage(folder: Path) -> None:
+        for name in names:
+            change(folder, name, lambda tensors, name=name: tensors.pop(name))
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in names}
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+def replace(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """What changes one tensor of a folder."""
+    return lambda folder: change(folder, name, lambda tensors: tensors.update({name: how(tensors[name])}))
+
+
+def one_file(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]

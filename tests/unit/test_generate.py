@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from models.blocks import Cache, SeqInfo
 from tests.tiny import FLAVORS, Model
-from titanlite.generate import Sampling, draw, generate
+from titanlite.generate import Sampling, draw, generate, score
 
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
 GREEDY = Sampling(temperature=0)
@@ -51,6 +51,30 @@ def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():
     cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
     assert generate(model, PROMPTS, 12, end, GREEDY) == cut
     assert len(cut[1]) <= 4 and max(map(len, cut)) == 12
+
+
+def test_a_text_of_which_there_is_enough_goes_no_further_and_when_all_have_enough_nothing_is_computed(monkeypatch):
+    model, steps = tiny(), []
+    whole = generate(model, PROMPTS, 12, None, GREEDY)
+    model.head.register_forward_hook(lambda *_: steps.append(1))
+    cut = generate(model, PROMPTS, 12, None, GREEDY, enough=lambda new: len(new) == 3 or new[:2] == whole[0][:2])
+    assert [len(new) for new in cut] == [2, 3, 3] and all(a == b[: len(a)] for a, b in zip(cut, whole, strict=True))
+    assert len(steps) == 3
+
+
+def test_scores_are_the_log_probabilities_of_the_whole_text_and_tell_the_likeliest_one(monkeypatch):
+    monkeypatch.setattr("titanlite.generate._PREFILL", 4)  # contexts and continuations both go in parts
+    model = tiny()
+    likeliest = generate(model, PROMPTS, 6, None, GREEDY)
+    others = [[*new[:-1], (new[-1] + 1) % 512] for new in likeliest]
+    pairs = [*zip(PROMPTS, likeliest, strict=True), *zip(PROMPTS, others, strict=True), (PROMPTS[1], [7])]
+    found = score(model, pairs)
+    for (context, new), answer in zip(pairs, found, strict=True):
+        text = torch.tensor([[*context, *new]])
+        logits = model.head(model(text[:, :-1], SeqInfo(torch.arange(text.shape[1] - 1)[None])))[0].log_softmax(-1)
+        expected = logits[len(context) - 1 :].gather(1, torch.tensor(new)[:, None]).sum().item()
+        assert answer.log_probability == pytest.approx(expected, abs=1e-4)
+    assert [answer.likeliest for answer in found] == [True] * 3 + [False] * 4
 
 
 def test_generation_leaves_the_model_as_it_was_and_builds_no_graph():

@@ -1,0 +1,169 @@
+"""An export is what was imported, bit for bit, and what transformers and the safetensors library read."""
+
+import dataclasses
+import json
+import shutil
+import weakref
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.blocks import SeqInfo
+from tests import tiny
+from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
+from titanlite.checkpoint.manifest import Damaged
+from titanlite.errors import UserError
+from titanlite.hf import export as exporting
+from titanlite.hf import folder as folders
+from titanlite.hf.export import Item, export, split, write_file
+from titanlite.hf.folder import recognise
+from titanlite.zoo import Family, load_family
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "flavor"), CASES)
+def test_import_and_export_give_back_every_tensor_bit_for_bit(sources, imported, tmp_path, name, flavor, dtype):
+    before = tensors_of(sources(name, flavor, dtype))
+    files = export(imported(name, flavor, dtype), tmp_path / "out", shard_bytes=100_000)
+    after = tensors_of(tmp_path / "out")
+    contents = [list(load_file(file).values()) for file in files]
+    assert len(files) > 1 and all(len(held) == 1 or sum(t.nbytes for t in held) <= 100_000 for held in contents)
+    assert after.keys() == before.keys()
+    assert all(after[key].dtype == dtype and torch.equal(after[key], before[key]) for key in before)
+    index = json.loads((tmp_path / "out" / folders.INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * dtype.itemsize for t in before.values())
+
+
+@pytest.mark.parametrize("shard", [10**9, 100_000], ids=["one file", "several files"])
+@pytest.mark.parametrize(("name", "flavor"), CASES)
+def test_transformers_loads_the_export_as_it_is_and_gives_our_logits(sources, imported, tmp_path, name, flavor, shard):
+    export(imported(name, flavor), tmp_path / "out", shard_bytes=shard)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
+    ours = read(tmp_path / "out", name, flavor)
+    tokens = torch.randint(load_family(name, flavor).config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48))))
+        original = AutoModelForCausalLM.from_pretrained(sources(name, flavor)).float()(tokens).logits
+    assert torch.equal(expected, original) and expected.std() > 0.1
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    print(f"{name} {flavor}: logits differ by {difference:.1e}")
+    assert difference < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_export_has_the_dtype_that_is_asked_for_and_config_json_says_so(sources, imported, tmp_path, dtype):
+    export(imported("tests.tiny", "plain"), tmp_path / "out", dtype)
+    before, after = tensors_of(sources("tests.tiny", "plain")), tensors_of(tmp_path / "out")
+    assert all(after[name].dtype == dtype and torch.equal(after[name], before[name].to(dtype)) for name in before)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == dtype
+
+
+def test_values_that_float16_does_not_hold_are_refused_by_name(pools, source, tmp_path):
+    replace(NORM, lambda t: t + 7e4)(source)
+    pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
+    with pytest.raises(UserError, match=r"head.norm.weight: has values beyond the largest float16, 65504; use bfloat16"):
+        export(tmp_path / "weights", tmp_path / "out", torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tokenizer_goes_along_and_names_its_end_of_text(sources, imported, tmp_path):
+    export(imported("tests.tiny", "plain"), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.decode(tokenizer("few words")["input_ids"]) == "few words"
+    original = (sources("tests.tiny", "plain") / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == original
+
+
+def test_what_the_run_had_beside_its_tokenizer_is_copied_and_its_ids_are_kept(pools, source, tmp_path):
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "mine": 1}')
+    (source / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [0, 3]}')
+    change_json(source / "config.json", eos_token_id=[0, 3], bos_token_id=7, max_position_embeddings=99)
+    pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
+    export(tmp_path / "weights", tmp_path / "out")
+    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
+
+
+def test_assets_that_have_moved_are_named_by_an_option(pools, source, tmp_path):
+    pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
+    source.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match="no such folder; name where it is now with --assets"):
+        export(tmp_path / "weights", tmp_path / "out")
+    export(tmp_path / "weights", tmp_path / "out", assets=str(tmp_path / "moved"))
+    assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_an_output_that_is_there_is_not_touched_and_leftovers_of_a_killed_export_are(imported, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine").touch()
+    with pytest.raises(UserError, match=r"out: is there already"):
+        export(imported("tests.tiny", "plain"), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    (tmp_path / ".new.unfinished").mkdir()
+    (tmp_path / ".new.unfinished/half.safetensors").touch()
+    export(imported("tests.tiny", "plain"), tmp_path / "new")
+    assert not (tmp_path / "new/half.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "out"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(imported, tmp_path):
+    damaged = shutil.copytree(imported("tests.tiny", "plain"), tmp_path / "damaged")
+    with open(next(damaged.glob("*.distcp")), "r+b") as file:
+        file.seek(5000)
+        file.write(b"\0\1\2\3")
+    with pytest.raises(UserError, match="is damaged: its checksum is") as raised:
+        export(damaged, tmp_path / "out")
+    assert not isinstance(raised.value, Damaged) and sorted(path.name for path in tmp_path.iterdir()) == ["damaged"]
+
+
+def test_a_family_that_has_changed_since_is_not_exported_as_what_it_was(imported, monkeypatch, tmp_path):
+    monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))
+    with pytest.raises(UserError, match=r"plain is not what it was then:\n  rope_theta = 7.0, was 10000.0"):
+        export(imported("tests.tiny", "plain"), tmp_path / "out")
+
+
+def test_an_export_holds_one_tensor_at_a_time(imported, monkeypatch, tmp_path):
+    alive: list[weakref.ref] = []
+    real = exporting.Exported.read_tensor
+
+    def counted(self, name: str) -> torch.Tensor:
+        assert not [ref for ref in alive if ref() is not None]
+        tensor = real(self, name)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(exporting.Exported, "read_tensor", counted)
+    export(imported("tests.tiny", "plain"), tmp_path / "out")
+    assert len(alive) == 21
+
+
+def test_files_of_mixed_dtypes_are_what_the_library_reads(tmp_path):
+    tensors = {
+        "odd": torch.arange(3).bfloat16(), "scalar": torch.tensor(2.5), "wide": torch.randn(4, 5).T, "none": torch.empty(0, 3)
+    }  # fmt: skip
+    items = [Item(name, f"their.{name}", tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    write_file(tmp_path / "a.safetensors", items, tensors.__getitem__)
+    found = load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(found[f"their.{name}"], tensor) for name, tensor in tensors.items()) and len(found) == 4
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_file_is_filled_up_to_its_size_and_a_larger_tensor_has_one_of_its_own():
+    items = [Item(str(size), "", (size,), torch.bfloat16) for size in (10, 20, 5, 100, 1)]
+    sizes = [[item.shape[0] for item in file] for file in split(items, 60)]
+    assert sizes == [[10, 20], [5], [100], [1]]
+
+
+def test_a_family_knows_itself_again_from_the_config_json_that_it_writes(imported, tmp_path):
+    for name, flavor in CASES:
+        export(imported(name, flavor), tmp_path / name / flavor)
+        assert recognise(tmp_path / name / flavor, name)[:2] == (name, flavor)
+        assert isinstance(recognise(tmp_path / name / flavor, name).family, Family)

@@ -1,0 +1,91 @@
+"""Commands and configurations that cannot be: refused by name, before any process starts."""
+
+import importlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.hf_folders import NORM, remove
+from titanlite.__main__ import COMMANDS
+from titanlite.checks import check
+from titanlite.config import Config
+from titanlite.errors import UserError
+
+
+def case(words: str, *told: str) -> tuple[str, tuple[str, ...]]:
+    return words, told
+
+
+COMMAND_FAULTS = {
+    "no source": case("import-hf --source nowhere --output new", "nowhere: no such folder"),
+    "no such model": case("import-hf --source source --output new --model llama9", "model.name = 'llama9'", "llama3"),
+    "output is there": case("import-hf --source source --output weights", "weights: is there already"),
+    "no ranks": case("import-hf --source source --output new --ranks 0", "--ranks 0: must be at least 1"),
+    "damaged": case("import-hf --source damaged --output new", "model.norm.weight (model.head.norm.weight): is missing"),
+    "no checkpoint": case("export-hf --checkpoint nowhere --output new", "nowhere: no such folder"),
+    "no size": case("export-hf --checkpoint weights --output new --shard-gib 0", "--shard-gib 0.0: must be above 0"),
+    "export is there": case("export-hf --checkpoint weights --output source", "source: is there already"),
+    "no dtype": case("export-hf --checkpoint weights --output new --dtype int8", "'int8'", "bfloat16"),
+    "no place": case("export-torch --checkpoint weights --output weights/manifest.json/new", "cannot be written"),
+}
+HF = "checkpoint.enable=true checkpoint.initial_load_path=source checkpoint.initial_load_in_hf=true"
+WEIGHTS = "checkpoint.enable=true checkpoint.initial_load_path=weights"
+RUN_FAULTS = {
+    "a folder is no checkpoint": case(HF[: HF.rindex(" ")], "not a checkpoint", "set checkpoint.initial_load_in_hf = true"),
+    "other dimensions": case(f"{HF} model.flavor=scaled", "other dimensions than tests.tiny scaled: rope_scaling = [8.0, 1.0"),
+    "other shapes": case(f"{HF} model.flavor=uneven", "vocab_size = 515, there 512"),
+    "damaged": case(HF.replace("source", "damaged"), "model.norm.weight (model.head.norm.weight): is missing"),
+    "nowhere": case(HF.replace("source", "nowhere"), 'initial_load_path = "nowhere"', "config.json: cannot be read"),
+    "a branch of a folder": case(f"{HF} checkpoint.initial_load_model_only=false", "model_only = false: a folder in Hugging"),
+    "a branch of an import": case(f"{WEIGHTS} checkpoint.initial_load_model_only=false", "weights alone, made by import-hf"),
+    "no path": case("checkpoint.enable=true checkpoint.initial_load_in_hf=true", "has no effect without", "initial_load_path"),
+    "not enabled": case(
+        "checkpoint.initial_load_in_hf=true checkpoint.last_save_in_hf=true",
+        "initial_load_in_hf = true: has no effect with checkpoint.enable = false",
+        "last_save_in_hf = true: has no effect with checkpoint.enable = false",
+    ),
+    "no place for a family": case(
+        "checkpoint.enable=true checkpoint.last_save_in_hf=true model.name=tests.tiny_dropout",
+        "last_save_in_hf = true: tests.tiny_dropout: lacks HF, HF_TYPES, from_hf, to_hf",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(sources, imported, tmp_path, monkeypatch) -> Path:
+    """The working folder, with source, damaged, and weights, which import-hf has made of source."""
+    shutil.copytree(sources("tests.tiny", "plain"), tmp_path / "source")
+    shutil.copytree(tmp_path / "source", tmp_path / "damaged")
+    remove(NORM)(tmp_path / "damaged")
+    shutil.copytree(imported("tests.tiny", "plain"), tmp_path / "weights")
+    (tmp_path / "data.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("fault", COMMAND_FAULTS)
+def test_a_wrong_command_is_refused_in_a_sentence_and_writes_nothing(place, monkeypatch, capsys, fault):
+    before = sorted(path.name for path in place.iterdir())
+    words, told = COMMAND_FAULTS[fault]
+    monkeypatch.setattr("sys.argv", words.split())
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(COMMANDS[words.split()[0]][0]).main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and all(part in said for part in told), said
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+@pytest.mark.parametrize("fault", RUN_FAULTS)
+def test_a_wrong_run_is_refused_before_any_process_starts(place, fault):
+    words, told = RUN_FAULTS[fault]
+    start = "model.name=tests.tiny model.flavor=plain model.hf_assets_path=source training.dataset=data.txt"
+    values: dict[str, dict] = {}
+    for word in [*start.split(), *words.split()]:
+        key, value = word.split("=")
+        section, name = key.split(".")
+        values.setdefault(section, {})[name] = {"true": True, "false": False}.get(value, value)
+    with pytest.raises(UserError) as raised:
+        check(Config.model_validate(values), "run.toml", 1)
+    assert all(part in str(raised.value) for part in told), raised.value
+    assert len(str(raised.value).splitlines()) <= 3, "more than what is wrong"

@@ -1,0 +1,200 @@
+"""What a folder holds is read bit for bit, and what is wrong with it is told by name before anything is read."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models import llama3
+from tests import tiny
+from tests.hf_folders import CASES, NORM, change, change_json, one_file, read, remove, replace, tensors_of
+from titanlite.errors import UserError
+from titanlite.hf import folder as folders
+from titanlite.hf.folder import recognise, their_names
+from titanlite.zoo import load_family
+
+# ------------------------------------------------------------------------------------------------------------- recognising
+
+
+def describe(folder: Path, config: llama3.Config, **changes) -> Path:
+    values = llama3.to_hf(config) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    return folder
+
+
+@pytest.mark.parametrize("flavor", llama3.FLAVORS)
+def test_published_sizes_are_recognised_by_their_dimensions(tmp_path, flavor):
+    found = recognise(describe(tmp_path, llama3.FLAVORS[flavor]))
+    assert found[:2] == ("llama3", flavor) and found.family.config == llama3.FLAVORS[flavor]
+
+
+def test_a_size_of_ones_own_is_the_flavour_hf_and_trains_from_the_same_config_json(tmp_path):
+    config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
+    found = recognise(describe(tmp_path, config))
+    assert found[:2] == ("llama3", "hf")
+    assert load_family("llama3", "hf", str(tmp_path)).config == config
+
+
+def test_a_fork_is_taken_when_it_is_named(sources):
+    assert recognise(sources("tests.tiny", "tied"), "tests.tiny")[:2] == ("tests.tiny", "tied")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "mistral"},
+            r"no family of models/ \(gemma3: gemma3_text, gemma2; llama3: llama; .*\) reads model_type 'mistral'.*--model",
+        ),
+        ({"hidden_act": "gelu"}, "models.llama3 cannot be built from it: .*gelu"),
+        ({"model_type": 1}, "has no model_type"),
+        ({"hidden_size": ...}, "config.json: has no 'hidden_size', which models.llama3 needs"),
+    ],
+)
+def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
+    describe(tmp_path, llama3.FLAVORS["1b"], **config)
+    with pytest.raises(UserError, match=message):
+        recognise(tmp_path)
+
+
+def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "family_names", lambda: ["llama3", "tests.tiny"])
+    with pytest.raises(UserError, match=r"llama3 and tests.tiny both read model_type 'llama'; name one with --model"):
+        recognise(describe(tmp_path, llama3.FLAVORS["1b"]))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_config_json_that_is_none_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config.json: (cannot be read|does not describe a model)"):
+        recognise(tmp_path)
+
+
+def test_the_flavour_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r'model.flavor = "hf".*hf_assets_path, which is empty'):
+        load_family("llama3", "hf")
+    with pytest.raises(UserError, match=r"config.json: cannot be read"):
+        load_family("llama3", "hf", str(tmp_path))
+    monkeypatch.setitem(tiny.FLAVORS, "hf", tiny.FLAVORS["plain"])
+    with pytest.raises(UserError, match='its flavour "hf" needs another name'):
+        load_family("tests.tiny", "plain")
+
+
+def test_a_parameter_that_the_table_forgets_is_named(monkeypatch):
+    monkeypatch.delitem(tiny.HF, "layers.{i}.ffn.w1.weight")
+    family = load_family("tests.tiny", "plain")
+    names = [name for name, _ in family.on_meta().named_parameters()]
+    with pytest.raises(UserError, match=r"tests.tiny: HF has no name for layers.0.ffn.w1.weight\n.*layers.1.ffn.w1.weight$"):
+        their_names(family, names)
+
+
+# ----------------------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "flavor"), CASES)
+def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, name, flavor, dtype):
+    monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads a tensor, the last one shorter
+    folder = sources(name, flavor, dtype)
+    model, stored = read(folder, name, flavor), tensors_of(folder)
+    names = their_names(load_family(name, flavor), [ours for ours, _ in model.named_parameters()])
+    assert set(names.values()) == stored.keys()
+    for ours, parameter in model.named_parameters():
+        assert stored[names[ours]].dtype == dtype
+        assert torch.equal(parameter, stored[names[ours]].float()), ours
+
+
+def add(folder: Path) -> None:
+    change(folder, "model.norm.weight", lambda tensors: tensors.update(extra=torch.zeros(2)))
+    places = json.loads((folder / folders.INDEX).read_text())["weight_map"]
+    change_json(folder / folders.INDEX, weight_map={**places, "extra": places["model.norm.weight"]})
+
+
+def truncate(folder: Path) -> None:
+    one_file(folder).write_bytes(one_file(folder).read_bytes()[:-1])
+
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (remove(QUERY), rf"  {QUERY} \(model.layers.1.attention.wq.weight\): is missing$"),
+    "several": (remove(QUERY, NORM), rf"(?s){QUERY} .*is missing\n.*{NORM} \(model.head.norm.weight\): is missing$"),
+    "misshaped": (replace(QUERY, lambda t: t[:-1].clone()), rf"{QUERY} .*\(63, 64\) in .*, \(64, 64\) in the model"),
+    "another rank": (replace(NORM, lambda t: t[None]), rf"{NORM} .*\(1, 64\) in"),
+    "quantised": (replace(NORM, lambda t: t.to(torch.float8_e4m3fn)), rf"{NORM}: is stored in .* as F8_E4M3, and only F32"),
+    "extra": (add, "  extra: in model-.*, but not in the model$"),
+    "not where the index says": (
+        lambda folder: change(folder, NORM, lambda tensors: tensors.pop(NORM)), f"{NORM}: not in model-.*, where .* says it is"
+    ),
+    "not in the index": (
+        lambda folder: change(folder, NORM, lambda tensors: tensors.update(extra=torch.zeros(2))),
+        "extra: in model-.*, but model.safetensors.index.json does not say so",
+    ),
+    "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: is missing"),
+    "cut off": (truncate, r"model-00001-of-\d+.safetensors: is damaged: "),
+    "no header": (lambda folder: one_file(folder).write_bytes(b"\xff" * 100), r"safetensors: is damaged: "),
+    "out of the folder": (
+        lambda folder: change_json(folder / folders.INDEX, weight_map={NORM: "../a.safetensors"}),
+        r"is refused: '../a.safetensors' is no safetensors file of this folder",
+    ),
+    "no index": (lambda folder: (folder / folders.INDEX).write_text("{}"), "not an index of safetensors files"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_a_folder_is_told_by_name_before_anything_is_read(source, monkeypatch, fault):
+    read(source, "tests.tiny", "plain")  # it was sound
+    damage, message = FAULTS[fault]
+    damage(source)
+    monkeypatch.setattr("titanlite.hf.load._slice", None)
+    with pytest.raises(UserError, match=message):
+        read(source, "tests.tiny", "plain")
+
+
+def test_all_faults_are_told_at_once(source):
+    for damage in (remove(QUERY, NORM), replace("lm_head.weight", lambda t: t[:5].clone())):
+        damage(source)
+    change(source, "lm_head.weight", lambda tensors: tensors.update(extra=torch.zeros(2)))
+    with pytest.raises(UserError) as raised:
+        read(source, "tests.tiny", "plain")
+    told = str(raised.value)
+    assert told.count("is missing") == 2 and "lm_head.weight (model.head.output.weight): (5, 64)" in told and "extra" in told
+
+
+def test_pickles_are_never_read(source):
+    shutil.rmtree(source)
+    source.mkdir()
+    (source / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/x'\ntR.")
+    with pytest.raises(UserError, match=r"neither model.safetensors nor .*pytorch_model.bin is a pickle, .* is not read"):
+        read(source, "tests.tiny", "plain")
+
+
+def test_frequencies_that_old_files_hold_are_left_out(source):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change(source, NORM, lambda tensors: tensors.update({name: torch.zeros(4)}))
+    places = json.loads((source / folders.INDEX).read_text())["weight_map"]
+    change_json(source / folders.INDEX, weight_map={**places, name: places[NORM]})
+    read(source, "tests.tiny", "plain")
+
+
+def test_a_tied_head_that_is_stored_too_must_equal_the_embedding(sources, tmp_path):
+    tensors = tensors_of(sources("tests.tiny", "tied"))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / folders.SINGLE)
+    assert torch.equal(read(tmp_path, "tests.tiny", "tied").head.output.weight, tensors["lm_head.weight"])
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / folders.SINGLE)
+    with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight, and config.json says .* tied"):
+        read(tmp_path, "tests.tiny", "tied")
+
+
+def test_what_is_excluded_may_be_missing_and_a_pattern_without_effect_is_told(source):
+    remove("lm_head.weight")(source)
+    model = read(source, "tests.tiny", "plain", ["model.head.output.*"])
+    assert model.head.output.weight.isnan().all() and not model.embed.weight.isnan().any()
+    with pytest.raises(UserError, match=r'exclude_from_loading: "model.haed.\*" matches no tensor'):
+        read(source, "tests.tiny", "plain", ["model.haed.*"])
