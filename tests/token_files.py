@@ -3,6 +3,7 @@
 import atexit
 import functools
 import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from titanlite.config import Config, Source
 from titanlite.data.indexed import TokenFile, Writer, smallest_type
 from titanlite.data.mixture import Data, mix
 from titanlite.data.sources import Opened
+
+TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]
 
 
 @functools.cache
@@ -52,3 +55,9 @@ def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_t
 def mix_of(sources: list[Opened], config: Config, vocabulary: int = 2**16, bytes_a_token: int = 1) -> Data:
     """Data of opened sources, without a tokenizer."""
     return mix(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), vocabulary, "training.sources")
+
+
+def write_jsonl(path: Path, texts: list[str] = TEXTS) -> Path:
+    """A text a line; -> the file."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
+from titanlite.data import sources
+from titanlite.data.cache import cache_folder
 from titanlite.data.packing import Packing, best_fit, pack_file
+from titanlite.data.sources import open_packing
+from titanlite.errors import UserError
 
 _SEEDS = range(25)
 
@@ -156,3 +160,72 @@ def test_a_truncated_file_of_rows_is_refused(tmp_path):
     packing.path.write_bytes(packing.path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="mmap length is greater than file size"):
         Packing(packing.path)
+
+
+# ------------------------------------------------------------------------------------------------------------ packed once
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+
+
+def _rows(packing) -> list[list[tuple[int, int]]]:
+    return [packing.pieces(row) for row in range(packing.rows)]
+
+
+@pytest.mark.usefixtures("cache")
+def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
+    file = write_file(tmp_path / "a", [list(range(n)) for n in (5, 4, 3, 7, 12)])
+    first = {length: _rows(open_packing(file, "f", length)) for length in (6, 8)}
+    assert first[6] != first[8]
+    monkeypatch.setattr(sources, "pack_file", None)
+    assert {length: _rows(open_packing(file, "f", length)) for length in (6, 8)} == first
+
+
+@pytest.mark.usefixtures("cache")
+def test_rows_of_other_content_or_of_another_file_are_packed_anew(tmp_path):
+    prints = [("a", "f", [5, 4, 3]), ("a", "g", [4, 4, 4]), ("b", "g", [2, 2, 2])]
+    for name, fingerprint, lengths in prints:
+        rows = _rows(open_packing(write_file(tmp_path / name, [[1] * n for n in lengths]), fingerprint, 8))
+        assert sorted(length for row in rows for _, length in row) == sorted(lengths)
+
+
+@pytest.mark.usefixtures("cache")
+def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
+    file = write_file(tmp_path / "a.b", [[1] * 5, [1] * 4, [1] * 3])
+    pack_file(file.prefix, 8, tmp_path / "a.b.best_fit-8.npy")
+    monkeypatch.setattr(sources, "pack_file", None)
+    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
+
+
+@pytest.mark.parametrize("fault", ["of the file as it was", "cut short"])
+@pytest.mark.usefixtures("cache")
+def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
+    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
+    beside = tmp_path / "a.best_fit-8.npy"
+    pack_file(file.prefix, 8, beside)
+    if fault == "cut short":
+        beside.write_bytes(beside.read_bytes()[:-8])
+    else:
+        file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
+    with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made anew"):
+        open_packing(file, "f", 8)
+
+
+@pytest.mark.usefixtures("cache")
+def test_packing_that_fails_in_the_middle_leaves_nothing_and_damaged_rows_are_packed_again(tmp_path, monkeypatch):
+    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
+
+    def half(_prefix, _seq_len, target):
+        target.write_bytes(b"\x93NUMPY")
+        raise RuntimeError("in the middle")
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
+        broken.setattr(sources, "pack_file", half)
+        open_packing(file, "f", 8)
+    assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock"}
+    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]
+    [kept] = cache_folder().glob("*.npy")
+    kept.write_bytes(kept.read_bytes()[:-8])
+    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]

@@ -12,18 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.token_files import mix_of, opened, write_file
+from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config import Config
 from titanlite.data import prepare, sources
 from titanlite.data.cache import cache_folder
 from titanlite.data.indexed import path_of
-from titanlite.data.mixture import USED_UP, check_epochs, open_data
-from titanlite.data.packing import pack_file
-from titanlite.data.sources import Opened, find, key_of, open_packing, open_source, read_manifest, sources_of
+from titanlite.data.sources import Opened, find, key_of, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
 
-_TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]
 _KEY = "training.dataset_path"
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
@@ -40,7 +37,7 @@ def _cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
-    train_tokenizer(_TEXTS).save(str(folder / "tokenizer.json"))
+    train_tokenizer(TEXTS).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -57,15 +54,10 @@ def loaded(assets) -> LoadedTokenizer:
 @pytest.fixture
 def tokenized(tmp_path, loaded) -> Path:
     """A folder of three shards, as `titanlite tokenize` makes it."""
-    text, folder = _jsonl(tmp_path / "for-tokenized.jsonl"), tmp_path / "tokenized"
+    text, folder = write_jsonl(tmp_path / "for-tokenized.jsonl"), tmp_path / "tokenized"
     prepare.prepare([str(text)], folder, loaded, append_eos=True, workers=1, shard_tokens=1000, on_error="fail")
     assert len(read_manifest(folder)["shards"]) == 3
     return folder
-
-
-def _jsonl(path: Path, texts: list[str] = _TEXTS) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 def _open(path: Path, assets: Path, vocabulary: int = 4096) -> Opened:
@@ -78,7 +70,7 @@ def _documents(source: Opened) -> list[list[int]]:
     return [file.ids[begin:end].tolist() for file, (begin, end) in pieces]
 
 
-def _expected(loaded: LoadedTokenizer, texts: list[str] = _TEXTS) -> list[list[int]]:
+def _expected(loaded: LoadedTokenizer, texts: list[str] = TEXTS) -> list[list[int]]:
     return [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in texts]
 
 
@@ -171,7 +163,7 @@ def test_half_a_pair_is_missed_and_not_left_out(tmp_path, assets, suffix):
 def test_everything_else_that_is_there_is_text(tmp_path, monkeypatch):
     folder = tmp_path / "texts"
     folder.mkdir()
-    _jsonl(folder / "a.jsonl")
+    write_jsonl(folder / "a.jsonl")
     (folder / "b.txt").write_text("text")
     monkeypatch.chdir(folder)
     for path in (str(folder), str(folder / "a.jsonl"), str(folder / "b.txt"), f"{folder}/*.txt", ".", "b.txt", "stdlib"):
@@ -203,9 +195,9 @@ def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_
 def test_text_becomes_documents_each_closed_by_the_end_of_text(tmp_path, assets, loaded, form):
     (tmp_path / "texts").mkdir()
     if form == "jsonl":
-        _jsonl(tmp_path / "texts" / "a.jsonl")
+        write_jsonl(tmp_path / "texts" / "a.jsonl")
     else:
-        for number, text in enumerate(_TEXTS):
+        for number, text in enumerate(TEXTS):
             (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
     source = _open(tmp_path / "texts", assets)
     assert _documents(source) == _expected(loaded)
@@ -214,7 +206,7 @@ def test_text_becomes_documents_each_closed_by_the_end_of_text(tmp_path, assets,
 
 
 def test_text_is_made_into_tokens_once(tmp_path, assets, monkeypatch):
-    path = _jsonl(tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl")
     first = _open(path, assets)
     monkeypatch.setattr(sources, "prepare", None)
     second = _open(path, assets)
@@ -224,26 +216,26 @@ def test_text_is_made_into_tokens_once(tmp_path, assets, monkeypatch):
 
 
 def test_changed_text_is_made_into_tokens_again(tmp_path, assets, loaded):
-    path = _jsonl(tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl")
     before = _open(path, assets).fingerprint
-    texts = ["changed", *_TEXTS[1:]]
-    after = _open(_jsonl(path, texts), assets)
+    texts = ["changed", *TEXTS[1:]]
+    after = _open(write_jsonl(path, texts), assets)
     assert _documents(after) == _expected(loaded, texts)
     assert after.fingerprint != before
 
 
 def test_fingerprint_is_of_the_tokens_and_not_of_names_and_times(tmp_path, assets):
-    path = _jsonl(tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl")
     before = _open(path, assets).fingerprint
     os.utime(path, (1, 1))
     assert _open(path, assets).fingerprint == before
-    assert _open(_jsonl(tmp_path / "other.jsonl"), assets).fingerprint == before
-    for texts in (_TEXTS[::-1], _TEXTS[:-1], [_TEXTS[0] + _TEXTS[1], *_TEXTS[2:]]):
-        assert _open(_jsonl(path, texts), assets).fingerprint != before
+    assert _open(write_jsonl(tmp_path / "other.jsonl"), assets).fingerprint == before
+    for texts in (TEXTS[::-1], TEXTS[:-1], [TEXTS[0] + TEXTS[1], *TEXTS[2:]]):
+        assert _open(write_jsonl(path, texts), assets).fingerprint != before
 
 
 def test_another_tokenizer_makes_other_tokens_of_the_same_text(tmp_path, assets):
-    path = _jsonl(tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl")
     before = _open(path, assets)
     train_tokenizer(["other other other"]).save(str(assets / "tokenizer.json"))
     after = _open(path, assets)
@@ -266,15 +258,15 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
 
 
 def test_a_fault_in_text_is_told_with_file_and_line(tmp_path, assets):
-    path = _jsonl(tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl")
     path.write_text(path.read_text() + '{"text": 3}\n')
-    with pytest.raises(UserError, match=f"{path}, line {len(_TEXTS) + 1}: "):
+    with pytest.raises(UserError, match=f"{path}, line {len(TEXTS) + 1}: "):
         _open(path, assets)
 
 
 @pytest.mark.parametrize("point", ["encode_all", "write_shards", "_fingerprint", "_hand_over"])
 def test_a_failure_in_the_middle_leaves_nothing_that_looks_finished(tmp_path, assets, loaded, monkeypatch, point):
-    path = _jsonl(tmp_path / "a.jsonl")
+    path = write_jsonl(tmp_path / "a.jsonl")
 
     def fail(*_arguments):
         raise RuntimeError("in the middle")
@@ -291,7 +283,7 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_that_names_
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot be written: .* TITANLITE_CACHE names another folder"):
-        _open(_jsonl(tmp_path / "a.jsonl"), assets)
+        _open(write_jsonl(tmp_path / "a.jsonl"), assets)
 
 
 def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
@@ -312,7 +304,7 @@ def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
 def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
     context = multiprocessing.get_context("spawn")
     ready, answers, notes = context.Barrier(2), context.Queue(), tmp_path / "notes"
-    arguments = _jsonl(tmp_path / "a.jsonl"), assets, notes, ready, answers
+    arguments = write_jsonl(tmp_path / "a.jsonl"), assets, notes, ready, answers
     both = [context.Process(target=_open_slowly, args=arguments) for _ in range(2)]
     for process in both:
         process.start()
@@ -467,147 +459,3 @@ def test_more_files_are_opened_than_processes_usually_may(tmp_path, assets):
         assert len(_open(folder, assets).files) == 40
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-# -------------------------------------------------------------------------------------------------------------- packing
-
-
-def _rows(packing) -> list[list[tuple[int, int]]]:
-    return [packing.pieces(row) for row in range(packing.rows)]
-
-
-def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
-    file = write_file(tmp_path / "a", [list(range(n)) for n in (5, 4, 3, 7, 12)])
-    first = {length: _rows(open_packing(file, "f", length)) for length in (6, 8)}
-    assert first[6] != first[8]
-    monkeypatch.setattr(sources, "pack_file", None)
-    assert {length: _rows(open_packing(file, "f", length)) for length in (6, 8)} == first
-
-
-def test_rows_of_other_content_or_of_another_file_are_packed_anew(tmp_path):
-    prints = [("a", "f", [5, 4, 3]), ("a", "g", [4, 4, 4]), ("b", "g", [2, 2, 2])]
-    for name, fingerprint, lengths in prints:
-        rows = _rows(open_packing(write_file(tmp_path / name, [[1] * n for n in lengths]), fingerprint, 8))
-        assert sorted(length for row in rows for _, length in row) == sorted(lengths)
-
-
-def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
-    file = write_file(tmp_path / "a.b", [[1] * 5, [1] * 4, [1] * 3])
-    pack_file(file.prefix, 8, tmp_path / "a.b.best_fit-8.npy")
-    monkeypatch.setattr(sources, "pack_file", None)
-    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
-
-
-@pytest.mark.parametrize("fault", ["of the file as it was", "cut short"])
-def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
-    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
-    beside = tmp_path / "a.best_fit-8.npy"
-    pack_file(file.prefix, 8, beside)
-    if fault == "cut short":
-        beside.write_bytes(beside.read_bytes()[:-8])
-    else:
-        file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
-    with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made anew"):
-        open_packing(file, "f", 8)
-
-
-def test_packing_that_fails_in_the_middle_leaves_nothing_and_damaged_rows_are_packed_again(tmp_path, monkeypatch):
-    file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
-
-    def half(_prefix, _seq_len, target):
-        target.write_bytes(b"\x93NUMPY")
-        raise RuntimeError("in the middle")
-
-    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
-        broken.setattr(sources, "pack_file", half)
-        open_packing(file, "f", 8)
-    assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock"}
-    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]
-    [kept] = cache_folder().glob("*.npy")
-    kept.write_bytes(kept.read_bytes()[:-8])
-    assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]
-
-
-# --------------------------------------------------------------------------------------------------------------- epochs
-
-
-def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
-    config = Config.model_validate({"training": {"seq_len": 8}})
-    limited = opened(write_file(tmp_path / "limited", [[1] * 81]), "limited", weight=1, epochs=1.5)  # 10 samples
-    free = opened(write_file(tmp_path / "free", [[1] * 81]), "free", weight=1)
-    data = mix_of([free, limited], config)
-    allowed = next(samples for samples in range(100) if data.draws(samples)[1] > 15) - 1
-    assert allowed in (30, 31)
-    check_epochs(data, allowed)
-    with pytest.raises(UserError, match=r"limited: 1\.60 epochs"):
-        check_epochs(data, allowed + 1)
-    with pytest.raises(UserError) as error:
-        check_epochs(data, 40)
-    assert "limited: 2.00 epochs of 10 samples, allowed are 1.5" in str(error.value)
-    assert "free" not in str(error.value)
-
-
-def test_a_source_that_is_used_up_is_told_where_the_sample_is_read_and_not_where_it_is_located(tmp_path):
-    config = Config.model_validate({"training": {"seq_len": 8}})
-    limited = opened(write_file(tmp_path / "limited", [[1] * 81]), "limited", epochs=1.5)  # 10 samples
-    free = opened(write_file(tmp_path / "free", [[1] * 81]), "free")
-    data = mix_of([free, limited], config)
-    source, sample = data.locate(np.arange(60), seed=0)
-    assert sorted(sample[source == 1][:10].tolist()) == list(range(10))
-    assert (sample[source == 1] == USED_UP).tolist() == [False] * 15 + [True] * 15
-    assert (sample[source == 0] >= 0).all()
-    usable = sample != USED_UP
-    data.read(source[usable], sample[usable])
-    with pytest.raises(UserError, match=r"training.sources: limited is used up: 1.5 epochs of it are allowed"):
-        data.read(source[~usable][:1], sample[~usable][:1])
-
-
-def test_every_source_that_would_be_read_too_often_is_told(tmp_path):
-    files = [opened(write_file(tmp_path / name, [[1] * 81]), name, epochs=1) for name in ("a", "b")]
-    data = mix_of(files, Config.model_validate({"training": {"seq_len": 8}}))
-    check_epochs(data, 20)
-    with pytest.raises(UserError) as error:
-        check_epochs(data, 24)
-    assert "a: 1.20 epochs" in str(error.value) and "b: 1.20 epochs" in str(error.value)
-
-
-# ------------------------------------------------------------------------------------------------------------- together
-
-
-def test_data_of_a_configuration_is_its_sources_with_tokenizer_and_bytes(tmp_path, assets, tokenized, loaded):
-    _jsonl(tmp_path / "a.jsonl", _TEXTS[:30])
-    write_file(tmp_path / "theirs", _expected(loaded, _TEXTS[30:]))
-    paths = [tokenized, tmp_path / "a.jsonl", tmp_path / "theirs"]
-    training = {"seq_len": 16, "sources": [{"path": str(path)} for path in paths]}
-    data = open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}}))
-    described = data.describe()["sources"]
-    assert [entry["name"] for entry in described] == ["tokenized", "a.jsonl", "theirs"]
-    assert [entry["documents"] for entry in described] == [40, 30, 10]
-    ids = np.concatenate([rows.file.ids for rows in data.sources[0].rows])
-    assert data.byte_lengths[ids].sum() == sum(len(text.encode()) for text in _TEXTS)
-    assert data.read(*data.locate(np.arange(50), seed=0)).tokens.shape == (50, 17)
-
-
-def test_fingerprint_of_data_follows_tokenizer_sources_and_weights(tmp_path, assets):
-    for name, texts in {"a": _TEXTS[:20], "b": _TEXTS[20:]}.items():
-        _jsonl(tmp_path / f"{name}.jsonl", texts)
-
-    def fingerprint(*weights: float, names: str = "ab") -> str:
-        entries = [{"path": str(tmp_path / f"{n}.jsonl"), "weight": w} for n, w in zip(names, weights, strict=True)]
-        training = {"seq_len": 16, "sources": entries}
-        return open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}})).fingerprint
-
-    first = fingerprint(1, 1)
-    assert fingerprint(2, 2) == first
-    found = {first, fingerprint(1, 2), fingerprint(1, 1, names="ba"), fingerprint(1, names="a")}
-    train_tokenizer(_TEXTS[:3]).save(str(assets / "tokenizer.json"))
-    assert len(found | {fingerprint(1, 1)}) == 5
-
-
-def test_fingerprint_of_data_follows_the_tokenizer_where_files_do_not_tell_which_one_made_them(tmp_path, assets):
-    path = write_file(tmp_path / "theirs", [[1] * 50]).prefix
-    keys = {"training": {"seq_len": 16, "dataset_path": str(path)}, "model": {"hf_assets_path": str(assets)}}
-    before = open_data(Config.model_validate(keys)).fingerprint
-    assert open_data(Config.model_validate(keys)).fingerprint == before
-    train_tokenizer(_TEXTS[:3]).save(str(assets / "tokenizer.json"))
-    assert open_data(Config.model_validate(keys)).fingerprint != before
