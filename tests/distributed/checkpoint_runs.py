@@ -1,0 +1,297 @@
+"""Runs with checkpoints, and what goes wrong in them: what the ranks of a pool run, and what tests ask of it."""
+
+import errno
+import gc
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, full_run, mesh_of
+from tests.distributed.test_resume import Degrees, reports, run_config, stored
+from titanlite.checkpoint import load, manifest, save
+from titanlite.checkpoint.folder import try_out
+from titanlite.checkpoint.save import Saver
+from titanlite.checkpoint.storage import METADATA, Writer
+from titanlite.checkpoint.tensors import run_tensors
+from titanlite.config import Checkpoint, Config
+from titanlite.errors import UserError
+from titanlite.optimizer import build_optimizer, create_state
+from titanlite.train import build_model
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.checkpoint_runs"
+SHARD = {"dp_shard": 2}
+FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+
+
+# ------------------------------------------------------------------------------------------------------ what the ranks run
+
+
+class Told(NamedTuple):
+    """What a rank's run has said, and which checkpoints it has read tensors from."""
+
+    log: list[str]
+    error: str  # the UserError that ended the run, or nothing
+    read: list[str]
+
+
+def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Told:
+    """A whole run, with trouble of a kind in it."""
+    log: list[str] = []
+    read: list[str] = []
+    error, real = "", dcp.load
+
+    def recorded(tensors: dict[str, Tensor], storage_reader: Any) -> None:
+        read.append(str(storage_reader.path))
+        real(tensors, storage_reader=storage_reader)
+
+    logger, handler = logging.getLogger("titanlite"), logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    level, logger.level = logger.level, logging.INFO
+    try:
+        with TROUBLE[trouble[0]](*trouble[1:]) if trouble else nullcontext(), patch.object(load.dcp, "load", recorded):
+            full_run(degrees, config)
+    except UserError as raised:
+        error = str(raised)
+    finally:
+        logger.removeHandler(handler)
+        logger.level = level
+        gc.enable()  # a run that is ended by an error leaves it off
+    dist.barrier()
+    return Told(log, error, read)
+
+
+@contextmanager
+def slow() -> Iterator[None]:
+    """Writing begins so late that training has changed the tensors meanwhile."""
+    real, waiting = Writer.write_data, threading.Event()
+
+    def late(self: Writer, *words: Any) -> Any:
+        waiting.wait(0.3)
+        return real(self, *words)
+
+    with patch.object(Writer, "write_data", late):
+        yield
+
+
+@contextmanager
+def no_write(rank: int, step: int) -> Iterator[None]:
+    """One rank cannot write its part of one checkpoint to its end."""
+    real = Writer.write_data
+
+    def failing(self: Writer, *words: Any) -> Any:
+        written = real(self, *words)
+        if dist.get_rank() == rank and f"step-{step:08d}" in str(self.path):
+            raise OSError(errno.EIO, "the cable is out")
+        return written
+
+    with patch.object(Writer, "write_data", failing):
+        yield
+
+
+@contextmanager
+def no_commit(step: int) -> Iterator[None]:
+    """All have written, and the manifest cannot be."""
+    real = manifest.write
+
+    def failing(folder: Path, contents: manifest.Manifest) -> None:
+        real(folder, contents)
+        if f"step-{step:08d}" in folder.name:
+            raise OSError(errno.EIO, "the cable is out")
+
+    with patch.object(save.manifest, "write", failing):
+        yield
+
+
+@contextmanager
+def wrong_on_disk(rank: int, step: int) -> Iterator[None]:
+    """A rank's disk keeps something else than what was written to it."""
+    real = FileSystemWriter.write_data
+
+    def failing(self: Writer, *words: Any) -> Any:
+        written = real(self, *words)
+        if dist.get_rank() == rank and f"step-{step:08d}" in str(self.path):
+            flip(next(Path(self.path).glob(f"__{rank}_*")))
+        return written
+
+    with patch.object(FileSystemWriter, "write_data", failing):
+        yield
+
+
+@contextmanager
+def wrong_metadata_on_disk(step: int) -> Iterator[None]:
+    """As `wrong_on_disk`, for what rank 0 writes for all."""
+    real = FileSystemWriter.finish
+
+    def failing(self: Writer, *words: Any) -> None:
+        real(self, *words)
+        if f"step-{step:08d}" in str(self.path):
+            flip(Path(self.path) / METADATA)
+
+    with patch.object(FileSystemWriter, "finish", failing):
+        yield
+
+
+@contextmanager
+def full_disk_until_it_is_said(ballast: Path) -> Iterator[None]:
+    """Somebody deletes what has filled the disk as soon as the log complains."""
+
+    class Watching(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "could not be saved" in record.getMessage():
+                ballast.unlink(missing_ok=True)
+
+    handler = Watching()
+    logging.getLogger("titanlite").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("titanlite").removeHandler(handler)
+
+
+TROUBLE: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (slow, no_write, no_commit, wrong_on_disk, wrong_metadata_on_disk, full_disk_until_it_is_said)
+}
+
+
+def sample_tensors(degrees: Degrees, value: float) -> dict[str, Tensor]:
+    """Tensors of all the kinds that a run has, full of one value."""
+    mesh = mesh_of(degrees)
+    shardings = [[Replicate()] * mesh.ndim, [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]]
+    shardings += [[*([Replicate()] * (mesh.ndim - 2)), Shard(0), Shard(1)]] if mesh.ndim > 1 else []
+    tensors = {f"sharded.{n}": distribute_tensor(torch.full((7, 5), value), mesh, s) for n, s in enumerate(shardings)}
+    plain = {"matrix": torch.full((3, 4), value), "half": torch.full((3,), value, dtype=torch.bfloat16)}
+    return tensors | plain | {"count": torch.tensor(int(value), dtype=torch.int32), "scale": torch.tensor(value)}
+
+
+def save_twice(degrees: Degrees, folder: Path) -> tuple[list[str], bool]:
+    """Two saves beside training, the first of which takes long; what happened in which order, and whether the first save had
+    been waited for when `save` returned."""
+    events: list[str] = []
+    free, real = threading.Event(), Writer.write_data
+
+    def held_up(self: Writer, *words: Any) -> Any:
+        events.append("begin")
+        free.wait(30)
+        written = real(self, *words)
+        events.append("end")
+        return written
+
+    saver = Saver(folder, Checkpoint(enable=True, async_mode="async"), 60)
+    tensors = sample_tensors(degrees, 1.0)
+    with patch.object(Writer, "write_data", held_up):
+        saver.save(1, tensors, numbers())
+        waited = "end" in events
+        for tensor in tensors.values():  # as an optimizer's next step would
+            tensor.mul_(2)
+        threading.Timer(0.3, free.set).start()
+        saver.save(2, tensors, numbers())
+        for tensor in tensors.values():
+            tensor.zero_()
+        saver.finish()
+    dist.barrier()
+    return events, waited
+
+
+def save_a_number(folder: Path) -> None:
+    """A save in which one rank has something to write and all others nothing."""
+    saver = Saver(folder, Checkpoint(enable=True), 60)
+    saver.save(1, {"scale": torch.tensor(2.0)}, numbers())
+    saver.finish()
+    found = {"scale": torch.tensor(0.0)}
+    load.load_tensors(folder / "step-00000001", load.verified(folder / "step-00000001"), found)
+    assert found["scale"] == 2.0
+
+
+def move(degrees: Degrees, config: Config, source: Path, folder: Path) -> None:
+    """Loads a checkpoint of a run onto a mesh, and saves from there what has been loaded."""
+    family = load_family(config.model.name, config.model.flavor)
+    model = build_model(family, config, mesh_of(degrees), CPU)
+    optimizer = build_optimizer(model, config.optimizer)
+    create_state(optimizer)
+    tensors, found = run_tensors(model, optimizer, None), load.verified(source)
+    load.load_tensors(source, found, tensors)
+    saver = Saver(folder, Checkpoint(enable=True), 60)
+    saver.save(found.numbers["step"], tensors, numbers())
+    saver.finish()
+    dist.barrier()
+
+
+def numbers() -> dict[str, Any]:
+    """What a manifest must hold besides the step."""
+    return {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
+
+
+def try_folder(folders: list[Path]) -> str:
+    """What is wrong with a folder that each rank sees in a place of its own."""
+    try:
+        try_out(folders[dist.get_rank()])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------------------ what they share
+
+
+def ranks_of(degrees: Degrees) -> int:
+    return math.prod(degrees.values())
+
+
+def train(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, trouble: tuple = (), **sections) -> list[Told]:
+    """A run of so many steps with a checkpoint every second one, all of which are kept; what each rank told."""
+    keys = {"interval": 2, "keep_latest_k": 0, **sections.pop("checkpoint", {})}
+    config = run_config(degrees, folder, steps, checkpoint=keys, **sections)
+    return pools[ranks_of(degrees)].run(f"{HERE}:attempt", degrees=degrees, config=config, trouble=trouble)
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(report["step"], report["loss"]) for report in reports(folder)]
+
+
+def resumed(folder: Path) -> list[int]:
+    """At which step each start of a run began."""
+    return [start["resumed_step"] for start in json.loads((folder / "provenance.json").read_text())]
+
+
+def assert_same(found: Path, expected: Path, step: int) -> None:
+    """That two runs are the same one, bit for bit."""
+    assert losses(found) == losses(expected)
+    here, there = stored(found, step), stored(expected, step)
+    assert here.keys() == there.keys()
+    assert [name for name in there if not torch.equal(here[name], there[name])] == []
+
+
+def assert_sound(source: Path) -> None:
+    assert list(load.faults(source, manifest.read(source))) == []
+
+
+def flip(path: Path) -> None:
+    """Changes one bit in the middle of a file."""
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)

@@ -1,0 +1,243 @@
+"""Loading: every kind of damage is seen, and whatever mesh has written a checkpoint, any other reads it bit for bit."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.checkpoint_runs import (
+    FILES,
+    HERE,
+    SHARD,
+    assert_same,
+    flip,
+    losses,
+    names,
+    ranks_of,
+    resumed,
+    saved,
+    train,
+)
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, run_config, stored
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.folder import step_folder
+from titanlite.zoo import load_family
+
+# ------------------------------------------------------------------------------------------------------------------- damage
+
+
+def cut(path: Path, other: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def exchange(path: Path, other: Path) -> None:
+    assert path.read_bytes() != other.read_bytes()
+    shutil.copy(other, path)
+
+
+SIZE, SUM, NOT_JSON = "is damaged: it has ", "is damaged: its checksum is ", "is damaged: it is not the JSON that was written"
+# what is done to a file, what is said of it, and what where it is the manifest
+DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
+    "truncated": (cut, SIZE, "is damaged: its checksum is not"),  # the manifest's last byte is a line end: still JSON
+    "flipped": (lambda path, other: flip(path), SUM, "is damaged: "),
+    "emptied": (lambda path, other: path.write_bytes(b""), SIZE, NOT_JSON),
+    "removed": (lambda path, other: path.unlink(), "is missing", "is missing"),
+    "of another step": (exchange, SUM, "is damaged: it belongs to step 2"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_not_loaded_and_the_run_ends_as_if_nothing_had_happened(
+    pools, whole, half, tmp_path, name, damage
+):
+    run = Path(shutil.copytree(half, tmp_path / "run"))
+    before, newest = (step_folder(run / "checkpoint", step) for step in (2, 4))
+    do, of_a_file, of_the_manifest = DAMAGES[damage]
+    do(newest / name, before / name)
+    ranks = train(pools, SHARD, run, 6)
+    assert [told.error for told in ranks] == ["", ""]
+    said = [line for told in ranks for line in told.log if line.startswith("not used: ")]
+    assert len(said) == 1 and f"{newest / name}: {of_the_manifest if name == manifest.FILE else of_a_file}" in said[0]
+    assert [told.read for told in ranks] == [[str(before)], [str(before)]]
+    assert resumed(run) == [0, 2]
+    assert saved(run) == [*names(2, 4), "step-00000004.aside-1", *names(6)]
+    assert_same(run, whole, 6)
+
+
+def test_all_damaged_files_of_a_checkpoint_are_named_whichever_rank_has_read_them(pools, whole, half, tmp_path):
+    run = Path(shutil.copytree(half, tmp_path / "run"))
+    newest = step_folder(run / "checkpoint", 4)
+    flip(newest / "__0_0.distcp")
+    (newest / "__1_0.distcp").unlink()
+    (said,) = [line for line in train(pools, SHARD, run, 6)[0].log if line.startswith("not used: ")]
+    assert f"{newest / '__0_0.distcp'}: {SUM}" in said and f"{newest / '__1_0.distcp'}: is missing" in said
+    assert_same(run, whole, 6)
+
+
+def test_where_every_checkpoint_is_damaged_all_are_named_and_nothing_is_touched(pools, half, tmp_path):
+    run = Path(shutil.copytree(half, tmp_path / "run"))
+    for step in (2, 4):
+        flip(step_folder(run / "checkpoint", step) / "__1_0.distcp")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    ranks = train(pools, SHARD, run, 6)
+    for told in ranks:
+        assert "all 2 checkpoints are damaged" in told.error and "step-00000004/__1_0.distcp" in told.error
+        assert "rename the folder to start anew" in told.error
+    assert len([line for line in ranks[0].log if line.startswith("not used: ")]) == 2
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_checkpoint_that_load_step_names_ends_the_run_and_no_other_is_taken(pools, half, tmp_path):
+    run = Path(shutil.copytree(half, tmp_path / "run"))
+    flip(run / "checkpoint/step-00000002/__0_0.distcp")
+    for told in train(pools, SHARD, run, 6, checkpoint={"load_step": 2}):
+        assert f"{run / 'checkpoint/step-00000002/__0_0.distcp'}: {SUM}" in told.error
+        assert told.read == []
+    assert saved(run) == names(2, 4)
+
+
+def test_load_step_goes_back_once_and_a_run_that_is_started_again_goes_on(pools, half, tmp_path):
+    run, back = Path(shutil.copytree(half, tmp_path / "run")), {"load_step": 2}
+    for steps, source in ((5, 2), (6, 5), (7, 6)):
+        ranks = train(pools, SHARD, run, steps, checkpoint=back)
+        assert [told.read for told in ranks] == [[str(step_folder(run / "checkpoint", source))]] * 2
+    assert saved(run) == [*names(2, 4), "step-00000004.aside-1", *names(5, 6, 7)]
+    train(pools, SHARD, run, 7, checkpoint={"load_step": 5})  # another step to go back to
+    assert resumed(run) == [0, 2, 5, 6, 5]
+
+
+# ---------------------------------------------------------------------------------- onto another mesh, and into another run
+
+
+@pytest.mark.parametrize("flavor", ["tied", "uneven"])
+def test_on_any_mesh_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, flavor):
+    """Rows that no two meshes split alike: 515 tokens over 1, 2 and 4 ranks."""
+    before = tmp_path / "0"
+    assert train(pools, SHARD, before, 2, flavor=flavor)[0].error == ""
+    expected = stored(before, 2)
+    for number, degrees in enumerate([ONE, {"tp": 2}, {"dp_replicate": 2}, TWO_BY_TWO, {"dp_shard": 4}, SHARD], 1):
+        source, after = before / "checkpoint/step-00000002", tmp_path / str(number)
+        config = run_config(degrees, after, 2, flavor=flavor)
+        place = {"source": source, "folder": after / "checkpoint"}
+        pools[ranks_of(degrees)].run(f"{HERE}:move", degrees=degrees, config=config, **place)
+        found = stored(after, 2)
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], degrees
+        before = after
+
+
+def shapes(flavor: str) -> dict[str, tuple[int, ...]]:
+    model = load_family("tests.tiny", flavor).on_meta()
+    return {f"model.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("before", "now"), [("plain", "uneven"), ("plain", "deep"), ("deep", "plain"), ("plain", "tied")])
+def test_every_tensor_that_does_not_fit_is_listed_with_what_is_wrong(pools, tmp_path, before, now):
+    assert train(pools, SHARD, tmp_path / "before", 2, flavor=before)[0].error == ""
+    source, had, has = tmp_path / "before/checkpoint/step-00000002", shapes(before), shapes(now)
+    expected = {f"  {name}: not in the checkpoint" for name in has.keys() - had.keys()}
+    expected |= {f"  {name}: in the checkpoint, not here" for name in had.keys() - has.keys()}
+    expected |= {
+        f"  {name}: {had[name]} in the checkpoint, {has[name]} here"
+        for name in had.keys() & has.keys()
+        if had[name] != has[name]
+    }
+    for told in train(pools, SHARD, tmp_path / "now", 2, flavor=now, checkpoint={"initial_load_path": str(source)}):
+        first, *listed, last = told.error.splitlines()
+        assert first == f"{source}: does not fit this run:" and "checkpoint.exclude_from_loading" in last
+        assert set(listed) == expected and len(listed) == len(expected) > 0
+
+
+def test_what_is_excluded_keeps_its_initial_value_and_all_else_is_loaded(pools, half, tmp_path):
+    still = {"optimizer": {"lr": 1e-30}}  # a run that learns nothing
+    start = {"initial_load_path": str(half / "checkpoint/step-00000004"), "exclude_from_loading": ["model.layers.1.*"]}
+    assert train(pools, SHARD, tmp_path / "fresh", 2, **still)[0].error == ""
+    assert train(pools, SHARD, tmp_path / "some", 2, checkpoint=start, **still)[0].error == ""
+    fresh, learnt, found = stored(tmp_path / "fresh", 2), stored(half, 4), stored(tmp_path / "some", 2)
+    for name in shapes("plain"):
+        assert not torch.equal(learnt[name], fresh[name]), name
+        expected = fresh if name.startswith("model.layers.1.") else learnt
+        assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-12), name
+
+
+def test_the_head_of_another_vocabulary_can_be_left_out(pools, half, tmp_path):
+    start = {"initial_load_path": str(half / "checkpoint/step-00000004")}
+    start |= {"exclude_from_loading": ["model.embed.*", "model.head.output.*"]}
+    assert train(pools, SHARD, tmp_path, 2, flavor="uneven", checkpoint=start)[0].error == ""
+
+
+@pytest.mark.parametrize("name", ["step-00000004.aside-1", "best so far"])
+def test_a_checkpoint_under_a_name_of_the_users_own_can_be_begun_from(pools, half, tmp_path, name):
+    source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / name))
+    ranks = train(pools, SHARD, tmp_path / "run", 2, checkpoint={"initial_load_path": source})
+    assert [told.error for told in ranks] == ["", ""]
+    assert ranks[0].read == [source]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(pools, half, tmp_path):
+    source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / "step-00000005"))
+    for told in train(pools, SHARD, tmp_path / "run", 6, checkpoint={"initial_load_path": source}):
+        assert told.error == f"{source}/manifest.json: is damaged: it belongs to step 4"
+
+
+@pytest.mark.parametrize("only", [True, False], ids=["weights alone", "a branch"])
+@pytest.mark.parametrize("pattern", ["model.layer.*", "layers.*", ""])
+def test_a_pattern_that_matches_no_tensor_is_refused(pools, half, tmp_path, pattern, only):
+    start = {"initial_load_path": str(half / "checkpoint/step-00000004"), "initial_load_model_only": only}
+    for told in train(pools, SHARD, tmp_path, 6, checkpoint=start | {"exclude_from_loading": ["model.head.*", pattern]}):
+        assert f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of ' in told.error
+
+
+def branch(source: Path, **keys: Any) -> dict[str, Any]:
+    return {"initial_load_path": str(source), "initial_load_model_only": False, **keys}
+
+
+def test_a_branch_goes_on_like_the_run_it_comes_from_and_then_on_its_own(pools, whole, half, tmp_path):
+    original = Path(shutil.copytree(half, tmp_path / "original"))
+    keys = branch(original / "checkpoint/step-00000004")
+    assert train(pools, SHARD, tmp_path / "branch", 5, checkpoint=keys)[0].error == ""
+    assert saved(tmp_path / "branch") == names(5)
+    shutil.rmtree(original)  # the branch has a checkpoint of its own now
+    ranks = train(pools, SHARD, tmp_path / "branch", 6, checkpoint=keys)
+    assert [told.error for told in ranks] == ["", ""]
+    assert [told.read for told in ranks] == [[str(tmp_path / "branch/checkpoint/step-00000005")]] * 2
+    assert resumed(tmp_path / "branch") == [4, 5]
+    assert losses(tmp_path / "branch") == losses(whole)[4:]
+    ours, theirs = stored(tmp_path / "branch", 6), stored(whole, 6)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    here, there = (manifest.read(run / "checkpoint/step-00000006").numbers for run in (tmp_path / "branch", whole))
+    assert [name for name in there if name != "config" and here[name] != there[name]] == []
+
+
+def test_weights_alone_begin_at_step_zero_and_a_restart_does_not_load_them_again(pools, half, tmp_path):
+    keys = {"initial_load_path": str(half / "checkpoint/step-00000004")}
+    for steps in (2, 4):
+        ranks = train(pools, SHARD, tmp_path / "parts", steps, checkpoint=keys)
+    assert ranks[0].read == [str(tmp_path / "parts/checkpoint/step-00000002")]
+    assert resumed(tmp_path / "parts") == [0, 2]
+    train(pools, SHARD, tmp_path / "once", 4, checkpoint=keys)
+    assert_same(tmp_path / "parts", tmp_path / "once", 4)
+
+
+def test_exclusion_is_applied_once_and_the_run_that_used_it_resumes_with_everything(pools, whole, half, tmp_path):
+    keys = branch(half / "checkpoint/step-00000004", exclude_from_loading=["optimizer.*"])
+    for folder, *stops in (("once", 8), ("parts", 6, 8)):
+        for steps in stops:
+            assert train(pools, SHARD, tmp_path / folder, steps, checkpoint=keys)[0].error == ""
+    assert resumed(tmp_path / "parts") == [4, 6]
+    assert_same(tmp_path / "parts", tmp_path / "once", 8)
+    assert losses(tmp_path / "once")[1] != losses(whole)[5]  # the moments were left out at first
+
+
+def test_another_exclusion_than_that_of_the_checkpoint_is_applied(pools, half, tmp_path):
+    for exclude in ([], ["optimizer.*"]):
+        run = Path(shutil.copytree(half, tmp_path / f"run {len(exclude)}"))
+        assert train(pools, SHARD, run, 6, checkpoint={"exclude_from_loading": exclude})[0].error == ""
+    assert losses(tmp_path / "run 0")[4] == losses(tmp_path / "run 1")[4]
+    assert losses(tmp_path / "run 0")[5] != losses(tmp_path / "run 1")[5]

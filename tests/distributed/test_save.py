@@ -1,0 +1,150 @@
+"""Saves: one that fails costs nothing else, and writing beside training stores what was, not what has become of it since."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.checkpoint_runs import HERE, SHARD, assert_same, assert_sound, names, ranks_of, resumed, saved, train
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, stored
+from titanlite.checkpoint.folder import step_folder
+
+root_on_linux = pytest.mark.skipif(
+    os.geteuid() != 0 or sys.platform != "linux", reason="only root on Linux can mount a disk of its own"
+)
+
+
+# ------------------------------------------------------------------------------------------------- writing beside training
+
+
+@pytest.mark.parametrize("degrees", [ONE, SHARD, TWO_BY_TWO], ids=["1 rank", "2 ranks", "4 ranks"])
+def test_beside_training_the_same_is_stored_and_trained_although_the_tensors_change_at_once(pools, tmp_path, degrees):
+    for mode in ("disabled", "async"):
+        ranks = train(pools, degrees, tmp_path / mode, 6, ("slow",), checkpoint={"async_mode": mode})
+        assert {told.error for told in ranks} == {""}
+    for step in (2, 4, 6):
+        assert_same(tmp_path / "async", tmp_path / "disabled", step)
+    assert saved(tmp_path / "async") == names(2, 4, 6)
+
+
+@pytest.mark.parametrize("degrees", [ONE, SHARD, TWO_BY_TWO], ids=["1 rank", "2 ranks", "4 ranks"])
+def test_a_save_waits_for_the_one_before_and_stores_what_was_when_it_was_called(pools, tmp_path, degrees):
+    ranks = pools[ranks_of(degrees)].run(f"{HERE}:save_twice", degrees=degrees, folder=tmp_path / "checkpoint")
+    assert ranks == [(["begin", "end", "begin", "end"], False)] * ranks_of(degrees)
+    for step in (1, 2):
+        for name, tensor in stored(tmp_path, step).items():
+            assert torch.equal(tensor, torch.full_like(tensor, step)), name
+
+
+def test_a_rank_with_nothing_to_write_is_no_fault(pools, tmp_path):
+    pools[4].run(f"{HERE}:save_a_number", folder=tmp_path)
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-00000001").glob("*.distcp")}
+    assert len([size for size in sizes.values() if size > 0]) == 1
+    assert_sound(tmp_path / "step-00000001")
+
+
+# ----------------------------------------------------------------------------------------------------------- saves that fail
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("trouble", "cause"),
+    [
+        (("no_write", 0), "the cable is out"),
+        (("no_write", 1), "the cable is out"),
+        (("no_commit",), "the cable is out"),
+        (("wrong_on_disk", 0), "__0_0.distcp: is damaged: its checksum"),
+        (("wrong_on_disk", 1), "__1_0.distcp: is damaged: its checksum"),
+        (("wrong_metadata_on_disk",), ".metadata: is damaged: its checksum"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, whole, tmp_path, trouble, cause, mode):
+    ranks = train(pools, SHARD, tmp_path, 6, (*trouble, 4), checkpoint={"async_mode": mode})
+    assert [told.error for told in ranks] == ["", ""]
+    told = [line for rank in ranks for line in rank.log if "could not be saved" in line]
+    assert len(told) == 1 and "step-00000004: could not be saved, with " in told[0] and cause in told[0]
+    assert "\n" not in told[0]  # no traceback of DCP's
+    assert saved(tmp_path) == names(2, 6)
+    for step in (2, 6):
+        assert_sound(step_folder(tmp_path / "checkpoint", step))
+    assert_same(tmp_path, whole, 6)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_run_whose_last_save_fails_ends_with_that_on_every_rank(pools, tmp_path, mode):
+    ranks = train(pools, SHARD, tmp_path, 6, ("no_write", 1, 6), checkpoint={"async_mode": mode})
+    for told in ranks:
+        assert "step-00000006: could not be saved, with" in told.error and "the cable is out" in told.error
+    assert saved(tmp_path) == names(2, 4)
+    assert_sound(tmp_path / "checkpoint/step-00000004")
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_one_that_failed(pools, whole, tmp_path):
+    train(pools, SHARD, tmp_path, 4, ("no_write", 1, 4))
+    assert train(pools, SHARD, tmp_path, 6)[0].error == ""
+    assert resumed(tmp_path) == [0, 2]
+    assert_same(tmp_path, whole, 6)
+
+
+@contextmanager
+def disk(place: Path, size: str) -> Iterator[Path]:
+    """A disk of its own, of this size."""
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]).returncode:
+        pytest.skip("this container lets nobody mount a disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@root_on_linux
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_is_room(pools, whole, tmp_path, mode):
+    """A checkpoint takes 1.8 MB: after the first one there is room for a half."""
+    with disk(tmp_path / "disk", "12m") as place:
+        ballast = place / "ballast"
+        ballast.write_bytes(bytes(9_500_000))
+        ranks = train(pools, SHARD, place, 6, ("full_disk_until_it_is_said", ballast), checkpoint={"async_mode": mode})
+        assert [told.error for told in ranks] == ["", ""]
+        (told,) = [line for line in ranks[0].log if "could not be saved" in line]
+        assert "step-00000004: could not be saved, with 0.00 GiB free: " in told and "No space left on device" in told
+        assert saved(place) == names(2, 6)
+        for step in (2, 6):
+            assert_sound(step_folder(place / "checkpoint", step))
+        assert_same(place, whole, 6)
+
+
+@root_on_linux
+def test_a_run_that_ended_on_a_full_disk_goes_on_when_there_is_room(pools, whole, tmp_path):
+    with disk(tmp_path / "disk", "3m") as place:
+        for told in train(pools, SHARD, place, 6):
+            assert "step-00000006: could not be saved, with" in told.error and "No space left on device" in told.error
+        assert saved(place) == names(2)
+        subprocess.run(["mount", "-o", "remount,size=30m", place], check=True)
+        assert train(pools, SHARD, place, 6)[0].error == ""
+        assert resumed(place) == [0, 2]
+        assert_same(place, whole, 6)
+
+
+# -------------------------------------------------------------------------------------------------------- trying a folder out
+
+
+def test_a_folder_that_not_all_ranks_share_is_refused_by_all_ranks(pools, tmp_path):
+    """As where job.dump_folder is on a disk of each machine's own."""
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    assert pools[2].run(f"{HERE}:try_folder", folders=[shared, shared]) == ["", ""]
+    assert list(shared.iterdir()) == []
+    for fault in pools[2].run(f"{HERE}:try_folder", folders=[shared, own]):
+        assert f"{own}: rank 1 does not see what rank 0 writes there" in fault
+    own.mkdir()
+    (own / ".probe").write_text("left by another run")
+    for fault in pools[2].run(f"{HERE}:try_folder", folders=[shared, own]):
+        assert "rank 1 does not see" in fault
+    assert list(shared.iterdir()) == []
