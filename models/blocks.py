@@ -1,4 +1,4 @@
-"""What several model families share: normalisation, rotary positions, attention, SwiGLU, the output head with its loss.
+"""What several model families share: normalisation, rotary positions, attention, SwiGLU; head.py has the rest.
 
 Tensors are (batch, seq, ...). Under tensor parallelism a module sees plain local tensors (its own heads, its own slice of
 the sequence) while its parameters are DTensors; `local_weight` is the one bridge between the two.
@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-IGNORE = -100  # a label that counts for nothing, as in PyTorch's own cross entropy
 
 
 class SeqInfo(NamedTuple):
@@ -325,124 +322,3 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> (batch, seq, dim)
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-# ------------------------------------------------------------------------------------------------------- head and loss
-
-
-class Head(nn.Module):
-    """Final norm, projection onto the vocabulary, and the loss, as one unit for FSDP.
-
-    With labels the logits of all tokens never exist at once: they are made in chunks of about `logits_per_chunk` numbers,
-    used for loss and gradients, and dropped. However many chunks, the projection's weight is gathered once and its gradient
-    reduced once.
-    """
-
-    def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None, logits_per_chunk: int = 2**26):
-        super().__init__()
-        self.vocab_size, self.softcap = vocab_size, softcap
-        self.logits_per_chunk = logits_per_chunk
-        self.norm = norm
-        self.output = nn.Linear(dim, vocab_size, bias=False)
-
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab) of hidden (batch, seq, dim); with labels (batch, seq), the float32 sum of the losses.
-
-        Labels equal to IGNORE add nothing. Under tensor parallelism hidden is this rank's slice of the sequence, labels
-        are whole, and every rank returns the same sum.
-        """
-        hidden, weight = self.norm(hidden), self.output.weight
-        if labels is None:
-            logits = F.linear(hidden, weight)
-            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-        first, group = 0, None
-        if isinstance(weight, DTensor):
-            assert isinstance(hidden, DTensor), "head.norm must gather the sequence: its sharding style is 'sequence'"
-            mesh = weight.device_mesh
-            group = mesh.get_group()
-            first = mesh.get_local_rank() * -(-self.vocab_size // mesh.size())  # Shard gives all ranks but the last ones this
-            # Each rank's gradient covers its own part of the vocabulary: one summand of the hidden states' gradient.
-            hidden = hidden.to_local(grad_placements=[Partial()])
-            weight = weight.to_local(grad_placements=[Shard(0)])
-        chunk = max(1, self.logits_per_chunk // self.vocab_size)
-        return _LinearCrossEntropy.apply(
-            hidden.flatten(0, 1), weight, labels.flatten(), first, group, chunk, self.softcap, torch.is_grad_enabled()
-        )
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropies of `hidden @ weight.T`, with weight split by rows over a group.
-
-    The gradients are computed in the forward pass, chunk by chunk, while the logits are there, and only scaled in the
-    backward pass (idea: Liger kernel's fused linear cross entropy, arXiv:2410.10989).
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        first: int,
-        group: dist.ProcessGroup | None,
-        chunk: int,
-        softcap: float | None,
-        training: bool,
-    ) -> Tensor:
-        """hidden (tokens, dim); weight (rows, dim), the rows `first`.. of the vocabulary; labels (tokens,) -> () float32.
-
-        training: whether autograd records; in here it never does, and ctx does not tell.
-        """
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        with_gradient = training and any(ctx.needs_input_grad)
-        if with_gradient:
-            grad_hidden = torch.empty_like(hidden)
-            # of a frozen weight there is none to be made, nor to be kept
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), chunk):
-            part, label = hidden[start : start + chunk], labels[start : start + chunk]
-            valid = label != IGNORE
-            logits = (part @ weight.T).float()  # (chunk, rows)
-            if softcap is not None:
-                bent = torch.tanh(logits / softcap)
-                logits = softcap * bent
-            column = label - first
-            mine = (column >= 0) & (column < len(weight))
-            column = torch.where(mine, column, 0)[:, None]
-            normaliser = logits.logsumexp(dim=-1)
-            wanted = torch.where(mine, logits.gather(1, column)[:, 0], 0.0)
-            if group is not None:
-                normaliser, wanted = _combine(normaliser, wanted, group)
-            # not in place: PyTorch 2.11 compiles a result that is written in place into one without a gradient
-            loss = loss + torch.where(valid, normaliser - wanted, 0.0).sum()
-            if with_gradient:
-                slope = logits.sub_(normaliser[:, None]).exp_()  # softmax, in the logits' own memory
-                slope.scatter_(1, column, slope.gather(1, column) - mine[:, None].float())
-                if softcap is not None:
-                    slope = slope * (1 - bent.square())
-                slope = (slope * valid[:, None]).to(weight.dtype)
-                grad_hidden[start : start + chunk] = slope @ weight
-                if grad_weight is not None:
-                    grad_weight += slope.T @ part
-        if with_gradient:
-            ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx, scale: Tensor):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
-
-
-def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """From each rank's log-sum-exp and wanted logit, (tokens,) each, those of the whole vocabulary, in one collective."""
-    mine = torch.stack([normaliser, wanted])
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
-    every = torch.stack(parts)  # (ranks, 2, tokens)
-    return every[:, 0].logsumexp(dim=0), every[:, 1].sum(dim=0)

@@ -9,7 +9,6 @@ from models.blocks import (
     Attention,
     Constant,
     Flops,
-    Head,
     Normal,
     RMSNorm,
     RopeScaling,
@@ -20,6 +19,7 @@ from models.blocks import (
     transformer_flops,
     with_mask,
 )
+from models.head import Head
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from models import blocks
 from models.blocks import (
     Constant,
     Flops,
-    Head,
     Normal,
     RMSNorm,
     SeqInfo,
@@ -24,6 +23,7 @@ from models.blocks import (
     transformer_flops,
     with_mask,
 )
+from models.head import Head
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from models import blocks
 from models.blocks import (
     Constant,
     Flops,
-    Head,
     Normal,
     RMSNorm,
     SeqInfo,
@@ -22,6 +21,7 @@ from models.blocks import (
     transformer_flops,
     with_mask,
 )
+from models.head import Head
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from models.head import Head
 from titanlite import lora
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
@@ -42,6 +43,7 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         *_checkpoint_faults(config),
         *_device_faults(config),
         *_recompute_faults(config),
+        *_compile_faults(config, world_size),
         *_lora_faults(config),
     ]
     if faults:
@@ -115,6 +117,11 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
     head_dim = getattr(family.config, "head_dim", 16)
     if config.training.document_mask and torch.cuda.is_available() and head_dim < 16:
         yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
+    if config.training.z_loss and not isinstance(model.head, Head):
+        yield (
+            f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
+            "knows of it; set it to 0"
+        )
     yield from _decay_faults(config, model)
     yield from _vocabulary_faults(config, family)
 
@@ -407,6 +414,15 @@ def _lora_faults(config: Config) -> Iterator[str]:
         for name, value in config.lora:
             if value != getattr(Lora(), name):
                 yield f"lora.{name} = {value!r}: has no effect with lora.enable = false"
+
+
+def _compile_faults(config: Config, world_size: int) -> Iterator[str]:
+    keys = config.compile
+    if keys.unit == "model" and not (keys.enable and "model" in keys.components):
+        yield 'compile.unit = "model": has no effect without compile.enable = true and "model" among compile.components'
+    elif keys.unit == "model" and (world_size > 1 or config.parallelism.cpu_offload):
+        why = f"there are {world_size}" if world_size > 1 else "parallelism.cpu_offload = true needs hooks between blocks"
+        yield f'compile.unit = "model": one graph of all blocks is for one process, and {why}; "block" is for any number'
 
 
 def _has_compiler() -> bool:

@@ -96,6 +96,9 @@ class Training(Section):
     fused optimizer. "stop": the run ends. "skip": training goes on with the next batch, unless more than ten in a row were bad.
     "rollback": it goes on from the newest checkpoint with the batch after the one at fault, three times from the same one. With
     float16 only a loss that is not finite counts, since gradients overflow now and then."""
+    z_loss: NonNegative = 0.0
+    """This times the square of the log-sum-exp of the logits is added to the loss of each token that is trained on, and keeps
+    them from drifting (PaLM, arXiv:2204.02311: 1e-4). The reported training loss holds it, that of validation does not."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of parameters and activations in the forward and backward passes; the masters are always float32. float16,
     for GPUs without bfloat16, scales the loss so that small gradients survive, and skips steps that overflow."""
@@ -178,7 +181,10 @@ class Compile(Section):
     enable: bool = False
     """Compile the components, each as one graph; one compilation serves all blocks."""
     components: Annotated[list[Literal["model", "loss"]], Field(min_length=1)] = ["model", "loss"]
-    """"model": each block. "loss": the head with its loss."""
+    """"model": what unit says. "loss": the final norm, and what the loss does with logits."""
+    unit: Literal["block", "model"] = "block"
+    """"block": each block is a graph, and one compilation serves all. "model": embedding and blocks are one graph, which is
+    faster where the model is small and takes longer to compile, the longer the more blocks; for one process."""
     backend: str = "inductor"
     """torch.compile's backend. On a CPU "inductor" needs a C++ compiler."""
 

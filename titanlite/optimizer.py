@@ -1,7 +1,6 @@
 """The optimizer, the gradient's global norm, and the optimizer's state by parameter name."""
 
 import re
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -48,26 +47,32 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, scale: Tensor | None = None) -> Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """Scales the gradients down to a global L2 norm of `max_norm` at most; returns the norm before that, () float32.
 
-    scale: what the loss was multiplied by; the gradients are divided by it first, and so is the norm.
+    scale: what the loss was multiplied by; the gradients are divided by it first, and so is the norm. A fused optimizer is
+    told by how much to divide and does it within its step; of others the gradients are divided here.
 
     Every rank sums the squares of its shards, divided by how many ranks hold the same shard, and one all-reduce over the
     whole mesh gives the norm of the whole model's gradient. Nobody waits for the number.
     """
     by_holders: dict[int, list[Tensor]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            by_holders.setdefault(_holders(p.grad), []).append(local)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                by_holders.setdefault(_holders(p.grad), []).append(local)
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_holders.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt() if scale is None else total.sqrt() / scale
-    # inf / norm is inf and clamps to 1; a norm that is not finite makes every gradient NaN, which the loop reports
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for local in by_holders.values():
-        torch._foreach_mul_(local, factor if scale is None else factor / scale)
+    divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    if scale is not None:
+        divisor = divisor * scale
+    if optimizer.defaults["fused"]:
+        optimizer.grad_scale = divisor
+    else:
+        for local in by_holders.values():
+            torch._foreach_div_(local, divisor)
     return norm
 
 

@@ -1,23 +1,27 @@
 """A model on the meta device -> the same model split over a mesh.
 
 The order: tensor parallel, per-operation checkpointing, compile of each block, checkpointing around the compiled block, and
-last FSDP2, which must see the parameters as the layers will use them. The model's `sharding` table says which module is
-split how; this file says what the names mean.
+last FSDP2, which must see the parameters as the layers will use them. FSDP2 carries the mixed precision too; a process that
+is alone has nothing to gather or reduce, and casts parameters where they are used instead, which costs less. The model's
+`sharding` table says which module is split how; this file says what the names mean.
 
 Between modules flow plain local tensors: (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...) inside
 attention. Splitting the sequence outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
 All redistributions are synchronous: an AsyncCollectiveTensor that enters a compiled block loses its gradient.
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
 
+from models.head import Head
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations, set_memory_budget
 from titanlite.compilation import compile_model
 from titanlite.config import Config
@@ -95,14 +99,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMesh) -> nn.Module:
-    """Splits a meta-device model in place: tensor parallel where the mesh has it, what recomputes and compiles, always FSDP2.
+    """Splits a meta-device model in place: tensor parallel where the mesh has it, what recomputes and compiles, FSDP2.
 
-    FSDP2 is applied at size 1 too, since it carries the mixed precision. Raises UserError as `sharding_faults` says.
+    Raises UserError as `sharding_faults` says.
     """
     if faults := sharding_faults(model, family, mesh["tp"].size()):
         raise UserError("\n".join(faults))
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, family, mesh["tp"])
+    alone = mesh.size() == 1 and not config.parallelism.cpu_offload  # nothing for FSDP to gather, reduce or fetch
+    if alone:
+        cast_where_used(model, DTYPES[config.training.mixed_precision_param])
     keys = config.activation_checkpoint
     if keys.mode == "selective" and keys.selective_ac_option == "op":
         checkpoint_operations(model, getattr(family.module, "KEEP", ()), config.lora.rank if config.lora.enable else None)
@@ -113,7 +120,8 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
         checkpoint_blocks(model, every=1)
     elif keys.mode == "selective" and keys.selective_ac_option != "op":
         checkpoint_blocks(model, keys.selective_ac_option)
-    apply_fsdp(model, config, mesh)
+    if not alone:
+        apply_fsdp(model, config, mesh)
     return model
 
 
@@ -166,6 +174,44 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
         if style.after is not None:
             module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
     tie(model)
+
+
+def cast_where_used(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has a model compute in `dtype` with parameters that stay what they are: FSDP2's mixed precision, for one process.
+
+    Embeddings are cast after the look-up, the output projection by the head: the same numbers, but no cast copy of either is
+    kept, and their gradients arrive in the precision of the masters. In a compiled block a cast is part of another kernel.
+    """
+    left = {name for name, p in model.named_parameters() if p.dtype != dtype}
+    if isinstance(model.embed, nn.Embedding):
+        model.embed.register_forward_hook(lambda module, args, out: out.to(dtype))
+        left.discard("embed.weight")
+    if isinstance(model.head, Head):
+        left.discard("head.output.weight")
+    units = {f"layers.{index}.": layer for index, layer in model.layers.items()}
+    if model.head is not None:
+        units["head."] = model.head
+    for prefix, unit in [*units.items(), ("", model)]:  # last what is in no unit, a table of positions, say
+        names = [name.removeprefix(prefix) for name in left if name.startswith(prefix)]
+        left -= {prefix + name for name in names}
+        if names:
+            unit.forward = functools.partial(_call_cast, _Forward(unit), sorted(names), dtype)
+
+
+class _Forward(nn.Module):
+    """A module's forward, as it is now, in the form that `functional_call` wants."""
+
+    def __init__(self, unit: nn.Module):
+        super().__init__()
+        self.unit, self.inner = unit, unit.forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def _call_cast(module: _Forward, names: list[str], dtype: torch.dtype, *args: Any) -> Any:
+    cast = {f"unit.{name}": module.unit.get_parameter(name).to(dtype) for name in names}
+    return functional_call(module, cast, args)
 
 
 def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:

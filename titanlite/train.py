@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite import children, lora, process, profiling, stacks
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
@@ -61,6 +62,8 @@ _RECORDER_PATIENCE = 10.0
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
     model = parallelize(lora.on_meta(family, config), family, config, mesh)
+    if config.training.z_loss:
+        model.head.z_loss = config.training.z_loss
     home = torch.device("cpu") if config.parallelism.cpu_offload else device
     initialize(model, family, config.training.seed, home)
     return model
@@ -78,22 +81,21 @@ def forward_backward(
     share = torch.zeros((), device=batch.tokens.device)
     microbatches = batch.microbatches()
     for number, microbatch in enumerate(microbatches, 1):
-        model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
         loss = summed_loss(model, microbatch) / labels
         (loss if scale is None else loss * scale).backward()
         share += loss.detach()
     return share
 
 
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None
-) -> Tensor:
+def update(optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None) -> Tensor:
     """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
 
     A fused optimizer changes nothing where that norm is not finite: it sees to it on the device, and nobody waits. So does the
     loss scale, which then gets smaller.
     """
-    norm = clip_gradients(model.parameters(), max_norm, loss_scale and loss_scale.scale)
+    norm = clip_gradients(optimizer, max_norm, loss_scale and loss_scale.scale)
     set_lr(optimizer, lr)
     overflow = (~norm.isfinite()).float()
     if optimizer.defaults["fused"]:
@@ -219,7 +221,7 @@ def train(
             if step == first:
                 warn_of_unused(model)
             stacks.at(step, "optimizer step")
-            norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
+            norm = update(optimizer, schedule.at(step), training.max_norm, loss_scale)
         unread.add(step, sample, share, norm)
         progress = Progress(step, sample + global_batch)
         steps_timed += 1
@@ -333,6 +335,9 @@ def derived_values(
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
+    graphs = {"model": "blocks" if config.compile.unit == "block" else "all blocks as one graph", "loss": "loss"}
+    compiled = " and ".join(graphs[part] for part in config.compile.components) + f" by {config.compile.backend}"
+    compiled = compiled if config.compile.enable else "nothing"
     recomputed = "nothing" if keys.mode == "none" else keys.mode + detail
     decay = schedule.total_steps - schedule.decay_start
     stable = schedule.decay_start - schedule.warmup_steps
@@ -346,10 +351,10 @@ def derived_values(
         else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}, masters float32{held}, reduction {training.mixed_precision_reduce}",
         "again in backward": recomputed,
-        "compiled": f"{' and '.join(config.compile.components)} by {config.compile.backend}"
-        if config.compile.enable
-        else "nothing",
-        "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}",
+        "compiled": compiled,
+        "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
+        if isinstance(model, FSDPModule)
+        else "whole, cast where they are used",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
         **data.derived_values(training.steps * global_batch),

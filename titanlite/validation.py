@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from models.blocks import IGNORE
+from models.head import IGNORE
 from titanlite.config import Config
 from titanlite.data.batches import to_batch
 from titanlite.data.mixture import PADDING, Data

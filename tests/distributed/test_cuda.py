@@ -52,7 +52,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
     def step(number: int) -> None:
         batch = next(source).to(device, non_blocking=True)
         forward_backward(model, batch, mesh)
-        update(model, optimizer, schedule.at(number), config.training.max_norm)
+        update(optimizer, schedule.at(number), config.training.max_norm)
 
     step(1)
     torch.cuda.synchronize()

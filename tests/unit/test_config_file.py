@@ -41,6 +41,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "steps": 10**12,
         "on_nonfinite": "skip",
         "max_norm": math.inf,
+        "z_loss": 1e-4,
         "mixed_precision_param": "float32",
         "mixed_precision_reduce": "bfloat16",
         "gc_freq": 7,
@@ -59,7 +60,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
-    "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
+    "compile": {"enable": True, "components": ["loss"], "unit": "model", "backend": "aot_eager"},
     "optimizer": {
         "name": "Adam",
         "lr": 1e-300,

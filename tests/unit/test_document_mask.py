@@ -13,7 +13,8 @@ from torch._functorch import config as partitioner
 from torch.nn.attention import flex_attention as flex
 
 from models import blocks, llama3
-from models.blocks import IGNORE, Attention, SeqInfo, block_mask, dense_mask, positions_in_documents
+from models.blocks import Attention, SeqInfo, block_mask, dense_mask, positions_in_documents
+from models.head import IGNORE
 from tests.tiny import FLAVORS
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.loss import Batch, summed_loss

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -167,15 +168,22 @@ def test_state_is_named_after_the_parameters():
 # ---------------------------------------------------------------------------------------------------------- the gradients
 
 
+def _optimizer(parameters: Iterable[nn.Parameter], fused: bool = False) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, fused=fused)
+
+
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize("max_norm", [0.5, 1.0, 1000.0])
-def test_clipping_equals_pytorchs(group_of_one, scale, max_norm):
+@pytest.mark.parametrize("fused", [True, False])
+def test_clipping_equals_pytorchs(group_of_one, scale, max_norm, fused):
     ours = _model()
     _set_gradients(ours, 3, scale)
     theirs = copy.deepcopy(ours)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         other.grad = mine.grad.clone()
-    norm = clip_gradients(ours.parameters(), max_norm)
+    optimizer = _optimizer(ours.parameters(), fused)
+    norm = clip_gradients(optimizer, max_norm)
+    optimizer.step()  # where a fused one divides
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
     assert norm.shape == ()
     assert norm.dtype == torch.float32
@@ -187,7 +195,7 @@ def test_an_infinite_bound_measures_and_clips_nothing(group_of_one):
     model = _model()
     _set_gradients(model, 3, 100.0)
     before = [p.grad.clone() for p in model.parameters()]
-    norm = clip_gradients(model.parameters(), math.inf)
+    norm = clip_gradients(_optimizer(model.parameters()), math.inf)
     assert norm.item() == pytest.approx(math.sqrt(sum(g.double().square().sum().item() for g in before)), rel=1e-6)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
 
@@ -195,7 +203,7 @@ def test_an_infinite_bound_measures_and_clips_nothing(group_of_one):
 def test_parameters_without_gradient_and_zero_gradients_are_no_trouble(group_of_one):
     model = nn.Linear(3, 3)
     model.weight.grad = torch.zeros(3, 3)
-    assert clip_gradients(model.parameters(), 1.0) == 0
+    assert clip_gradients(_optimizer(model.parameters()), 1.0) == 0
     assert (model.weight.grad == 0).all()
     assert model.bias.grad is None
 
@@ -205,7 +213,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(group_of_one, bad):
     model = _model()
     _set_gradients(model, 3)
     next(model.parameters()).grad[0, 0] = bad
-    assert not clip_gradients(model.parameters(), 1.0).isfinite()
+    assert not clip_gradients(_optimizer(model.parameters()), 1.0).isfinite()
 
 
 def test_the_norm_of_a_large_gradient_is_right_to_float32(group_of_one):
@@ -213,4 +221,4 @@ def test_the_norm_of_a_large_gradient_is_right_to_float32(group_of_one):
     parameter = torch.nn.Parameter(torch.zeros(4096, 1024))
     parameter.grad = torch.randn(4096, 1024) * 1e-3
     expected = parameter.grad.double().norm().item()
-    assert clip_gradients([parameter], 1e9).item() == pytest.approx(expected, rel=1e-6)
+    assert clip_gradients(_optimizer([parameter]), 1e9).item() == pytest.approx(expected, rel=1e-6)

@@ -28,7 +28,8 @@ SOURCE = Path("run/checkpoint/step-00000010")
 # All keys that there are, by what a resumed run makes of a change. A new key needs an entry: would a run that is stopped, and
 # goes on with another value, still be the uninterrupted one, but for rounding?
 MATHEMATICS = """
-    model.name training.global_batch_size training.max_norm training.mixed_precision_param training.mixed_precision_reduce
+    model.name training.global_batch_size training.max_norm training.z_loss
+    training.mixed_precision_param training.mixed_precision_reduce
     training.seed training.document_policy training.document_mask
     optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
     optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
@@ -43,7 +44,7 @@ NOTHING = """
     parallelism.cpu_offload
     optimizer.implementation
     activation_checkpoint.mode activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget
-    compile.enable compile.components compile.backend
+    compile.enable compile.components compile.unit compile.backend
     checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k
     checkpoint.keep_every_n_steps checkpoint.load_step checkpoint.initial_load_path checkpoint.initial_load_model_only
     checkpoint.initial_load_in_hf checkpoint.last_save_in_hf checkpoint.exclude_from_loading checkpoint.allow_changes
