@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from models.head import Head, Kernels
 from titanlite.config import Compile
 
 log = logging.getLogger(__name__)
@@ -29,9 +30,13 @@ def compile_model(model: nn.Module, keys: Compile) -> None:
     if "model" in keys.components:
         for part in [model] if keys.unit == "model" else model.layers.values():
             part.forward = compiled(part.forward)
-    if "loss" in keys.components and model.head is not None:
+    if "loss" not in keys.components or model.head is None:
+        return
+    if isinstance(model.head, Head):
         model.head.norm.forward = compiled(model.head.norm.forward)
-        model.head.kernels = type(model.head.kernels)(*map(compiled, model.head.kernels))
+        model.head.kernels = Kernels(*map(compiled, model.head.kernels))
+    else:  # of a fork's own making
+        model.head.forward = compiled(model.head.forward)
 
 
 class RecompilationWatch:

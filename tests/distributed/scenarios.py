@@ -22,6 +22,8 @@ from titanlite.tools.verify import Trajectory, record
 from titanlite.train import train
 from titanlite.zoo import load_family
 
+# compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its slopes
+GRAPHS = 1 + 3
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 8
 # [activation_checkpoint], by what tests call it

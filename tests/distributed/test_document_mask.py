@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from models import blocks, llama3
 from models.blocks import block_mask
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
 from titanlite.config import Config
 from titanlite.loss import Batch, count_labels, summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
@@ -129,7 +129,7 @@ def test_checkpointing_changes_nothing(pools, one_process, mode, record_property
 def test_compiled_once_for_all_documents_in_every_mode(pools, one_process, mesh, mode, record_property):
     found = run(pools, MESHES[mesh], mode, "aot_eager")
     assert_equal_within_rounding(found, one_process, record_property)
-    assert found.graphs == 2  # one for all blocks and one for the head, in all steps together
+    assert found.graphs == GRAPHS
 
 
 @needs_compiler
@@ -137,7 +137,7 @@ def test_compiled_once_for_all_documents_in_every_mode(pools, one_process, mesh,
 def test_inductors_kernels_change_nothing(pools, one_process, mesh, mode, record_property):
     found = run(pools, MESHES[mesh], mode, "inductor")
     assert_equal_within_rounding(found, one_process, record_property)
-    assert found.graphs == 2
+    assert found.graphs == GRAPHS
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_flex_attention_goes_through_meshes_checkpointing_and_compiler(
 ):
     found = run(pools, MESHES[mesh], mode, backend, flex_attention=True)
     assert_equal_within_rounding(found, one_process, record_property)
-    assert found.graphs == (2 if backend else 1)  # by itself, FlexAttention alone is compiled
+    assert found.graphs == (GRAPHS if backend else 1)  # by itself, FlexAttention alone is compiled
 
 
 @pytest.mark.parametrize("mesh", ["one process", "shard 2 x tp 2"])

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, first_microbatch, mesh_of
 from titanlite.loss import summed_loss
 from titanlite.tools.verify import Trajectory, compare
 from titanlite.train import build_model
@@ -31,13 +31,15 @@ def one_process(pools: dict[int, Pool]) -> Trajectory:
     return run(pools, {}, "none", None)[0]
 
 
-def run(pools: dict[int, Pool], degrees: dict[str, int], mode: str, backend: str | None) -> tuple[Trajectory, int]:
+def run(
+    pools: dict[int, Pool], degrees: dict[str, int], mode: str, backend: str | None, unit: str = "block"
+) -> tuple[Trajectory, int]:
     """What happened, and how many graphs were compiled for it."""
     config = config_of(
         degrees,
         training={"steps": STEPS},
         activation_checkpoint=MODES[mode],
-        compile={"enable": backend is not None, "backend": backend or "inductor"},
+        compile={"enable": backend is not None, "backend": backend or "inductor", "unit": unit},
     )
     ranks = math.prod(degrees.values())
     return pools[ranks].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0]
@@ -57,8 +59,14 @@ def assert_equal_within_rounding(found: Trajectory, reference: Trajectory) -> No
 def test_compiled_and_checkpointed_every_mesh_gives_what_one_plain_process_gives(pools, one_process, mesh, mode):
     found, graphs = run(pools, MESHES[mesh], mode, "aot_eager")
     assert_equal_within_rounding(found, one_process)
-    # one graph for all blocks and one for the head, in all steps together
-    assert graphs == 2
+    assert graphs == GRAPHS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_blocks_as_one_graph_give_what_they_give_one_by_one(pools, one_process, mode):
+    found, graphs = run(pools, {}, mode, "aot_eager", unit="model")
+    assert_equal_within_rounding(found, one_process)
+    assert graphs == GRAPHS
 
 
 @needs_compiler
@@ -69,7 +77,7 @@ def test_compiled_and_checkpointed_every_mesh_gives_what_one_plain_process_gives
 def test_inductors_kernels_give_what_one_plain_process_gives(pools, one_process, mesh, mode):
     found, graphs = run(pools, MESHES[mesh], mode, "inductor")
     assert_equal_within_rounding(found, one_process)
-    assert graphs == 2
+    assert graphs == GRAPHS
 
 
 @pytest.mark.parametrize(
