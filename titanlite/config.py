@@ -96,8 +96,11 @@ class Training(Section):
     fused optimizer. "stop": the run ends. "skip": training goes on with the next batch, unless more than ten in a row were bad.
     "rollback": it goes on from the newest checkpoint with the batch after the one at fault, three times from the same one. With
     float16 only a loss that is not finite counts, since gradients overflow now and then."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which parameters, their gradients once they are summed over ranks, and the optimizer's moments are kept.
+    "bfloat16" halves all of that, and optimizer.rounding sees to it that small updates are not lost (docs/precision.md)."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of parameters and activations in the forward and backward passes; the masters are always float32. float16,
+    """Precision of parameters and activations in the forward and backward passes, whatever the masters' is. float16,
     for GPUs without bfloat16, scales the loss so that small gradients survive, and skips steps that overflow."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over ranks."""
@@ -202,7 +205,12 @@ class Optimizer(Section):
     """A regular expression, searched in each parameter's name: the ones found are decayed. Empty: every parameter with two
     or more dimensions, so matrices and embeddings but no norm weights or biases."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """One kernel for everything, one kernel an operation, or one a parameter; same mathematics."""
+    """One kernel for everything, one kernel an operation, or one a parameter; same mathematics. With training.dtype =
+    "bfloat16" one kernel a parameter, which torch.compile makes ("fused"), or one an operation and parameter ("for-loop")."""
+    rounding: Literal["stochastic", "compensated"] = "stochastic"
+    """How parameters are written with training.dtype = "bfloat16". "stochastic": up or down by chance, so that updates smaller
+    than a bfloat16 can tell apart count in the mean; chance is a function of name, step and position. "compensated": what the
+    parameter cannot hold is kept beside it, in 2 more bytes; both together are the float32 that there would be otherwise."""
 
 
 class LRScheduler(Section):

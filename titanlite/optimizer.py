@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config import Optimizer as Keys
 from titanlite.errors import UserError
+from titanlite.low_precision import Bfloat16Adam
 
 
 def build_optimizer(model: nn.Module, keys: Keys) -> torch.optim.Optimizer:
-    """AdamW or Adam over two groups: parameters that are decayed, and those that are not.
+    """AdamW or Adam over two groups: parameters that are decayed, and those that are not. What is bfloat16 is rounded as
+    `optimizer.rounding` says.
 
     Raises UserError where `optimizer.decay_parameters` finds no parameter.
     """
@@ -22,14 +24,17 @@ def build_optimizer(model: nn.Module, keys: Keys) -> torch.optim.Optimizer:
     if keys.decay_parameters and not decayed:
         raise UserError(f"optimizer.decay_parameters = {keys.decay_parameters!r}: matches no trained parameter's name")
     groups = [
-        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": keys.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in trained.items() if name in decayed], "weight_decay": keys.weight_decay},
+        {"params": [(name, p) for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    numbers = {"lr": keys.lr, "betas": (keys.beta1, keys.beta2), "eps": keys.eps}
+    if any(p.dtype == torch.bfloat16 for p in trained.values()):
+        compensated, compiled = keys.rounding == "compensated", keys.implementation == "fused"
+        return Bfloat16Adam(groups, **numbers, decoupled=keys.name == "AdamW", compensated=compensated, compiled=compiled)
     return getattr(torch.optim, keys.name)(
-        [group for group in groups if group["params"]],
-        lr=keys.lr,
-        betas=(keys.beta1, keys.beta2),
-        eps=keys.eps,
+        groups,
+        **numbers,
         fused=keys.implementation == "fused",
         foreach=keys.implementation == "foreach",
     )
@@ -40,6 +45,12 @@ def is_decayed(name: str, parameter: Tensor, keys: Keys) -> bool:
     if keys.decay_parameters:
         return re.search(keys.decay_parameters, name) is not None
     return parameter.ndim >= 2
+
+
+def state_bytes(parameter: Tensor, keys: Keys) -> int:
+    """What the optimizer keeps of each value of a trained parameter, in bytes; its count of steps apart."""
+    remainder = 2 if parameter.dtype == torch.bfloat16 and keys.rounding == "compensated" else 0
+    return 2 * parameter.element_size() + remainder  # two moments, kept as the parameter is
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -73,8 +84,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, scale: Tensor 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Row by row, then over rows. A whole matrix in one float32 sum, as in `_foreach_norm`, is off by 6e-4 on a CPU."""
-    rows = [torch.linalg.vector_norm(tensor, dim=-1).flatten() for tensor in tensors]
-    return torch.cat(rows).float().square().sum()
+    rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32).flatten() for tensor in tensors]
+    return torch.cat(rows).square().sum()
 
 
 def _holders(tensor: Tensor) -> int:
@@ -92,6 +103,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     So every checkpoint of a run holds the same tensors, and a new process can read them.
     """
+    if isinstance(optimizer, Bfloat16Adam):
+        return  # it has made them already
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for p in group["params"]:

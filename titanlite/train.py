@@ -330,6 +330,8 @@ def derived_values(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = f", of which {trained:,} are trained" if trained < total else ""
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
+    rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
+    masters = f"masters and moments {training.dtype}{rounding}"
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
@@ -344,7 +346,7 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}, masters float32{held}, reduction {training.mixed_precision_reduce}",
+        "precision": f"{training.mixed_precision_param}, {masters}{held}, reduction {training.mixed_precision_reduce}",
         "again in backward": recomputed,
         "compiled": f"{' and '.join(config.compile.components)} by {config.compile.backend}"
         if config.compile.enable

@@ -41,6 +41,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "steps": 10**12,
         "on_nonfinite": "skip",
         "max_norm": math.inf,
+        "dtype": "bfloat16",
         "mixed_precision_param": "float32",
         "mixed_precision_reduce": "bfloat16",
         "gc_freq": 7,
@@ -69,6 +70,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "weight_decay": 1.0,
         "decay_parameters": r"^layers\.\d+\.",
         "implementation": "for-loop",
+        "rounding": "compensated",
     },
     "lr_scheduler": {
         "warmup_steps": 0,
