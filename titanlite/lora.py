@@ -35,7 +35,7 @@ class LoraLinear(nn.Linear):
 
 
 def on_meta(family: Family, config: Config) -> nn.Module:
-    """The model of a run without memory, in training.dtype, with the adapters that [lora] asks for. Raises UserError as `adapt`."""
+    """A run's model without memory, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does."""
     model = family.on_meta()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.training.dtype))

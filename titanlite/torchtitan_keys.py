@@ -71,7 +71,7 @@ INSTEAD: dict[str, str] = {
     "checkpoint.interval_type": "checkpoint.interval counts steps",
     "checkpoint.model_weights_only": "a checkpoint always holds everything; initial_load_path reads the weights alone",
     "checkpoint.last_save_model_only": "a checkpoint always holds everything; remove the key",
-    "checkpoint.export_dtype": "weights are saved as training.dtype keeps them; `titanlite export-hf --dtype bfloat16` exports less",
+    "checkpoint.export_dtype": "weights are saved in training.dtype; `titanlite export-hf --dtype bfloat16` exports less",
     "checkpoint.create_seed_checkpoint": "initial weights are the same on every mesh already; remove the key",
     "checkpoint.enable_first_step_checkpoint": "set checkpoint.interval; the last step is always saved",
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",

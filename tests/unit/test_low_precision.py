@@ -61,10 +61,10 @@ def test_the_mean_over_many_values_follows_adamw(rounding, beta2):
     value, first, second = _adamw(0.5, gradients, lr, (0.9, beta2), 1e-8, 0.1)
     state = optimizer.state[model.weight]
     moved = _held(optimizer, model).double().mean().item() - 0.5
-    print(
-        f"{rounding} {beta2}: moved {moved / (value - 0.5) - 1:+.1e}, v {state['exp_avg_sq'].double().mean() / second - 1:+.1e}"
-    )
-    assert moved == pytest.approx(value - 0.5, rel=5e-3)
+    error = _held(optimizer, model).double().std().item() / math.sqrt(model.weight.numel())
+    print(f"{rounding}, {beta2}: moved by {moved:.3e} with a standard error of {error:.0e}, expected {value - 0.5:.3e}")
+    assert moved == pytest.approx(value - 0.5, abs=5 * error + 1e-3 * abs(value - 0.5))
+    assert error < 0.15 * abs(value - 0.5)
     assert state["exp_avg"].double().mean().item() == pytest.approx(first, rel=2e-3)
     assert state["exp_avg_sq"].double().mean().item() == pytest.approx(second, rel=2e-3)
 
@@ -97,7 +97,7 @@ def test_updates_that_are_lost_to_nearest_are_kept(rounding, moves):
     found = model.weight.detach() if rounding == "nearest" else _held(optimizer, model)
     assert 1 - found.double().mean().item() == pytest.approx(moves, abs=5e-4)
     if rounding == "compensated":
-        assert (found.double() - 0.9).abs().max() < 1e-3  # each, not only their mean
+        assert (found.double() - 0.9).abs().max() < 5e-3  # each, not only their mean; the moments are rounded by chance
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
@@ -143,7 +143,7 @@ def test_with_remainders_the_parameter_is_the_nearest_bfloat16_and_the_sum_is_fl
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(rounding):
     model = _model(5, 7)
-    optimizer = _optimizer(model, rounding=rounding)
+    optimizer = _optimizer(model, rounding=rounding, lr=0.1)
     model.weight.grad = torch.randn(5, 7).bfloat16()
     optimizer.step()
     before = [model.weight.detach().clone(), *(value.clone() for value in named_state(optimizer, model).values())]
