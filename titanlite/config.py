@@ -187,10 +187,12 @@ class Compile(Section):
 
 
 class Optimizer(Section):
-    """AdamW or Adam."""
+    """AdamW, Adam or Muon."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it. Muon
+    orthogonalises the momentum of the matrices of the blocks (Jordan 2024; Liu et al., arXiv:2502.16982), and AdamW does the
+    rest, with the same lr: a matrix's update is scaled to be as large as one of AdamW."""
     lr: Positive = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Beta = 0.9
@@ -199,6 +201,13 @@ class Optimizer(Section):
     """Decay of the running mean of squared gradients."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
+    momentum: Beta = 0.95
+    """Decay of the running mean of gradients that Muon orthogonalises."""
+    nesterov: bool = True
+    """Muon looks ahead: once more the gradient is added to that mean before it is orthogonalised."""
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz iterations of Muon's orthogonalisation. It is done in training.mixed_precision_param: in float32, or else
+    in bfloat16."""
     weight_decay: NonNegative = 0.1
     """Weight decay of the parameters that are decayed."""
     decay_parameters: str = ""

@@ -41,6 +41,7 @@ class Part:
         device = local_part(self.parameters[0]).device
         self.keys = torch.tensor([key_of(name) for name in group["param_names"]], device=device)
         self.counts = torch.zeros(len(self.parameters), device=device)
+        self.longest = torch.tensor([max(p.shape) for p in self.parameters], dtype=torch.float64, device=device)
         self.places = [places(p) for p in self.parameters]
         self._reached: tuple[list[bool], Tensor] | None = None
         for p, count in zip(self.parameters, self.counts.unbind(), strict=True):
@@ -49,12 +50,12 @@ class Part:
                 state[p][REMAINDER] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
 
     def count(self, skip: Tensor) -> list[int]:
-        """Counts a step of every parameter that has a gradient, unless it is skipped; which of these have values here."""
+        """Counts a step of every parameter that has a gradient, unless it is skipped; which these are."""
         having = [p.grad is not None for p in self.parameters]
         if self._reached is None or self._reached[0] != having:  # a tensor made from numbers is waited for
             self._reached = having, torch.tensor(having, dtype=torch.float32, device=self.counts.device)
         self.counts += torch.where(skip, 0.0, self._reached[1])
-        return [n for n, p in enumerate(self.parameters) if having[n] and local_part(p).numel()]
+        return [number for number, has in enumerate(having) if has]
 
 
 def signals(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -105,6 +106,8 @@ class Bfloat16Adam(torch.optim.Optimizer):
         rows, keys = each_row(numbers.float()), each_row(keys_of(part.keys, part.counts))
         for index in reached:
             p = part.parameters[index]
+            if not local_part(p).numel():  # more ranks than rows
+                continue
             state = self.state[p]
             tensors = [flat(p), flat(p.grad), flat(state["exp_avg"]), flat(state["exp_avg_sq"])]
             tensors += [flat(state[REMAINDER])] if REMAINDER in state else []

@@ -9,12 +9,32 @@ from titanlite.config import Config, Optimizer
 
 def optimizer_faults(config: Config) -> Iterator[str]:
     """One sentence for each pair of keys that cannot go together, or of which one has no effect."""
+    keys = config.optimizer
+    if keys.name == "Muon":
+        yield from _muon_faults(config)
+    else:
+        for name in ("momentum", "nesterov", "ns_steps"):
+            if getattr(keys, name) != getattr(Optimizer(), name):
+                yield f'optimizer.{name} = {getattr(keys, name)!r}: has no effect with optimizer.name = "{keys.name}"; use "Muon"'
     if config.training.dtype == "bfloat16":
         yield from _bfloat16_faults(config)
-    elif config.optimizer.rounding != Optimizer().rounding:
+    elif keys.rounding != Optimizer().rounding:
         yield (
-            f'optimizer.rounding = "{config.optimizer.rounding}": has no effect with training.dtype = "float32", where nothing '
+            f'optimizer.rounding = "{keys.rounding}": has no effect with training.dtype = "float32", where nothing '
             'is rounded; set training.dtype = "bfloat16" or leave it out'
+        )
+
+
+def _muon_faults(config: Config) -> Iterator[str]:
+    if config.lora.enable:
+        yield (
+            'optimizer.name = "Muon": orthogonalises the matrices of the blocks, which lora.enable = true freezes; the two '
+            'factors of an adapter are no such matrices; use "AdamW"'
+        )
+    if config.parallelism.cpu_offload:
+        yield (
+            'optimizer.name = "Muon": with parallelism.cpu_offload = true the CPU would multiply whole matrices, fifteen times a '
+            'step; use "AdamW", or no offload'
         )
 
 

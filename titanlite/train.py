@@ -39,7 +39,7 @@ from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
-from titanlite.parallelize import parallelize
+from titanlite.parallelize import DTYPES, parallelize
 from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
 from titanlite.stop import EXIT_CODE, UNSAVED, Stop
@@ -150,7 +150,7 @@ def train(
     stacks.at(0, "building the model")
     model = build_model(family, config, mesh, device)
     flops, peak = lora.training_flops(family, config, model), peak_flops(device, training.mixed_precision_param)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[training.mixed_precision_param])
     create_state(optimizer)
     loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
     scale = loss_scale and loss_scale.scale

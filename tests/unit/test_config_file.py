@@ -62,7 +62,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
     "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "optimizer": {
-        "name": "Adam",
+        "name": "Muon",
+        "momentum": 0.5,
+        "nesterov": False,
+        "ns_steps": 7,
         "lr": 1e-300,
         "beta1": 0.0,
         "beta2": 0.1 + 0.2,

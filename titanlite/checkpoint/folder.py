@@ -55,7 +55,7 @@ def list_steps(folder: Path) -> list[int]:
 
 def checkpoint_bytes(model: nn.Module, keys: Optimizer) -> int:
     """About how large a checkpoint of a model is, which may be on the meta device: the tensors alone."""
-    state = {name: state_bytes(p, keys) if p.requires_grad else 0 for name, p in model.named_parameters()}
+    state = {name: state_bytes(name, p, keys) if p.requires_grad else 0 for name, p in model.named_parameters()}
     return sum(p.numel() * (p.element_size() + state[name]) for name, p in model.named_parameters())
 
 

@@ -100,10 +100,11 @@ def estimate(config: Config, ranks: int) -> Estimate:
         local = _local_values(model)
         activations, working = measure_step(family, config, mesh)
         microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
-        trained = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = list(named.values())
         masters = 0 if offload else sum(_local(p).numel() * p.element_size() for p in model.parameters())
         gradients = 0 if offload else sum(_local(p).numel() * p.element_size() for p in trained)
-        moments = 0 if offload else sum(_local(p).numel() * state_bytes(p, config.optimizer) for p in trained)
+        moments = 0 if offload else sum(_local(p).numel() * state_bytes(name, p, config.optimizer) for name, p in named.items())
         if microbatches > 1 and not parallelism.reduce_every_microbatch:
             # kept whole until the last microbatch, in the precision that they are summed in
             reduced = DTYPES[config.training.mixed_precision_reduce].itemsize

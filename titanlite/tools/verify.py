@@ -27,6 +27,7 @@ from titanlite.loss import Batch
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.optimizer import build_optimizer
+from titanlite.parallelize import DTYPES
 from titanlite.tools.ranks import on_ranks
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of
@@ -68,7 +69,8 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
     model = build_model(family_of(config.model), config, mesh, device)
     part = data_rank(mesh), data_degree(mesh)
     source = read_batches(config, data, 0, config.global_batch(data_degree(mesh)), part)
-    return follow(model, build_optimizer(model, config.optimizer), source, config, mesh, device)
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
+    return follow(model, optimizer, source, config, mesh, device)
 
 
 def follow(
