@@ -1,4 +1,4 @@
-"""Whole matrices for what cannot be computed on shards: each rank gathers some, computes, and gives all others their shards back.
+"""Whole matrices for what shards cannot be computed on: each rank gathers some, computes, and gives all others their shards.
 
 Of N ranks each owns every N-th matrix. For N matrices at a time the shards travel to the owners by one all-to-all, and what the
 owners make of them travels back by another. So no matrix is computed twice, not even where there are replicas of it, no rank
@@ -61,7 +61,7 @@ class Exchange:
         self._rounds: tuple[list[int], list[Round]] = [], []
 
     def rounds(self, used: list[int]) -> list[Round]:
-        """Which matrices go together, of those that are used in a step; such of one shape do, so that owners have equal work."""
+        """Which matrices go together, of those that are used in a step: such of one shape, so that owners have equal work."""
         if self._rounds[0] != used:
             ordered = sorted(used, key=lambda number: self._shapes[number])
             groups = [ordered[first : first + self._world] for first in range(0, len(ordered), self._world)]

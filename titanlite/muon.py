@@ -22,9 +22,9 @@ _AS_LARGE_AS_ADAMW = 0.2  # root mean square of an update, arXiv:2502.16982, sec
 class Muon(torch.optim.Optimizer):
     """Muon for `groups`, together with an optimizer for the rest, as one optimizer: their parameters, state and steps.
 
-    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and of
-    what travels between ranks for it. compensated, compiled: as of `Bfloat16Adam`, for bfloat16 parameters. Takes `found_inf`
-    and `grad_scale` if the optimizer of the rest does. All ranks make it together.
+    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
+    of what travels between ranks for it. compensated, compiled: as of `Bfloat16Adam`, for bfloat16 parameters. Takes
+    `found_inf` and `grad_scale` if the optimizer of the rest does. All ranks make it together.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T of a matrix U S V^T, in its own precision: singular values between 0.7 and 1.2, by Newton-Schulz iterations of
-    a polynomial that has no fixed point at 1 but grows fast from 0."""
+    """About U V^T of a matrix U S V^T, in its own precision: singular values between 0.7 and 1.2, by Newton-Schulz iterations
+    of a polynomial that has no fixed point at 1 but grows fast from 0."""
     a, b, c = _COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = wide / torch.linalg.vector_norm(wide, dtype=torch.float32).clamp(min=1e-7).to(wide.dtype)

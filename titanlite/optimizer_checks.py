@@ -14,8 +14,9 @@ def optimizer_faults(config: Config) -> Iterator[str]:
         yield from _muon_faults(config)
     else:
         for name in ("momentum", "nesterov", "ns_steps"):
-            if getattr(keys, name) != getattr(Optimizer(), name):
-                yield f'optimizer.{name} = {getattr(keys, name)!r}: has no effect with optimizer.name = "{keys.name}"; use "Muon"'
+            value = getattr(keys, name)
+            if value != getattr(Optimizer(), name):
+                yield f'optimizer.{name} = {value!r}: has no effect with optimizer.name = "{keys.name}", only with "Muon"'
     if config.training.dtype == "bfloat16":
         yield from _bfloat16_faults(config)
     elif keys.rounding != Optimizer().rounding:
@@ -33,8 +34,8 @@ def _muon_faults(config: Config) -> Iterator[str]:
         )
     if config.parallelism.cpu_offload:
         yield (
-            'optimizer.name = "Muon": with parallelism.cpu_offload = true the CPU would multiply whole matrices, fifteen times a '
-            'step; use "AdamW", or no offload'
+            'optimizer.name = "Muon": with parallelism.cpu_offload = true the CPU would multiply whole matrices, three times '
+            'optimizer.ns_steps a step; use "AdamW", or no offload'
         )
 
 
