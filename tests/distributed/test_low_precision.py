@@ -117,7 +117,7 @@ def test_its_checkpoint_is_exported_as_it_is(pools, tmp_path):
     exported = Exported(Stored(tmp_path / "checkpoint/step-00000005"))
     assert {exported.dtype_of(name) for name in exported.names} == {torch.bfloat16}
     for name in exported.names:
-        assert torch.equal(exported.read(name), stored(tmp_path, 5)[f"model.{name}"]), name
+        assert torch.equal(exported.read_tensor(name), stored(tmp_path, 5)[f"model.{name}"]), name
 
 
 def test_a_float32_checkpoint_is_begun_from_by_rounding(pools, tmp_path):

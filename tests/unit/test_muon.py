@@ -212,5 +212,5 @@ def test_in_bfloat16_the_mean_over_many_steps_is_float32s(rounding):
 
 
 def test_a_model_without_matrices_is_refused():
-    with pytest.raises(UserError, match='optimizer.name = "Muon": the model has no trained matrix in its layers'):
+    with pytest.raises(UserError, match=r'optimizer.name = "Muon": the model has no trained matrix in its layers'):
         build_optimizer(nn.Linear(3, 3), _KEYS)
