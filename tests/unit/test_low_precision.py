@@ -181,7 +181,7 @@ def test_state_is_there_from_the_beginning_and_as_large_as_told(rounding):
     kept = ["exp_avg", "exp_avg_sq", *(["remainder"] if rounding == "compensated" else [])]
     assert list(state) == [f"weight.{name}" for name in ("step", *kept)]
     assert all((value == 0).all() for value in state.values())
-    assert sum(state[f"weight.{name}"].nbytes for name in kept) == 600 * state_bytes(model.weight, keys)
+    assert sum(state[f"weight.{name}"].nbytes for name in kept) == 600 * state_bytes("weight", model.weight, keys)
     assert (model.weight == 1).all()
 
 
