@@ -56,8 +56,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         if self.rest is not None:
             for name in ("found_inf", "grad_scale"):
-                if hasattr(self, name):
-                    setattr(self.rest, name, getattr(self, name))
+                setattr(self.rest, name, getattr(self, name, None))
             self.rest.step()
         skip, scale = signals(self, self._parts[0].counts.device)
         parameters, places, used, keys, numbers = [], [], [], [], []
