@@ -23,6 +23,7 @@ from titanlite.hf.folder import find_weights, their_names
 from titanlite.initialize import match_initial
 from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
+from titanlite.optimizer_checks import has_compiler, optimizer_faults
 from titanlite.parallelize import sharding_faults
 from titanlite.resume import changeable, imported_fault
 from titanlite.zoo import Family, described, family_of, place_of, read_description
@@ -45,6 +46,7 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         *_recompute_faults(config),
         *_compile_faults(config, world_size),
         *_lora_faults(config),
+        *optimizer_faults(config),
     ]
     if faults:
         raise UserError(report(path, faults))
@@ -112,7 +114,7 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
         return
     if config.checkpoint.enable and local_size is not None:  # otherwise this is not the machine that will train
         folder = Path(config.job.dump_folder) / config.checkpoint.folder
-        yield from filter(None, [room_fault(folder, checkpoint_bytes(model), config.checkpoint)])
+        yield from filter(None, [room_fault(folder, checkpoint_bytes(model, config.optimizer), config.checkpoint)])
     yield from _hf_faults(config, family, model)
     head_dim = getattr(family.config, "head_dim", 16)
     if config.training.document_mask and torch.cuda.is_available() and head_dim < 16:
@@ -387,7 +389,7 @@ def _recompute_faults(config: Config) -> Iterator[str]:
     if compiled.enable and compiled.backend not in torch._dynamo.list_backends(exclude_tags=()):
         backends = ", ".join(torch._dynamo.list_backends())
         yield f'compile.backend = "{compiled.backend}": no such backend; there are: {backends}'
-    elif compiled.enable and compiled.backend == "inductor" and not torch.cuda.is_available() and not _has_compiler():
+    elif compiled.enable and compiled.backend == "inductor" and not torch.cuda.is_available() and not has_compiler():
         yield (
             'compile.backend = "inductor": needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set '
             "compile.enable = false"
@@ -423,14 +425,3 @@ def _compile_faults(config: Config, world_size: int) -> Iterator[str]:
     elif keys.unit == "model" and (world_size > 1 or config.parallelism.cpu_offload):
         why = f"there are {world_size}" if world_size > 1 else "parallelism.cpu_offload = true needs hooks between blocks"
         yield f'compile.unit = "model": one graph of all blocks is for one process, and {why}; "block" is for any number'
-
-
-def _has_compiler() -> bool:
-    """Whether inductor finds one, by the rules of its own."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # imports much, and is seldom needed
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except InvalidCxxCompiler:
-        return False

@@ -99,8 +99,11 @@ class Training(Section):
     z_loss: NonNegative = 0.0
     """This times the square of the log-sum-exp of the logits is added to the loss of each token that is trained on, and keeps
     them from drifting (PaLM, arXiv:2204.02311: 1e-4). The reported training loss holds it, that of validation does not."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which parameters, their gradients once they are summed over ranks, and the optimizer's moments are kept.
+    "bfloat16" halves all of that, and optimizer.rounding sees to it that small updates are not lost (docs/precision.md)."""
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of parameters and activations in the forward and backward passes; the masters are always float32. float16,
+    """Precision of parameters and activations in the forward and backward passes, whatever the masters' is. float16,
     for GPUs without bfloat16, scales the loss so that small gradients survive, and skips steps that overflow."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision in which gradients are summed over ranks."""
@@ -190,10 +193,12 @@ class Compile(Section):
 
 
 class Optimizer(Section):
-    """AdamW or Adam."""
+    """AdamW, Adam or Muon."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it."""
+    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it. Muon
+    orthogonalises the momentum of the matrices of the blocks (Jordan 2024; Liu et al., arXiv:2502.16982), and AdamW does the
+    rest, with the same lr: a matrix's update is scaled to be as large as one of AdamW."""
     lr: Positive = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Beta = 0.9
@@ -202,13 +207,25 @@ class Optimizer(Section):
     """Decay of the running mean of squared gradients."""
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
+    momentum: Beta = 0.95
+    """Decay of the running mean of gradients that Muon orthogonalises."""
+    nesterov: bool = True
+    """Muon looks ahead: once more the gradient is added to that mean before it is orthogonalised."""
+    ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz iterations of Muon's orthogonalisation. It is done in training.mixed_precision_param: in float32, or else
+    in bfloat16."""
     weight_decay: NonNegative = 0.1
     """Weight decay of the parameters that are decayed."""
     decay_parameters: str = ""
     """A regular expression, searched in each parameter's name: the ones found are decayed. Empty: every parameter with two
     or more dimensions, so matrices and embeddings but no norm weights or biases."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """One kernel for everything, one kernel an operation, or one a parameter; same mathematics."""
+    """One kernel for everything, one kernel an operation, or one a parameter; same mathematics. With training.dtype =
+    "bfloat16" one kernel a parameter, which torch.compile makes ("fused"), or one an operation and parameter ("for-loop")."""
+    rounding: Literal["stochastic", "compensated"] = "stochastic"
+    """How parameters are written with training.dtype = "bfloat16". "stochastic": up or down by chance, so that updates smaller
+    than a bfloat16 can tell apart count in the mean; chance is a function of name, step and position. "compensated": what the
+    parameter cannot hold is kept beside it, in 2 more bytes; both together are the float32 that there would be otherwise."""
 
 
 class LRScheduler(Section):

@@ -1,23 +1,20 @@
 """Initial weights as a function of (seed, parameter name, position in the whole parameter).
 
-Every rank computes just its own shard, and the values do not depend on how many ranks there are or on the device: a
-counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11) made of integer operations,
-a table look-up, and single IEEE operations, which CPU and CUDA carry out alike.
+Every rank computes just its own shard, and the values do not depend on how many ranks there are or on the device: a hash of
+positions (titanlite/positions.py), a table look-up, and single IEEE operations, which CPU and CUDA carry out alike.
 """
 
 import functools
-import hashlib
 from collections.abc import Iterator
 from statistics import NormalDist
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.blocks import Constant, Normal
 from titanlite import lora
 from titanlite.errors import UserError
+from titanlite.positions import box_index, global_offset, key_of, local_part, splitmix64
 from titanlite.zoo import Family, every_layer, match_table, tie
 
 _TABLE_BITS = 14  # steps of the tabulated inverse distribution; between them it is interpolated
@@ -36,7 +33,7 @@ def initialize(model: nn.Module, family: Family, seed: int, device: torch.device
         raise UserError("\n".join(faults))
     for name, tensor in named_tensors(model):
         fill(tensor, name, distributions[name], seed)
-    unset = [name for name, tensor in named_tensors(model) if _local(tensor).isnan().any()]
+    unset = [name for name, tensor in named_tensors(model) if local_part(tensor).isnan().any()]
     assert not unset, f"not initialised: {unset}"
 
 
@@ -67,7 +64,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     tie(module)
     for _, tensor in named_tensors(module):
         if tensor.is_floating_point():
-            _local(tensor).fill_(float("nan"))
+            local_part(tensor).fill_(float("nan"))
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -78,18 +75,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def fill(tensor: Tensor, name: str, distribution: Normal | Constant, seed: int) -> None:
-    """Writes a parameter's initial values, of a DTensor those of the local shard."""
-    local = _local(tensor)
+    """Writes a parameter's initial values, of a DTensor those of the local shard; rounded where it is of less than float32."""
+    local = local_part(tensor)
     if isinstance(distribution, Constant):
         local.fill_(distribution.value)
         return
-    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little", signed=True)
+    key = key_of(f"{seed}/{name}")
     steps, heights = (part.to(local.device) for part in _normal_table(distribution.cutoff))
-    shape, offset = tuple(tensor.shape), (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     # A shard is a box of the whole parameter. It is filled a few rows at a time; a row is all but the first dimension.
-    base, inner = _box_index(shape, offset, tuple(local.shape), local.device)
+    base, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
     rows = max(1, _CHUNK // max(1, inner.numel()))
     flat = local.view(local.shape[0], -1) if local.numel() else local
     for start in range(0, local.shape[0] if local.numel() else 0, rows):
@@ -97,44 +91,13 @@ def fill(tensor: Tensor, name: str, distribution: Normal | Constant, seed: int) 
         flat[start : start + rows] = _normal(index, key, steps, heights) * distribution.std
 
 
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _box_index(
-    shape: tuple[int, ...], offset: tuple[int, ...], box: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Positions in the flattened whole parameter: of each row of the box, and of each value inside a row, both int64."""
-    inner = torch.zeros(1, dtype=torch.int64, device=device)
-    stride = 1
-    for size, first, count in reversed(list(zip(shape[1:], offset[1:], box[1:], strict=True))):
-        along = torch.arange(first, first + count, device=device) * stride
-        inner = (along[:, None] + inner).flatten()
-        stride *= size
-    return torch.arange(offset[0], offset[0] + box[0], device=device) * stride, inner
-
-
 def _normal(index: Tensor, key: int, steps: Tensor, heights: Tensor) -> Tensor:
     """Standard normal values, float32, for int64 positions."""
-    bits = _hash(index, key)
+    bits = splitmix64(index, key)
     step = (bits >> _FRACTION_BITS) & (2**_TABLE_BITS - 1)
     fraction = (bits & (2**_FRACTION_BITS - 1)).float() * 2.0**-_FRACTION_BITS
     # One operation at a time: a fused multiply-add would round once, and only on some devices.
     return fraction.mul_(heights[step]).add_(steps[step])
-
-
-def _hash(index: Tensor, key: int) -> Tensor:
-    """splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), int64 -> int64."""
-    z = index * -0x61C8864680B583EB + key
-    z = (z ^ _shift(z, 30)) * -0x40A7B892E31B1A47
-    z = (z ^ _shift(z, 27)) * -0x6B2FB644ECCEEE15
-    return z ^ _shift(z, 31)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; int64 shifts carry the sign along."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)
 
 
 @functools.cache

@@ -35,8 +35,10 @@ class LoraLinear(nn.Linear):
 
 
 def on_meta(family: Family, config: Config) -> nn.Module:
-    """The model of a run without memory, with the adapters that [lora] asks for. Raises UserError as `adapt` does."""
+    """A run's model without memory, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does."""
     model = family.on_meta()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
     if config.lora.enable:
         adapt(model, config.lora, getattr(torch, config.training.mixed_precision_param))
     return model

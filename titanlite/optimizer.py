@@ -1,6 +1,7 @@
 """The optimizer, the gradient's global norm, and the optimizer's state by parameter name."""
 
 import re
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,29 +10,70 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config import Optimizer as Keys
 from titanlite.errors import UserError
+from titanlite.low_precision import Bfloat16Adam
+from titanlite.muon import Muon
 
 
-def build_optimizer(model: nn.Module, keys: Keys) -> torch.optim.Optimizer:
-    """AdamW or Adam over two groups: parameters that are decayed, and those that are not.
+def build_optimizer(model: nn.Module, keys: Keys, compute: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+    """The optimizer that `keys.name` asks for, over groups of parameters that are decayed and of such that are not. What is
+    bfloat16 is rounded as `optimizer.rounding` says. For Muon all ranks together.
 
-    Raises UserError where `optimizer.decay_parameters` finds no parameter.
+    compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalises in it.
+
+    Raises UserError where `optimizer.decay_parameters` finds no parameter, or Muon no matrix.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {name for name, p in trained.items() if is_decayed(name, p, keys)}
     if keys.decay_parameters and not decayed:
         raise UserError(f"optimizer.decay_parameters = {keys.decay_parameters!r}: matches no trained parameter's name")
-    groups = [
-        {"params": [p for name, p in trained.items() if name in decayed], "weight_decay": keys.weight_decay},
-        {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
-    ]
-    return getattr(torch.optim, keys.name)(
-        [group for group in groups if group["params"]],
-        lr=keys.lr,
-        betas=(keys.beta1, keys.beta2),
-        eps=keys.eps,
+
+    def groups(names: list[str]) -> list[dict[str, Any]]:
+        found = [
+            {"params": [(n, trained[n]) for n in names if n in decayed], "weight_decay": keys.weight_decay},
+            {"params": [(n, trained[n]) for n in names if n not in decayed], "weight_decay": 0.0},
+        ]
+        return [group for group in found if group["params"]]
+
+    if keys.name != "Muon":
+        return _adam(groups(list(trained)), keys)
+    matrices = [name for name, p in trained.items() if is_orthogonalised(name, p, keys)]
+    others = [name for name in trained if name not in set(matrices)]
+    if not matrices:
+        raise UserError('optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"')
+    return Muon(
+        groups(matrices),
+        _adam(groups(others), keys) if others else None,
+        keys.lr,
+        keys.momentum,
+        keys.nesterov,
+        keys.ns_steps,
+        precision=torch.float32 if compute == torch.float32 else torch.bfloat16,
+        **_rounding([trained[name] for name in matrices], keys),
+    )
+
+
+def _adam(groups: list[dict[str, Any]], keys: Keys) -> torch.optim.Optimizer:
+    numbers = {"lr": keys.lr, "betas": (keys.beta1, keys.beta2), "eps": keys.eps}
+    parameters = [p for group in groups for _, p in group["params"]]
+    if any(p.dtype == torch.bfloat16 for p in parameters):
+        return Bfloat16Adam(groups, **numbers, decoupled=keys.name != "Adam", **_rounding(parameters, keys))
+    return (torch.optim.Adam if keys.name == "Adam" else torch.optim.AdamW)(
+        groups,
+        **numbers,
         fused=keys.implementation == "fused",
         foreach=keys.implementation == "foreach",
     )
+
+
+def _rounding(parameters: list[Tensor], keys: Keys) -> dict[str, bool]:
+    """How our own optimizers write parameters of that dtype."""
+    narrow = any(p.dtype == torch.bfloat16 for p in parameters)
+    return {"compensated": narrow and keys.rounding == "compensated", "compiled": narrow and keys.implementation == "fused"}
+
+
+def is_orthogonalised(name: str, parameter: Tensor, keys: Keys) -> bool:
+    """Whether Muon treats a parameter as a matrix: embedding, head, norms and biases are AdamW's."""
+    return keys.name == "Muon" and parameter.ndim == 2 and name.startswith("layers.")
 
 
 def is_decayed(name: str, parameter: Tensor, keys: Keys) -> bool:
@@ -39,6 +81,13 @@ def is_decayed(name: str, parameter: Tensor, keys: Keys) -> bool:
     if keys.decay_parameters:
         return re.search(keys.decay_parameters, name) is not None
     return parameter.ndim >= 2
+
+
+def state_bytes(name: str, parameter: Tensor, keys: Keys) -> int:
+    """What the optimizer keeps of each value of a trained parameter, in bytes; its count of steps apart."""
+    moments = 1 if is_orthogonalised(name, parameter, keys) else 2  # kept as the parameter is
+    remainder = 2 if parameter.dtype == torch.bfloat16 and keys.rounding == "compensated" else 0
+    return moments * parameter.element_size() + remainder
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -78,8 +127,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Ten
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Row by row, then over rows. A whole matrix in one float32 sum, as in `_foreach_norm`, is off by 6e-4 on a CPU."""
-    rows = [torch.linalg.vector_norm(tensor, dim=-1).flatten() for tensor in tensors]
-    return torch.cat(rows).float().square().sum()
+    rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32).flatten() for tensor in tensors]
+    return torch.cat(rows).square().sum()
 
 
 def _holders(tensor: Tensor) -> int:
@@ -97,6 +146,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     So every checkpoint of a run holds the same tensors, and a new process can read them.
     """
+    if isinstance(optimizer, Muon) and optimizer.rest is not None:
+        create_state(optimizer.rest)
+    if isinstance(optimizer, (Bfloat16Adam, Muon)):
+        return  # they have made theirs already
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -40,7 +40,7 @@ from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
-from titanlite.parallelize import parallelize
+from titanlite.parallelize import DTYPES, parallelize
 from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
 from titanlite.stop import EXIT_CODE, UNSAVED, Stop
@@ -152,7 +152,7 @@ def train(
     stacks.at(0, "building the model")
     model = build_model(family, config, mesh, device)
     flops, peak = lora.training_flops(family, config, model), peak_flops(device, training.mixed_precision_param)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[training.mixed_precision_param])
     create_state(optimizer)
     loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
     scale = loss_scale and loss_scale.scale
@@ -332,6 +332,8 @@ def derived_values(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = f", of which {trained:,} are trained" if trained < total else ""
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
+    rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
+    masters = f"masters and moments {training.dtype}{rounding}"
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
@@ -349,7 +351,7 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}, masters float32{held}, reduction {training.mixed_precision_reduce}",
+        "precision": f"{training.mixed_precision_param}, {masters}{held}, reduction {training.mixed_precision_reduce}",
         "again in backward": recomputed,
         "compiled": compiled,
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"

@@ -89,7 +89,9 @@ CASES = {
     "fraction of a token": case(
         "run.toml --training.seq_len 32.5", "training.seq_len = 32.5 (option): must be a valid integer"
     ),
-    "no such optimizer": case("run.toml --optimizer.name Muon", 'optimizer.name = "Muon" (option)', "'AdamW' or 'Adam'"),
+    "no such optimizer": case(
+        "run.toml --optimizer.name Lion", 'optimizer.name = "Lion" (option)', "'AdamW', 'Adam' or 'Muon'"
+    ),
     "ranks as an option": case("run.toml --ranks 4", "--ranks", "NGPU x NNODES"),
     # the machine
     "NGPU is 0": case("run.toml", "NGPU=0", "at least 1", NGPU="0"),

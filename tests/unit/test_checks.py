@@ -284,10 +284,10 @@ def test_the_recipes_pass(recipe, ranks):
 
 def test_inductor_without_a_c_compiler_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(checks, "_has_compiler", lambda: False)
+    monkeypatch.setattr(checks, "has_compiler", lambda: False)
     (fault,) = faults({COMPILE: True})
     assert 'compile.backend = "inductor": needs a C++ compiler' in fault
-    monkeypatch.setattr(checks, "_has_compiler", lambda: True)
+    monkeypatch.setattr(checks, "has_compiler", lambda: True)
     assert faults({COMPILE: True}) == []
 
 

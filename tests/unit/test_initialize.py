@@ -15,8 +15,6 @@ from models.blocks import Constant, Normal
 from tests import tiny
 from titanlite.errors import UserError
 from titanlite.initialize import (
-    _box_index,
-    _hash,
     _normal,
     _normal_table,
     fill,
@@ -25,6 +23,7 @@ from titanlite.initialize import (
     materialize,
     named_tensors,
 )
+from titanlite.positions import box_index, splitmix64
 from titanlite.zoo import Family
 
 _CPU = torch.device("cpu")
@@ -128,7 +127,7 @@ def _key(name: str, seed: int) -> int:
 @pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF])
 def test_hash_is_splitmix64(key):
     positions = [0, 1, 2, 3, 1000, 2**31, 2**32 + 1, 2**40 + 7, 2**62 + 1]
-    found = _hash(torch.tensor(positions), key)
+    found = splitmix64(torch.tensor(positions), key)
     assert [value % 2**64 for value in found.tolist()] == [_splitmix64(position, key) for position in positions]
 
 
@@ -199,7 +198,7 @@ def test_values_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, chunk)
     ],
 )
 def test_a_shard_on_its_own_equals_that_part_of_the_whole(shape, offset, box):
-    base, inner = _box_index(shape, offset, box, _CPU)
+    base, inner = box_index(shape, offset, box, _CPU)
     shard = _normal(base[:, None] + inner, _key("layers.0.ffn.w1.weight", 0), *_normal_table(3.0)).reshape(box)
     part = tuple(slice(first, first + size) for first, size in zip(offset, box, strict=True))
     assert torch.equal(shard, _filled(*shape)[part])

@@ -175,7 +175,7 @@ def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in
     found = estimate(config, 1)
     assert found.parameters == frozen + trained
     assert found.memory[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
-    assert checkpoint_bytes(model) == 2 * frozen + 12 * trained
+    assert checkpoint_bytes(model, config.optimizer) == 2 * frozen + 12 * trained
 
 
 def activations(mode: str, enable: bool = True) -> float:

@@ -31,6 +31,8 @@ MATHEMATICS = """
     model.name training.global_batch_size training.max_norm training.z_loss
     training.mixed_precision_param training.mixed_precision_reduce
     training.seed training.document_policy training.document_mask
+    training.dtype optimizer.rounding
+    optimizer.momentum optimizer.nesterov optimizer.ns_steps
     optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
     optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
     lr_scheduler.decay_type lr_scheduler.min_lr_factor lora.alpha

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config import Checkpoint as Keys
+from titanlite.config import Optimizer
 from titanlite.errors import UserError
+from titanlite.optimizer import state_bytes
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PROBE = ".probe"
-_MOMENTS = 8  # bytes a trained parameter: the two of Adam, in float32
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -52,9 +53,10 @@ def list_steps(folder: Path) -> list[int]:
 # -------------------------------------------------------------------------------------------------------------- before a run
 
 
-def checkpoint_bytes(model: nn.Module) -> int:
+def checkpoint_bytes(model: nn.Module, keys: Optimizer) -> int:
     """About how large a checkpoint of a model is, which may be on the meta device: the tensors alone."""
-    return sum(p.numel() * (p.element_size() + _MOMENTS * p.requires_grad) for p in model.parameters())
+    state = {name: state_bytes(name, p, keys) if p.requires_grad else 0 for name, p in model.named_parameters()}
+    return sum(p.numel() * (p.element_size() + state[name]) for name, p in model.named_parameters())
 
 
 def room_fault(folder: Path, size: int, keys: Keys) -> str:

@@ -31,7 +31,8 @@ from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial, materialize
 from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
-from titanlite.parallelize import parallelize
+from titanlite.optimizer import state_bytes
+from titanlite.parallelize import DTYPES, parallelize
 from titanlite.tools.check import parse_command
 from titanlite.zoo import Family, family_of, tie
 
@@ -45,7 +46,7 @@ class Memory(NamedTuple):
 
     masters: int
     gradients: int  # of every trained parameter, as in the second microbatch of a step and at the end of any
-    moments: int
+    moments: int  # and all else that the optimizer keeps
     activations: int  # what all layers together keep from the forward pass for the backward pass
     working: int  # at the worst moment beside all that: gathered parameters, one layer's recomputation, logits, ...
 
@@ -99,12 +100,16 @@ def estimate(config: Config, ranks: int) -> Estimate:
         local = _local_values(model)
         activations, working = measure_step(family, config, mesh)
         microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
-        trained = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = list(named.values())
         masters = 0 if offload else sum(_local(p).numel() * p.element_size() for p in model.parameters())
-        gradients = state = 0 if offload else 4 * sum(_local(p).numel() for p in trained)  # float32
+        gradients = 0 if offload else sum(_local(p).numel() * p.element_size() for p in trained)
+        moments = 0 if offload else sum(_local(p).numel() * state_bytes(name, p, config.optimizer) for name, p in named.items())
         if microbatches > 1 and not parallelism.reduce_every_microbatch:
-            gradients = 4 * sum(p.numel() for p in trained) // mesh["tp"].size()  # kept whole until the last microbatch
-        memory = Memory(masters, gradients, 2 * state, activations, working)
+            # kept whole until the last microbatch, in the precision that they are summed in
+            reduced = DTYPES[config.training.mixed_precision_reduce].itemsize
+            gradients = reduced * sum(p.numel() for p in trained) // mesh["tp"].size()
+        memory = Memory(masters, gradients, moments, activations, working)
         return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory)
     finally:
         dist.destroy_process_group()

@@ -20,7 +20,7 @@ from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
 from titanlite.compilation import RecompilationWatch
-from titanlite.config import Config
+from titanlite.config import Config, Optimizer
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial
 from titanlite.loss import Batch
@@ -144,7 +144,7 @@ def _miscounted(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     names = {name for name, _ in model.named_parameters()}
     moments = (f"optimizer.{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq"))
     counted = [tensors[key] for key in (*(f"model.{name}" for name in names), *moments) if key in tensors]
-    found, formula = sum(tensor.numel() * tensor.element_size() for tensor in counted), checkpoint_bytes(model)
+    found, formula = sum(tensor.numel() * tensor.element_size() for tensor in counted), checkpoint_bytes(model, Optimizer())
     return [] if found == formula else [f"a checkpoint holds {found:,} bytes, checkpoint_bytes says {formula:,}"]
 
 

@@ -41,6 +41,7 @@ from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
+from titanlite.parallelize import DTYPES
 from titanlite.resume import Progress, load_run, restore
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of
@@ -222,7 +223,7 @@ def begin(
     for number in [*reversed(listed[0]), None]:
         # anew for each: a checkpoint that is deleted while it is read leaves half of its tensors
         model = build_model(family, config, mesh, device)
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
         create_state(optimizer)
         loss_scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
         if number is None:  # in a folder without checkpoints `restore` begins as a new run does

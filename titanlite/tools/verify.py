@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.checks import check
-from titanlite.config import Config
+from titanlite.config import Config, Optimizer
 from titanlite.config_file import read_config
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
@@ -27,6 +27,7 @@ from titanlite.loss import Batch
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.optimizer import build_optimizer
+from titanlite.parallelize import DTYPES
 from titanlite.tools.ranks import on_ranks
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of
@@ -68,7 +69,8 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
     model = build_model(family_of(config.model), config, mesh, device)
     part = data_rank(mesh), data_degree(mesh)
     source = read_batches(config, data, 0, config.global_batch(data_degree(mesh)), part)
-    return follow(model, build_optimizer(model, config.optimizer), source, config, mesh, device)
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
+    return follow(model, optimizer, source, config, mesh, device)
 
 
 def follow(
@@ -188,7 +190,12 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     if known.steps < 1 or len(known.mesh) < 2:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2, and at least one step")
     # A schedule for the full run, of which only the first steps are taken; float32, where rounding is all that may differ.
-    training = {"steps": known.steps, "mixed_precision_param": "float32", "mixed_precision_reduce": "float32"}
+    training = {
+        "steps": known.steps,
+        "dtype": "float32",
+        "mixed_precision_param": "float32",
+        "mixed_precision_reduce": "float32",
+    }
     schedule = {"total_steps": config.schedule_steps}
     return (
         known.config,
@@ -196,6 +203,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
         config.model_copy(
             update={
                 "training": config.training.model_copy(update=training),
+                "optimizer": config.optimizer.model_copy(update={"rounding": Optimizer().rounding}),
                 "lr_scheduler": config.lr_scheduler.model_copy(update=schedule),
                 "checkpoint": type(config.checkpoint)(),
             }

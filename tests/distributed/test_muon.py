@@ -1,0 +1,185 @@
+"""Muon on meshes: every matrix is orthogonalised whole, by one rank, and that is what one process does."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from models.blocks import Normal
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, config_of, mesh_of
+from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, stored
+from titanlite import muon
+from titanlite.config import Config, Optimizer
+from titanlite.exchange import Exchange
+from titanlite.initialize import fill
+from titanlite.optimizer import build_optimizer, create_state, is_orthogonalised, named_state
+from titanlite.positions import local_part
+from titanlite.tools.estimate import estimate
+from titanlite.tools.verify import Trajectory, compare, whole
+from titanlite.train import build_model, update
+from titanlite.zoo import load_family
+
+HERE = "tests.distributed.test_muon"
+EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+MESHES = [
+    {"dp_shard": 2},
+    {"dp_shard": 4},
+    {"tp": 2},
+    {"tp": 4},
+    TWO_BY_TWO,
+    {"dp_replicate": 2, "dp_shard": 2},
+    EVERYTHING,
+    {"dp_shard": 8},
+]
+IDS = [" x ".join(f"{name} {degree}" for name, degree in mesh.items()) for mesh in MESHES]
+MUON = {"name": "Muon"}
+MUON_KEYS = Optimizer(name="Muon")
+BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
+
+
+def ranks_of(degrees: dict[str, int]) -> int:
+    return math.prod(degrees.values())
+
+
+def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    """Weights and state, whole, after steps whose gradients are a function of name, step and position; and the shapes of the
+    matrices that this rank has orthogonalised in the last one."""
+    seen: list[Any] = []
+    real = muon.orthogonalised
+
+    def watched(matrix: Tensor, steps: int) -> Tensor:
+        seen.append(tuple(matrix.shape))
+        return real(matrix, steps)
+
+    muon.orthogonalised = watched
+    try:
+        model = build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
+        optimizer = build_optimizer(model, config.optimizer)
+        create_state(optimizer)
+        for step in range(steps):
+            seen.clear()
+            for name, p in model.named_parameters():
+                p.grad = torch.empty_like(p, requires_grad=False)
+                fill(p.grad, f"{name} {step}", Normal(1e-3), seed=1)
+            update(model, optimizer, 1e-2 * (step + 1), math.inf)
+    finally:
+        muon.orthogonalised = real
+    tensors = {name: whole(p) for name, p in model.named_parameters()} | named_state(optimizer, model)
+    return {name: whole(tensor) for name, tensor in tensors.items()}, seen
+
+
+def expected_of(pools: dict[int, Pool], steps: int = 3, **sections: Any) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    return pools[1].run(f"{HERE}:given_gradients", degrees=ONE, config=config_of(ONE, **sections), steps=steps)[0]
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=IDS)
+def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_is_computed_twice(pools, degrees):
+    sections = {"optimizer": MUON}
+    expected, every = expected_of(pools, **sections)
+    config = config_of(degrees, **sections)
+    ranks = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)
+    for found, _ in ranks:
+        assert_same(found, expected)
+    counts = [len(shapes) for _, shapes in ranks]
+    assert sorted(shape for _, shapes in ranks for shape in shapes) == sorted(every)
+    assert max(counts) == math.ceil(len(every) / len(ranks))
+
+
+@pytest.mark.parametrize("flavor", ["qwen", "gemma", "tied"])
+def test_so_it_is_with_other_families_and_rows_that_ranks_do_not_divide(pools, flavor):
+    name = {"qwen": "tests.tiny_qwen3", "gemma": "tests.tiny_gemma3"}.get(flavor, "tests.tiny")
+    model = {"name": name, "flavor": "tied" if name == "tests.tiny" else "plain"}
+    expected, _ = expected_of(pools, optimizer=MUON, model=model)
+    for degrees in (TWO_BY_TWO, {"dp_shard": 8}):
+        config = config_of(degrees, optimizer=MUON, model=model)
+        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)[0]
+        assert_same(found, expected)
+
+
+def test_so_it_is_in_bfloat16(pools):
+    sections = {"training": BFLOAT16, "optimizer": {**MUON, "implementation": "for-loop"}}
+    expected, _ = expected_of(pools, **sections)
+    for degrees in (TWO_BY_TWO, EVERYTHING):
+        config = config_of(degrees, **sections)
+        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)[0]
+        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit, but for what PyTorch's fused AdamW does: that depends on where in a vector register a value stands."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        tolerance = 0.0 if is_orthogonalised(name.removesuffix(f".{muon.MOMENTUM}"), tensor, MUON_KEYS) else 1e-6
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance / 100)
+
+
+def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
+    """Whether matrices sharded by rows, with fewer rows than ranks too, come back as what the owners made of them."""
+    mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
+    wholes = [torch.arange(rows * columns).view(rows, columns) + 1000.0 * n for n, (rows, columns) in enumerate(shapes)]
+    matrices = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in wholes]
+    exchange = Exchange(matrices)
+    good, met = True, []
+    for one in exchange.rounds(used):
+        parts = exchange.map(one, [local_part(matrices[n]) for n in one.matrices], lambda matrix: matrix + matrix.sum())
+        met += one.matrices
+        for number, part in zip(one.matrices, parts, strict=True):
+            expected = distribute_tensor(wholes[number] + wholes[number].sum(), mesh, [Shard(0)])
+            good &= torch.equal(part, local_part(expected))
+    return good and sorted(met) == used
+
+
+@pytest.mark.parametrize("used", [[0, 1, 2, 3, 4, 5, 6], [1, 3, 5], [2]])
+def test_matrices_of_any_shape_travel_to_their_owners_and_back(pools, used):
+    shapes = [(7, 5), (3, 4), (1, 6), (2, 2), (9, 1), (7, 5), (8, 8)]
+    assert all(pools[4].run(f"{HERE}:exchanged", shapes=shapes, used=used))
+
+
+# ------------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("degrees", [{"dp_shard": 4}, {"tp": 2}, TWO_BY_TWO, EVERYTHING], ids=lambda mesh: str(mesh))
+def test_losses_and_gradients_are_those_of_one_process(pools, degrees):
+    def followed(mesh: dict[str, int]) -> Trajectory:
+        config = config_of(mesh, optimizer=MUON, training={"steps": 6})
+        return pools[ranks_of(mesh)].run("tests.distributed.scenarios:trajectory", degrees=mesh, config=config)[0][0]
+
+    result = compare(followed(degrees), followed(ONE))
+    print(f"{degrees}: losses {result.loss:.1e}, norms {result.later_norms:.1e}, gradients {result.gradient:.1e}")
+    assert result.equal, result
+
+
+@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, degrees):
+    run(pools, degrees, tmp_path / "whole", 20, optimizer=MUON)
+    for steps in (7, 20):
+        run(pools, degrees, tmp_path / "parts", steps, optimizer=MUON)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, found = stored(tmp_path / "whole", 20), stored(tmp_path / "parts", 20)
+    assert found.keys() == expected.keys()
+    assert any(name.endswith("momentum_buffer") for name in expected)
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.5
+
+
+def test_from_one_mesh_to_another_losses_agree_within_rounding(pools, tmp_path):
+    run(pools, ONE, tmp_path / "whole", 20, optimizer=MUON)
+    for degrees, steps in ((ONE, 7), (TWO_BY_TWO, 14), (EVERYTHING, 20)):
+        run(pools, degrees, tmp_path / "parts", steps, optimizer=MUON)
+    differences = [abs(a / b - 1) for a, b in zip(losses(tmp_path / "parts"), losses(tmp_path / "whole"), strict=True)]
+    print(f"losses differ by {max(differences):.1e}")
+    assert max(differences) < 2e-5
+
+
+def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_all_else():
+    config = config_of(ONE, optimizer=MUON)
+    model = load_family("tests.tiny", "plain").on_meta()
+    matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalised(name, p, config.optimizer))
+    every = sum(p.numel() for p in model.parameters())
+    assert 0 < matrices < every
+    assert estimate(config, 1).memory.moments == 8 * every - 4 * matrices

@@ -1,0 +1,242 @@
+"""Adam in bfloat16: what it keeps, that small updates are not lost, and that it is float32's Adam but for rounding."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.config import Optimizer as Keys
+from titanlite.low_precision import Bfloat16Adam
+from titanlite.optimizer import build_optimizer, create_state, named_state, set_lr, state_bytes
+from titanlite.rounding import joined
+
+ROUNDINGS = ("stochastic", "compensated")
+
+
+def _model(*shape: int, value: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.full(shape, value, dtype=dtype))
+    return model
+
+
+def _optimizer(model: nn.Module, **keys) -> torch.optim.Optimizer:
+    return build_optimizer(model, Keys(**{"implementation": "for-loop", "weight_decay": 0.0, **keys}))
+
+
+def _held(optimizer: Bfloat16Adam, model: nn.Module) -> torch.Tensor:
+    """A parameter with what is kept beside it."""
+    return joined(model.weight.detach(), optimizer.state[model.weight].get("remainder"))
+
+
+def _adamw(value: float, gradients: list[float], lr: float, betas: tuple[float, float], eps: float, decay: float):
+    """AdamW as in its paper, in Python's floats: (parameter, first moment, second moment) at the end."""
+    first = second = 0.0
+    for step, gradient in enumerate(gradients, 1):
+        value -= lr * decay * value
+        first = betas[0] * first + (1 - betas[0]) * gradient
+        second = betas[1] * second + (1 - betas[1]) * gradient**2
+        value -= lr * first / (1 - betas[0] ** step) / (math.sqrt(second / (1 - betas[1] ** step)) + eps)
+    return value, first, second
+
+
+def _gradients(steps: int) -> list[float]:
+    torch.manual_seed(1)
+    return (torch.randn(steps) * 0.01).bfloat16().tolist()
+
+
+# ------------------------------------------------------------------------------------------------------- against the paper
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_the_mean_over_many_values_follows_adamw(rounding, beta2):
+    """Each value draws its own chance, so their mean is that of as many runs."""
+    gradients, lr = _gradients(200), 1e-3
+    model = _model(200, 200, value=0.5)
+    optimizer = _optimizer(model, lr=lr, beta2=beta2, rounding=rounding, weight_decay=0.1, eps=1e-8)
+    for gradient in gradients:
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+    value, first, second = _adamw(0.5, gradients, lr, (0.9, beta2), 1e-8, 0.1)
+    state = optimizer.state[model.weight]
+    moved = _held(optimizer, model).double().mean().item() - 0.5
+    error = _held(optimizer, model).double().std().item() / math.sqrt(model.weight.numel())
+    print(f"{rounding}, {beta2}: moved by {moved:.3e} with a standard error of {error:.0e}, expected {value - 0.5:.3e}")
+    assert moved == pytest.approx(value - 0.5, abs=5 * error + 1e-3 * abs(value - 0.5))
+    assert error < 0.15 * abs(value - 0.5)
+    assert state["exp_avg"].double().mean().item() == pytest.approx(first, rel=2e-3)
+    assert state["exp_avg_sq"].double().mean().item() == pytest.approx(second, rel=2e-3)
+
+
+def test_to_nearest_the_second_moment_would_be_wrong():
+    """Why moments are rounded by chance: PyTorch's own AdamW on bfloat16, on the same gradients."""
+    gradients = _gradients(2000)
+    model = _model(10, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999))
+    for gradient in gradients:
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+    second = _adamw(1.0, gradients, 1e-3, (0.9, 0.999), 1e-8, 0.0)[2]
+    wrong = optimizer.state[model.weight]["exp_avg_sq"].double().mean().item() / second - 1
+    print(f"to nearest the second moment is off by {wrong:+.0%}")
+    assert abs(wrong) > 0.1
+
+
+@pytest.mark.parametrize(("rounding", "moves"), [("nearest", 0.0), ("stochastic", 0.1), ("compensated", 0.1)])
+def test_updates_that_are_lost_to_nearest_are_kept(rounding, moves):
+    """A thousand updates of 1e-4 of a weight of 1, of which bfloat16 knows no smaller neighbour than 1 - 1/256."""
+    model = _model(100, 100)
+    numbers = {"lr": 1e-4, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(model.parameters(), **numbers) if rounding == "nearest" else _optimizer(
+        model, rounding=rounding, beta2=0.999, **numbers
+    )  # fmt: skip
+    for _ in range(1000):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    found = model.weight.detach() if rounding == "nearest" else _held(optimizer, model)
+    assert 1 - found.double().mean().item() == pytest.approx(moves, abs=5e-4)
+    if rounding == "compensated":
+        assert (found.double() - 0.9).abs().max() < 5e-3  # each, not only their mean; the moments are rounded by chance
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_the_first_step_is_pytorchs_in_float32_but_for_one_rounding(name, rounding):
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(40, 50).bfloat16(), torch.randn(40, 50).bfloat16()
+    keys = {"name": name, "lr": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.3}
+    ours, theirs = _model(40, 50), _model(40, 50, dtype=torch.float32)
+    for model, rules in ((ours, {"rounding": rounding}), (theirs, {})):
+        model.weight.data.copy_(weight)
+        model.weight.grad = gradient.to(model.weight.dtype)
+        optimizer = _optimizer(model, **keys, **rules)
+        optimizer.step()
+        if model is ours:
+            held = _held(optimizer, model)
+    expected = theirs.weight.detach()
+    if rounding == "compensated":
+        torch.testing.assert_close(held, expected, rtol=1e-6, atol=1e-7)
+    unit = 2.0 ** (expected.abs().log2().floor() - 7)
+    assert ((ours.weight.double() - expected).abs() < 1.0001 * unit).all()
+
+
+def test_with_remainders_the_parameter_is_the_nearest_bfloat16_and_the_sum_is_float32s():
+    """Large eps, betas 0: what is left of Adam is a sum of small numbers, which float32 sums as well as this does."""
+    model = _model(30, 30)
+    optimizer = _optimizer(model, rounding="compensated", lr=1e-3, beta1=0.0, beta2=0.0, eps=1.0)
+    reference = torch.ones(30, 30, dtype=torch.float32)
+    torch.manual_seed(0)
+    for _ in range(500):
+        model.weight.grad = (0.01 * torch.randn(30, 30)).bfloat16()
+        reference -= 1e-3 * model.weight.grad.float() / (model.weight.grad.float().abs() + 1)
+        optimizer.step()
+    held = _held(optimizer, model)
+    assert (held - reference).abs().max() < 2e-6  # float32 itself: 500 roundings of 6e-8
+    assert (model.weight.float() - held).abs().max() <= 2.0**-8
+    assert not torch.equal(held, model.weight.float())
+
+
+# ---------------------------------------------------------------------------------------------------------- as an optimizer
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(rounding):
+    model = _model(5, 7)
+    optimizer = _optimizer(model, rounding=rounding, lr=0.1)
+    model.weight.grad = torch.randn(5, 7).bfloat16()
+    optimizer.step()
+    before = [model.weight.detach().clone(), *(value.clone() for value in named_state(optimizer, model).values())]
+    model.weight.grad = torch.full((5, 7), math.nan, dtype=torch.bfloat16)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    after = [model.weight.detach(), *named_state(optimizer, model).values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    optimizer.found_inf = torch.zeros(())
+    model.weight.grad = torch.randn(5, 7).bfloat16()
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 2
+    assert not torch.equal(model.weight.detach(), before[0])
+
+
+def test_gradients_are_divided_by_grad_scale():
+    found = []
+    for scale in (1.0, 4.0):
+        model = _model(5, 7)
+        optimizer = _optimizer(model, eps=0.1)
+        optimizer.grad_scale = torch.tensor(scale)
+        model.weight.grad = torch.full((5, 7), 0.25 * scale, dtype=torch.bfloat16)
+        optimizer.step()
+        found.append(model.weight.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_state_is_there_from_the_beginning_and_as_large_as_told(rounding):
+    model = _model(20, 30)
+    keys = Keys(rounding=rounding, implementation="for-loop")
+    optimizer = build_optimizer(model, keys)
+    create_state(optimizer)
+    state = named_state(optimizer, model)
+    kept = ["exp_avg", "exp_avg_sq", *(["remainder"] if rounding == "compensated" else [])]
+    assert list(state) == [f"weight.{name}" for name in ("step", *kept)]
+    assert all((value == 0).all() for value in state.values())
+    assert sum(state[f"weight.{name}"].nbytes for name in kept) == 600 * state_bytes("weight", model.weight, keys)
+    assert (model.weight == 1).all()
+
+
+def test_a_parameter_without_gradient_stays_and_counts_no_step():
+    model = _model(4, 4)
+    model.bias = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = _optimizer(model, lr=0.5)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert (model.bias == 1).all()
+    assert [optimizer.state[p]["step"].item() for p in (model.weight, model.bias)] == [1, 0]
+
+
+def test_the_learning_rate_is_that_of_the_step():
+    model = _model(4, 4)
+    optimizer = _optimizer(model, lr=0.5)
+    set_lr(optimizer, 0.0)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert (model.weight == 1).all()
+
+
+def test_chance_is_a_function_of_the_name_and_the_step():
+    def moved(name: str, steps: int) -> torch.Tensor:
+        model = nn.Module()
+        model.register_parameter(name, nn.Parameter(torch.ones(50, 50, dtype=torch.bfloat16)))
+        optimizer = _optimizer(model, lr=1e-3, eps=1e-30)
+        for _ in range(steps):
+            set_lr(optimizer, 1e-3 if _ == steps - 1 else 0.0)
+            model.get_parameter(name).grad = torch.ones(50, 50, dtype=torch.bfloat16)
+            optimizer.step()
+        return model.get_parameter(name).detach()
+
+    assert torch.equal(moved("one", 1), moved("one", 1))
+    assert not torch.equal(moved("one", 1), moved("other", 1))
+    assert not torch.equal(moved("one", 1), moved("one", 2))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_compiled_and_not_the_values_are_the_same_and_one_kernel_serves_all_shapes(rounding):
+    shapes = [(37, 53), (64, 64), (101,), (3, 4, 5), (300, 129), (1, 40)]
+
+    def trained(implementation: str) -> tuple[list[torch.Tensor], int]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(shape).bfloat16()) for shape in shapes])
+        optimizer = _optimizer(model, rounding=rounding, implementation=implementation, weight_decay=0.1)
+        for _ in range(3):
+            for p in model:
+                p.grad = torch.randn(p.shape).bfloat16()
+            optimizer.step()
+        values = [*(p.detach() for p in model), *named_state(optimizer, model).values()]
+        return values, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    (compiled, graphs), (eager, none) = trained("fused"), trained("for-loop")
+    assert (graphs, none) == (2, 0)  # one more for matrices of a single row, so for vectors
+    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))

@@ -1,0 +1,216 @@
+"""Muon in one process: PyTorch's own, the closed form of its orthogonalisation, and what it leaves to AdamW."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from models import llama3
+from titanlite.config import Optimizer as Keys
+from titanlite.errors import UserError
+from titanlite.low_precision import Bfloat16Adam
+from titanlite.muon import orthogonalised
+from titanlite.optimizer import build_optimizer, create_state, is_orthogonalised, named_state, set_lr, state_bytes
+from titanlite.rounding import joined
+
+_CONFIG = llama3.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
+_KEYS = Keys(name="Muon", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = llama3.Model(_CONFIG)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    return model.to(dtype)
+
+
+def _set_gradients(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).bfloat16().to(p.dtype)
+
+
+def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if is_orthogonalised(name, p, _KEYS)}
+
+
+def _polynomial(value: torch.Tensor, steps: int) -> torch.Tensor:
+    for _ in range(steps):
+        value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
+    return value
+
+
+# ----------------------------------------------------------------------------------------------------- orthogonalisation
+
+
+@pytest.mark.parametrize("shape", [(20, 50), (50, 20), (30, 30), (1, 40), (40, 1)])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_it_is_the_polynomial_of_the_singular_values(shape, steps):
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    expected = u @ torch.diag(_polynomial(s / s.norm(), steps)) @ v
+    torch.testing.assert_close(orthogonalised(matrix, steps).double(), expected, rtol=1e-4, atol=2e-5)
+
+
+def test_singular_values_come_near_to_one_in_bfloat16_too():
+    torch.manual_seed(0)
+    found = torch.linalg.svdvals(orthogonalised(torch.randn(60, 200).bfloat16(), 5).float())
+    assert found.min() > 0.6
+    assert found.max() < 1.3
+    assert orthogonalised(torch.zeros(3, 4), 5).abs().max() == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- whole steps
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
+    keys = _KEYS.model_copy(update={"nesterov": nesterov, "momentum": 0.9, "ns_steps": 4})
+    ours, theirs = _model(), _model()
+    optimizer = build_optimizer(ours, keys, torch.bfloat16)  # as PyTorch's always does
+    rest = [(name, p) for name, p in theirs.named_parameters() if name not in _matrices(theirs)]
+    references = [
+        torch.optim.Muon(
+            _matrices(theirs).values(), weight_decay=0.3, momentum=0.9, nesterov=nesterov, ns_steps=4,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW([p for _, p in rest if p.ndim == 2], weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6),
+        torch.optim.AdamW([p for _, p in rest if p.ndim < 2], weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6),
+    ]  # fmt: skip
+    before = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    for step in range(4):
+        for model, each in ((ours, [optimizer]), (theirs, references)):
+            _set_gradients(model, step)
+            for one in each:
+                set_lr(one, 1e-2 / (step + 1))
+                one.step()
+    expected = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        moved, wanted = p.detach() - before[name], expected[name].detach() - before[name]
+        distance = ((moved - wanted).norm() / wanted.norm()).item()
+        assert distance < (2e-2 if name in _matrices(ours) else 1e-5), name  # of bfloat16, in which both orthogonalise
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_in_float32_a_step_is_the_formula(nesterov):
+    model = _model()
+    optimizer = build_optimizer(model, _KEYS.model_copy(update={"nesterov": nesterov}))
+    kept = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in _matrices(model).items()}
+    for step in range(3):
+        _set_gradients(model, step)
+        expected = {}
+        for name, p in _matrices(model).items():
+            gradient = p.grad.double()
+            kept[name] = 0.95 * kept[name] + 0.05 * gradient
+            u, s, v = torch.linalg.svd(0.05 * gradient + 0.95 * kept[name] if nesterov else kept[name], full_matrices=False)
+            direction = u @ torch.diag(_polynomial(s / s.norm(), 5)) @ v
+            rate = 1e-2 * 0.2 * math.sqrt(max(p.shape))
+            expected[name] = p.detach().double() * (1 - 1e-2 * 0.3) - rate * direction
+        optimizer.step()
+        for name, p in _matrices(model).items():
+            torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_update_is_as_large_as_one_of_adamw():
+    model = _model()
+    optimizer = build_optimizer(model, _KEYS.model_copy(update={"weight_decay": 0.0}))
+    before = {name: p.detach().clone() for name, p in _matrices(model).items()}
+    _set_gradients(model, 0)
+    optimizer.step()
+    for name, p in _matrices(model).items():
+        assert 0.1 < (p.detach() - before[name]).square().mean().sqrt() / 1e-2 < 0.3
+
+
+# ---------------------------------------------------------------------------------------------------------- as an optimizer
+
+
+def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws():
+    model = _model()
+    optimizer = build_optimizer(model, _KEYS)
+    create_state(optimizer)
+    state = named_state(optimizer, model)
+    for name, _ in model.named_parameters():
+        mine = name.startswith("layers.") and "norm" not in name
+        kept = {"step", "momentum_buffer"} if mine else {"step", "exp_avg", "exp_avg_sq"}
+        assert {key.rpartition(".")[2] for key in state if key.startswith(f"{name}.")} == kept
+    assert all((value == 0).all() for value in state.values())
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {id(p) for p in model.parameters() if p.ndim == 2}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_state_is_as_large_as_told(dtype):
+    model, keys = _model(dtype), _KEYS.model_copy(update={"implementation": "for-loop", "rounding": "compensated"})
+    optimizer = build_optimizer(model, keys)
+    create_state(optimizer)
+    found = sum(value.nbytes for key, value in named_state(optimizer, model).items() if not key.endswith(".step"))
+    assert found == sum(p.numel() * state_bytes(name, p, keys) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtype):
+    # as in a run: fused, but where that is compiled
+    keys = _KEYS.model_copy(update={"implementation": "fused" if dtype == torch.float32 else "for-loop"})
+    found = []
+    for scale in (1.0, 4.0):
+        model = _model(dtype)
+        optimizer = build_optimizer(model, keys)
+        create_state(optimizer)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
+        _set_gradients(model, 1)
+        for p in model.parameters():
+            p.grad *= scale
+        optimizer.step()
+        before = [t.detach().clone() for t in (*model.parameters(), *named_state(optimizer, model).values())]
+        for p in model.parameters():
+            p.grad = torch.full_like(p, math.nan)
+        optimizer.found_inf = torch.ones(())
+        optimizer.step()
+        after = [*model.parameters(), *named_state(optimizer, model).values()]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        found.append(before)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_matrix_without_gradient_stays():
+    model = _model()
+    optimizer = build_optimizer(model, _KEYS)
+    _set_gradients(model, 0)
+    left_out = model.layers["0"].ffn.w1.weight
+    left_out.grad, before = None, left_out.detach().clone()
+    other = model.layers["0"].ffn.w3.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(left_out, before)
+    assert not torch.equal(model.layers["0"].ffn.w3.weight, other)
+    assert optimizer.state[left_out]["step"] == 0
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_in_bfloat16_the_mean_over_many_steps_is_float32s(rounding):
+    """Small steps with one direction for all: to nearest, no weight would move."""
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = _model(dtype)
+        for p in model.parameters():
+            p.data.fill_(1.0)
+        keys = {"rounding": rounding, "implementation": "for-loop", "lr": 1e-4, "weight_decay": 1.0}
+        optimizer = build_optimizer(model, _KEYS.model_copy(update=keys))
+        assert isinstance(optimizer.rest, Bfloat16Adam) == (dtype == torch.bfloat16)
+        for _ in range(200):
+            _set_gradients(model, 0)
+            optimizer.step()
+        held = [joined(p.detach(), optimizer.state[p].get("remainder")) for p in _matrices(model).values()]
+        moved[dtype] = torch.cat([(1 - each).flatten() for each in held]).double()
+    error = (moved[torch.bfloat16] - moved[torch.float32]).std() / math.sqrt(len(moved[torch.float32]))
+    assert moved[torch.float32].mean() > 0.01
+    assert abs(moved[torch.bfloat16].mean() - moved[torch.float32].mean()) < 5 * error + 1e-6
+
+
+def test_a_model_without_matrices_is_refused():
+    with pytest.raises(UserError, match=r'optimizer.name = "Muon": the model has no trained matrix in its layers'):
+        build_optimizer(nn.Linear(3, 3), _KEYS)

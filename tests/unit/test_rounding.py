@@ -1,0 +1,94 @@
+"""Rounding to bfloat16: right in the mean, by chance that is a function of name, step and position; and remainders, exact."""
+
+import math
+
+import pytest
+import torch
+
+from titanlite.rounding import Places, _wrapped, joined, keys_of, places, random_bits, root, split, stochastic
+
+
+def _bits(rows: int, columns: int, name: int = 1, step: int = 1, word: int = 0) -> torch.Tensor:
+    key = keys_of(torch.tensor([name]), torch.tensor([step]))[0]
+    return random_bits(places(torch.empty(rows, columns)), key, word)
+
+
+def _neighbours(value: float) -> tuple[float, float]:
+    """The bfloat16 numbers below and above, from the definition: 8 significant bits."""
+    unit = 2.0 ** (math.floor(math.log2(abs(value))) - 7)
+    return math.floor(value / unit) * unit, math.ceil(value / unit) * unit
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3.14159, 1e-3, -7.7e-12, 6.02e23])
+def test_the_mean_of_stochastic_rounding_is_the_value(value):
+    low, high = _neighbours(value)
+    rounded = torch.stack([stochastic(torch.full((100, 100), value), _bits(100, 100, step=step)) for step in range(10)])
+    assert rounded.dtype == torch.bfloat16
+    assert {*rounded.double().unique().tolist()} == {low, high}
+    expected = (torch.tensor(value).double().item() - low) / (high - low)
+    share = (rounded.double() == high).double().mean().item()
+    assert share == pytest.approx(expected, abs=5 * math.sqrt(expected * (1 - expected) / rounded.numel()) + 2**-16)
+
+
+def test_what_bfloat16_holds_is_not_changed_whatever_the_chance():
+    exact = torch.tensor([[0.0, -0.0, 1.0, -1.5, 2.0**-130, math.inf, -math.inf, 3.3895e38]]).bfloat16()
+    for step in range(100):
+        assert torch.equal(stochastic(exact.float(), _bits(1, 8, step=step)).view(torch.int16), exact.view(torch.int16))
+    assert stochastic(torch.tensor([[math.nan]]), _bits(1, 1)).isnan().all()
+
+
+def test_a_remainder_and_its_bfloat16_are_the_float32_bit_for_bit():
+    torch.manual_seed(0)
+    every = torch.randn(100, 1000) * 2.0 ** torch.randint(-100, 100, (100, 1000))
+    every[0, :6] = torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-42, 1.00390625])
+    high, low = split(every)
+    assert (high.dtype, low.dtype) == (torch.bfloat16, torch.int16)
+    assert torch.equal(joined(high, low).view(torch.int32), every.view(torch.int32))
+    nearest = every.bfloat16()  # which rounds halves to even
+    finite = high.isfinite()
+    assert torch.equal((high.double() - every).abs()[finite], (nearest.double() - every).abs()[finite])
+
+
+def test_bits_are_those_of_the_published_mixing_function():
+    def mixed(index: int, first: int, second: int) -> int:
+        x = index ^ first
+        x = ((x ^ (x >> 16)) * 0x7FEB352D + second) % 2**32
+        x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+        return x ^ (x >> 16)
+
+    key = keys_of(torch.tensor([-5]), torch.tensor([7]))[0]
+    words = [int(word) % 2**32 for word in key]
+    found = random_bits(places(torch.empty(50, 60)), key, 1).flatten().tolist()
+    assert [bits % 2**32 for bits in found] == [mixed(index, *words[2:]) for index in range(3000)]
+
+
+def test_positions_count_modulo_two_to_the_32():
+    index = torch.tensor([0, 1, 2**31, 2**32 - 1, 2**32, 2**40 + 5])
+    assert [int(i) % 2**32 for i in _wrapped(index)] == [0, 1, 2**31, 2**32 - 1, 0, 5]
+
+
+def test_half_words_are_uniform_and_independent_of_each_other_of_the_step_and_of_the_name():
+    one = _bits(300, 1000)
+    others = [one >> 16, _bits(300, 1000, word=1), _bits(300, 1000, step=2), _bits(300, 1000, name=2)]
+    cells = [(bits & 0xFFFF).flatten() for bits in (one, *others)]
+    for number, bits in enumerate(cells):
+        counts = torch.bincount(bits >> 8, minlength=256).double()
+        expected = bits.numel() / 256
+        assert ((counts - expected) ** 2 / expected).sum() < 255 + 6 * math.sqrt(2 * 255)  # chi-square, six deviations
+        correlations = torch.corrcoef(torch.stack([bits.double(), cells[0].double()]))[0, 1]
+        assert number == 0 or abs(correlations) < 6 / math.sqrt(bits.numel())
+    following = torch.corrcoef(torch.stack([cells[0][:-1].double(), cells[0][1:].double()]))[0, 1]
+    assert abs(following) < 6 / math.sqrt(cells[0].numel())
+
+
+def test_a_part_of_a_matrix_has_the_bits_of_its_place():
+    key = keys_of(torch.tensor([3]), torch.tensor([4]))[0]
+    whole = places(torch.empty(8, 10))
+    part = Places(whole.rows[2:5], whole.columns[4:])
+    assert torch.equal(random_bits(part, key, 0), random_bits(whole, key, 0)[2:5, 4:])
+
+
+def test_the_root_is_rounded_as_ieee_says():
+    values = torch.rand(10_000)
+    expected = torch.tensor([math.sqrt(value) for value in values.tolist()], dtype=torch.float64).float()
+    assert torch.equal(root(values), expected)
