@@ -29,9 +29,11 @@ from benchmarks.allocators import ALLOCATORS, environment
 from benchmarks.contestants import CONTESTANTS, MATMUL, Contestant
 from benchmarks.contestants.job import WEIGHTS, Job
 from benchmarks.contestants.matmul import flops as matmul_flops
+from benchmarks.contestants.titanlite import config_of
 from benchmarks.figures import OURS, aligned, disagreements, figures, table
 from benchmarks.processes import ROOT, Left, Process, base_environment, missing_packages, python_of
 from models import llama3
+from titanlite.errors import UserError
 from titanlite.hf.export import Item, write_file
 from titanlite.initialize import fill, match_initial
 from titanlite.metrics import peak_flops_of
@@ -339,6 +341,8 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         }
         job = Job(module="", folder=str(folder), **taken)
         session = Session(keys, folder, job, chosen)
+        for titanlite in [job for job in session.jobs.values() if job.module == "titanlite"]:
+            config_of(titanlite)  # so that a wrong option is told before anything is started
         try:
             for name in chosen:
                 session.enter(name)
@@ -416,7 +420,7 @@ def main(words: list[str] | None = None) -> int:
     keys = parse(words)
     try:
         result = measure(keys, words)
-    except (Fault, FileNotFoundError) as error:
+    except (Fault, UserError, FileNotFoundError) as error:
         say(str(error))
         return 1
     if keys.output:

@@ -1,8 +1,8 @@
 """torchtitan's own Trainer and its `train_step`, with its llama3 model in our dimensions, compiled block by block and the loss.
 
 On one device it applies no FSDP2 and computes bfloat16 by autocast, as it decides itself. Left out are its tokenizer and data
-loader: `step` hands `train_step` an iterator. It knows no CPU: there it is told that the accelerator is "cpu", and its monitor
-of device memory, which only reports, is replaced by one that reports nothing.
+loader: `step` hands the batches to its `batch_generator`. It knows no CPU: there it is told that the accelerator is "cpu", and
+its monitor of device memory, which only reports, is replaced by one that reports nothing.
 """
 
 import os
@@ -162,7 +162,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         trainer.loss = torch.zeros((), device=tokens.device)
         trainer.step += 1
         trainer.gc_handler.run(trainer.step)
-        trainer.train_step(iter([({"input": part[:, :-1]}, part[:, 1:]) for part in tokens]))
+        trainer.train_step(trainer.batch_generator([({"input": part[:, :-1]}, part[:, 1:]) for part in tokens]))
         return trainer.loss
 
     return step
