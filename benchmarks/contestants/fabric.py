@@ -12,7 +12,7 @@ from benchmarks.contestants.plain import model_of
 
 def precision_of(job: Job) -> str:
     """As Lightning calls it."""
-    return "32-true" if job.amp is None else "bf16-mixed"
+    return {"float32": "32-true", "bfloat16": "bf16-mixed", "bfloat16-pure": "bf16-true"}[job.precision]
 
 
 def build(job: Job) -> Callable[[Tensor], Tensor]:

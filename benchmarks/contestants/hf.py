@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 
-import torch
 import transformers
 from torch import Tensor
 
@@ -55,7 +54,7 @@ class _Trainer(transformers.Trainer):
 
 def build(job: Job) -> Callable[[Tensor], Tensor]:
     amp = job.amp
-    model = transformers.LlamaForCausalLM.from_pretrained(job.folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = transformers.LlamaForCausalLM.from_pretrained(job.folder, dtype=job.dtype, attn_implementation="sdpa")
     model.config.use_cache = False  # of keys and values, for text; it warns of it where activations are recomputed
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(prefix="throughput-hf-"),

@@ -26,7 +26,9 @@ class Job:
     module: str  # its file in this folder
     folder: str  # the initial weights in Hugging Face's format: model.safetensors, float32, and config.json
     device: str = "cpu"  # or "cuda"
-    precision: str = "bfloat16"  # masters in float32, computation in bfloat16; "float32"; "bfloat16-pure": nothing in float32
+    precision: str = (
+        "bfloat16"  # masters in float32, computation in bfloat16; "float32"; "bfloat16-pure": parameters and moments too
+    )
     batch: int = 8  # sequences in one forward and backward pass
     seq: int = 256  # tokens of a sequence
     accumulate: int = 1  # passes in one optimizer step
@@ -54,10 +56,13 @@ class Job:
         return json.loads((Path(self.folder) / "config.json").read_text(encoding="utf-8"))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, and with them of gradients and moments."""
+        return torch.bfloat16 if self.precision == "bfloat16-pure" else torch.float32
+
+    @property
     def amp(self) -> torch.dtype | None:
-        """What torch.autocast computes in; None: no autocast. Raises Unfit for "bfloat16-pure", which needs more than that."""
-        if self.precision == "bfloat16-pure":
-            raise Unfit("has no bfloat16 parameters and optimizer states here")
+        """What torch.autocast computes in; None: no autocast."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     def step_tokens(self) -> int:

@@ -92,7 +92,7 @@ class Llama(nn.Module):
 def model_of(job: Job) -> Llama:
     """The model with its initial weights."""
     with torch.device("meta"):
-        model = Llama(job.model, job.recompute == "full")
+        model = Llama(job.model, job.recompute == "full").to(job.dtype)
     model.to_empty(device=job.device)
     model.tie()
     load(model, job.weights())

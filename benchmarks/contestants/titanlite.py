@@ -27,8 +27,6 @@ from titanlite.zoo import Family, family_of
 
 def config_of(job: Job) -> Config:
     """The job as a TOML file of titanlite, with the contestant's own options over it. Raises UserError for a wrong one."""
-    if job.precision == "bfloat16-pure":
-        raise Unfit("has no bfloat16 parameters and optimizer states yet")
     text = f"""
         [model]
         flavor = "hf"
@@ -38,7 +36,8 @@ def config_of(job: Job) -> Config:
         global_batch_size = {job.batch * job.accumulate}
         seq_len = {job.seq}
         max_norm = {job.max_norm}
-        mixed_precision_param = "{job.precision}"
+        mixed_precision_param = "{job.precision.removesuffix("-pure")}"
+        {'dtype = "bfloat16"' if job.precision == "bfloat16-pure" else ""}
         seed = {job.seed}
         [optimizer]
         lr = {job.lr}

@@ -102,7 +102,8 @@ def _config(job: Job) -> JobConfig:
             "seq_len": job.seq,
             "max_norm": job.max_norm,
             "steps": 1_000_000,
-            "mixed_precision_param": "float32" if job.amp is None else "bfloat16",
+            "dtype": "bfloat16" if job.precision == "bfloat16-pure" else "float32",
+            "mixed_precision_param": "float32" if job.precision == "float32" else "bfloat16",
         },
         "optimizer": {
             "lr": job.lr,
