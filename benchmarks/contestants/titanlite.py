@@ -64,7 +64,7 @@ def recomputed(job: Job) -> float | None:
         return float(keys.mode == "full")
     if keys.mode == "selective" and isinstance(keys.selective_ac_option, int):
         layers = job.model.n_layers
-        return len(range(0, layers, keys.selective_ac_option)) / layers
+        return layers // keys.selective_ac_option / layers
     return None
 
 

@@ -1,8 +1,10 @@
 """benchmarks.throughput: what it makes of raw numbers, that all do the same work, and that it refuses who does not."""
 
 import copy
+import dataclasses
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from benchmarks import report, throughput
 from benchmarks.allocators import ALLOCATORS, environment
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.contestants.job import Job, interleaved
+from benchmarks.contestants.titanlite import recomputed
 from benchmarks.figures import aligned, disagreements, figures, markdown, state_bytes, table
-from benchmarks.processes import base_environment
+from benchmarks.processes import Left, Process, base_environment
 from benchmarks.throughput import Fault, dimensions, line_up, parse, training_flops, write_model
 from models import llama3
 from models.blocks import apply_rope, rope_frequencies, rope_tables
@@ -263,6 +266,35 @@ def test_a_readme_without_marks_is_left_alone(tmp_path, capsys):
     assert readme.read_text() == "mine" and report.BEGIN in capsys.readouterr().err
 
 
+def test_a_wrong_option_of_titanlite_is_told_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr(throughput, "Process", None)
+    tiny = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100"]
+    assert throughput.main([*tiny, "--variant", "x=--compile.enabel true"]) == 1
+    assert "--compile.enable" in capsys.readouterr().err
+
+
+def test_the_share_of_blocks_that_titanlite_computes_again_follows_its_options(tmp_path):
+    job = _job(tmp_path, dimensions(f"{TINY},n_layers=5", 100))
+    words = "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option"
+    shares = {"": 0.0, f"{words} 2": 2 / 5, f"{words} op": None}
+    for options, share in shares.items():
+        assert recomputed(dataclasses.replace(job, keys={"options": options.split()})) == share
+    assert recomputed(dataclasses.replace(job, recompute="full")) == 1.0
+
+
+def test_a_process_that_fails_says_why_and_is_gone(tmp_path):
+    job = dataclasses.replace(_job(tmp_path, dimensions(TINY, 100), batch=2, seq=16), module="nobody")
+    with pytest.raises(Left, match=r"No module named 'benchmarks\.contestants\.nobody'") as caught:
+        Process(job, sys.executable, base_environment({}, {}), tmp_path)
+    assert caught.value.failed
+
+
+def test_an_allocator_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setattr("benchmarks.allocators.glob.glob", lambda _: [])
+    with pytest.raises(FileNotFoundError, match="--allocator tcmalloc"):
+        environment("tcmalloc")
+
+
 # -------------------------------------------------------------------------------------------------------------- the whole
 
 
@@ -286,10 +318,3 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
     told = capsys.readouterr()
     assert "titanlite:hasty: refused: losses" in told.err and "not measured: titanlite:hasty" in told.out
     assert report.title(result).startswith("1 CPU threads")
-
-
-def test_a_wrong_option_of_titanlite_is_told_before_anything_starts(monkeypatch, capsys):
-    monkeypatch.setattr(throughput, "Process", None)
-    tiny = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100"]
-    assert throughput.main([*tiny, "--variant", "x=--compile.enabel true"]) == 1
-    assert "--compile.enable" in capsys.readouterr().err
