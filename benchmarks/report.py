@@ -19,7 +19,7 @@ def title(result: dict[str, Any]) -> str:
     """What was measured, in a line."""
     job = result["job"]
     model = job["model"]
-    where = result["hardware"].get("gpu") or f"{job['threads']} CPU threads"
+    where = result["hardware"].get("gpu") or f"{job['threads']} CPU thread{'s' if job['threads'] > 1 else ''}"
     size = f"{job['parameters'] / 1e6:,.0f} M parameters, vocabulary {model['vocab_size']:,}"
     return f"{where}: {size}, {job['precision']}, allocator {result['environment']['allocator']}"
 
@@ -81,8 +81,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     bottom = [a + b for a, b in zip(state, libraries, strict=True)]
     memory.barh(list(found), rest, left=bottom, color=colors, alpha=0.6, label="all else")
     memory.set_xlabel("peak memory, GB")
-    memory.legend(fontsize="small", loc="lower right")
-    figure.suptitle(title(result), fontsize="medium")
+    memory.legend(fontsize="small", loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, frameon=False)
+    figure.suptitle(title(result), fontsize="medium", x=0.01, ha="left")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

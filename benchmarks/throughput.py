@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import statistics
@@ -366,7 +367,7 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         shutil.rmtree(folder)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.throughput", *words]),
+        "command": command(words),
         **commit(),
         "hardware": hardware(keys.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -385,6 +386,13 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "left_out": left_out | session.unfit,
         "failed": session.failed,
     }
+
+
+def command(words: list[str]) -> str:
+    """What was typed, without this machine's own paths."""
+    text = shlex.join(["python", "-m", "benchmarks.throughput", *words])
+    text = re.sub(r" --output[= ]\S+", "", text)
+    return re.sub(r"(--python[= ][^=\s]+=)\S*/", r"\1", text)
 
 
 def commit() -> dict[str, Any]:

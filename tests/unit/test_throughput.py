@@ -237,6 +237,11 @@ def test_every_run_has_the_same_environment_but_for_what_is_asked(monkeypatch):
     assert found["MALLOC_TOP_PAD_"] == "7" and found.items() >= (ALLOCATORS["keep"] | {"MALLOC_TOP_PAD_": "7"}).items()
 
 
+def test_the_recorded_command_has_no_paths_of_the_machine():
+    words = ["--vocab", "5", "--output", "/a/x.json", "--python", "litgpt=/b/python", "--python=hf=/c/python", "--rounds", "3"]
+    assert throughput.command(words).endswith("throughput --vocab 5 --python litgpt=python --python=hf=python --rounds 3")
+
+
 def test_every_contestant_has_its_file():
     for name, contestant in CONTESTANTS.items():
         assert (throughput.ROOT / "benchmarks" / "contestants" / f"{contestant.module}.py").is_file(), name
@@ -317,4 +322,4 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
     assert result["job"]["parameters"] == sum(p.numel() for p in Family(llama3, dimensions(TINY, 100)).on_meta().parameters())
     told = capsys.readouterr()
     assert "titanlite:hasty: refused: losses" in told.err and "not measured: titanlite:hasty" in told.out
-    assert report.title(result).startswith("1 CPU threads")
+    assert report.title(result).startswith("1 CPU thread:")
