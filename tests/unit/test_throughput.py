@@ -306,14 +306,17 @@ def test_an_allocator_that_is_not_installed_is_told(monkeypatch):
 def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path, capsys):
     output = tmp_path / "out" / "result.json"
     words = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100", "--batch", "2", "--seq", "16"]
+    words += ["--accumulate", "2", "--variant", "split=--ranks 2"]
     words += ["--precision", "float32", "--threads", "1", "--rounds", "2", "--steps", "2", "--no-cold", "--check-steps", "3"]
     words += ["--titanlite", "--compile.enable false", "--variant", "hasty=--optimizer.lr 0.05", "--output", str(output)]
     assert throughput.main(words) == 1  # since one is refused
     result = json.loads(output.read_text())
-    assert set(result["contestants"]) == {"titanlite", "plain"}
+    assert set(result["contestants"]) == {"titanlite", "plain", "titanlite:split"}
     assert set(result["failed"]) == {"titanlite:hasty"} and "plain's are" in result["failed"]["titanlite:hasty"]
     ours, plain = result["contestants"]["titanlite"], result["contestants"]["plain"]
     assert len(ours["losses"]) == 3 and ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    split = result["contestants"]["titanlite:split"]
+    assert split["ranks"] == 2 and split["losses"] == pytest.approx(ours["losses"], rel=1e-6)
     assert len(ours["seconds"]) == len(plain["seconds"]) == len(result["matmul"]["seconds"]) == 2
     for raw in (ours, plain):
         memory = raw["memory"]
