@@ -18,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Left(Exception):
-    """A contestant's process has ended, or has said that it cannot do its job."""
+    """A contestant's process has ended, or has said that it cannot do its job; the text is all that there is to say of it."""
 
-    def __init__(self, reason: str, failed: bool):
-        super().__init__(reason)
-        self.failed = failed  # False: it is not fit for the job, and has said so
+    def __init__(self, reason: str, failed: bool, log: str = ""):
+        """reason: its last line says what it was. failed: False where it is not fit for the job. log: what it has printed."""
+        super().__init__(f"{reason}\n{log}" if log else reason)
+        self.failed, self.summary = failed, reason.strip().splitlines()[-1]
 
 
 class Process:
@@ -108,11 +109,11 @@ class Process:
         for rank in self._ranks:
             line = rank.stdout.readline()
             if not line:
-                raise Left(f"ended by itself, exit code {rank.wait()}\n{self._tail()}", failed=True)
+                raise Left(f"ended by itself, exit code {rank.wait()}", failed=True, log=self._tail())
             answers.append(json.loads(line))
             if answers[-1]["did"] in ("unfit", "fail"):
                 failed = answers[-1]["did"] == "fail"
-                raise Left(answers[-1]["reason"] + (self._tail() if failed else ""), failed)
+                raise Left(answers[-1]["reason"], failed, log=self._tail() if failed else "")
         together = dict(answers[0])
         together["memory"] = {name: sum(a["memory"][name] for a in answers) for name in answers[0]["memory"]}
         if "seconds" in together:

@@ -31,7 +31,7 @@ from benchmarks.contestants import CONTESTANTS, MATMUL, Contestant
 from benchmarks.contestants.job import WEIGHTS, Job, Unfit
 from benchmarks.contestants.matmul import flops as matmul_flops
 from benchmarks.contestants.titanlite import config_of
-from benchmarks.figures import OURS, aligned, disagreements, figures, table
+from benchmarks.figures import OURS, aligned, disagreements, table
 from benchmarks.processes import ROOT, Left, Process, base_environment, missing_packages, python_of
 from models import llama3
 from titanlite.errors import UserError
@@ -74,7 +74,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="sequences in one forward and backward pass")
     add("--seq", type=int, default=256, help="tokens of a sequence")
     add("--accumulate", type=int, default=1, help="passes in one optimizer step")
-    add("--recompute", choices=["none", "full"], default="none", help="activations of the blocks in the backward pass")
+    add("--recompute", choices=["none", "full"], default="none", help="the blocks' activations, in the backward pass")
     add("--threads", type=int, default=os.cpu_count(), help="of a contestant; shared among its ranks")
     add("--ranks", type=int, default=1, help="processes of every titanlite contestant, with FSDP2 between them")
     add(
@@ -89,7 +89,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     add("--rounds", type=int, default=7)
     add("--steps", type=int, default=10, help="of each contestant in each round")
-    add("--warmup", type=int, default=2, help="untimed steps behind the first, in each process")
+    add("--warmup", type=int, default=2, help="untimed steps of each process before its first turn")
     add("--check-steps", type=int, default=5, help="first steps whose losses must agree")
     add("--lr", type=float, default=3e-4)
     add("--seed", type=int, default=0)
@@ -161,6 +161,8 @@ def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
         split = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         split.add_argument("--ranks", type=int, default=keys.ranks)
         own, words = split.parse_known_args(shlex.split(options))
+        if own.ranks < 1:
+            raise Fault(f"--variant {name}: --ranks {own.ranks}: must be at least 1")
         variant = CONTESTANTS[OURS]._replace(keys={"options": [*common, *words]})
         found[f"{OURS}:{name}"] = variant, own.ranks
     return found, left_out
@@ -234,7 +236,9 @@ class Session:
     def start(self, name: str) -> Process:
         """A new process of a contestant, after its first step."""
         job = self.matmul if name == "matmul" else self.jobs[name]
-        return Process(job, python_of(job.module, self.pythons), self.environment, self.folder / "caches" / name)
+        return Process(
+            job, python_of(job.module, self.pythons), self.environment, self.folder / "caches" / name.replace(":", "-")
+        )
 
     @contextlib.contextmanager
     def turn(self, name: str) -> Iterator[Process]:
@@ -270,6 +274,8 @@ class Session:
                 losses = process.first["losses"]
                 if self.keys.check_steps > 1:
                     losses = losses + process.run(1, self.keys.check_steps - 1)["losses"]
+                if self.keys.warmup and not self.apart:
+                    process.run(self.keys.check_steps, self.keys.warmup)
             except BaseException:
                 process.close()
                 raise
@@ -292,7 +298,7 @@ class Session:
                 process.pause()
                 self.kept[name] = process
         except Left as left:
-            (self.failed if left.failed else self.unfit)[name] = str(left)
+            (self.failed if left.failed else self.unfit)[name] = left.summary
             say(f"{name}: {'failed' if left.failed else 'left out'}: {left}")
             return
         starts = f"first step {'' if cold is None else f'cold {cold:.1f} s, '}warm {process.first_step:.1f} s"
@@ -308,7 +314,7 @@ class Session:
 
     def round(self, number: int) -> None:
         """A turn for each, the matrix product among them."""
-        first, steps = 100 + number * self.keys.steps, self.keys.steps
+        first, steps = 1000 + number * self.keys.steps, self.keys.steps
         for name in ["matmul", *self.found]:
             try:
                 with self.turn(name) as process:
@@ -316,7 +322,8 @@ class Session:
             except Left as left:
                 if name in ("matmul", OURS):
                     raise
-                self.put_aside(name, str(left))
+                say(f"{name}: {left}")
+                self.put_aside(name, left.summary)
                 continue
             if name == "matmul":
                 self.products.append(answer["seconds"])
@@ -441,7 +448,6 @@ def main(words: list[str] | None = None) -> int:
     print(f"a large matrix product: {product / 1e12:.3f} TFLOP/s; {result['flops']['causal'] / 1e9:.3f} GFLOP a token causal")
     for name, reason in (result["left_out"] | result["failed"]).items():
         print(f"not measured: {name}: {reason}")
-    assert figures(result)[OURS].to_ours == 1.0
     return 1 if result["failed"] else 0
 
 
