@@ -6,6 +6,7 @@ its monitor of device memory, which only reports, is replaced by one that report
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -126,8 +127,9 @@ def _config(job: Job) -> JobConfig:
 
 
 def _weights(job: Job, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By torchtitan's names, for its rotary positions; blocks that are compiled hide behind one more name."""
-    c, names = job.model, {name.replace("_orig_mod.", ""): name for name, _ in model.named_parameters()}
+    """By torchtitan's names, for its rotary positions; blocks that are compiled or recomputed hide behind one more name."""
+    c = job.model
+    names = {re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name): name for name, _ in model.named_parameters()}
     for name, tensor in job.weights():
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
