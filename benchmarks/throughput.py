@@ -171,7 +171,7 @@ def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
 # --------------------------------------------------------------------------------------------------------------- the work
 
 
-def write_model(folder: Path, config: llama3.Config, seed: int, device: str) -> int:
+def write_model(folder: Path, config: llama3.Config, seed: int, device: str, dtype: torch.dtype = torch.float32) -> int:
     """titanlite's initial weights as a folder in Hugging Face's format, a tensor at a time; -> the number of parameters."""
     family = Family(llama3, config)
     model = family.on_meta()
@@ -182,15 +182,15 @@ def write_model(folder: Path, config: llama3.Config, seed: int, device: str) -> 
     def initial(name: str) -> torch.Tensor:
         tensor = torch.empty(named[name].shape, device=device)
         fill(tensor, name, distributions[name], seed)
-        return tensor.cpu()
+        return tensor.to("cpu", dtype)
 
     theirs = {name: llama3.HF[every_layer(name).replace("*", "{i}")] for name in named}
     numbers = {name: name.split(".")[1] for name in named}
-    items = [Item(name, theirs[name].replace("{i}", numbers[name]), tuple(named[name].shape), torch.float32) for name in named]
+    items = [Item(name, theirs[name].replace("{i}", numbers[name]), tuple(named[name].shape), dtype) for name in named]
     write_file(folder / WEIGHTS, items, initial)
     if device == "cuda":
         torch.cuda.empty_cache()  # the contestants need all of it
-    description = llama3.to_hf(config) | {"torch_dtype": "float32", "max_position_embeddings": 131_072}
+    description = llama3.to_hf(config) | {"torch_dtype": str(dtype).removeprefix("torch."), "max_position_embeddings": 131_072}
     (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
     return sum(tensor.numel() for tensor in named.values())
 
@@ -344,12 +344,12 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     config = dimensions(keys.model, keys.vocab)
     folder = Path(tempfile.mkdtemp(prefix="throughput-"))
     try:
-        parameters = write_model(folder, config, keys.seed, keys.device)
         taken = {
             name: getattr(keys, name)
             for name in ("device", "precision", "batch", "seq", "accumulate", "threads", "recompute", "lr", "seed")
         }
         job = Job(module="", folder=str(folder), **taken)
+        parameters = write_model(folder, config, keys.seed, keys.device, job.dtype)
         session = Session(keys, folder, job, chosen)
         for titanlite in [job for job in session.jobs.values() if job.module == "titanlite"]:
             config_of(titanlite)  # so that a wrong option is told before anything is started

@@ -24,7 +24,7 @@ class Job:
     """One contestant's work."""
 
     module: str  # its file in this folder
-    folder: str  # the initial weights in Hugging Face's format: model.safetensors, float32, and config.json
+    folder: str  # the initial weights in Hugging Face's format: model.safetensors in `dtype`, and config.json
     device: str = "cpu"  # or "cuda"
     precision: str = (
         "bfloat16"  # masters in float32, computation in bfloat16; "float32"; "bfloat16-pure": parameters and moments too
@@ -82,7 +82,7 @@ class Job:
         return (size**uniform).long().clamp_(max=size) - 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The initial weights by Hugging Face's names, one at a time, float32 on the CPU."""
+        """The initial weights by Hugging Face's names, one at a time, in `dtype` on the CPU."""
         with safe_open(Path(self.folder) / WEIGHTS, "pt") as file:
             for name in file.keys():  # noqa: SIM118  it is no dictionary
                 yield name, file.get_tensor(name)
