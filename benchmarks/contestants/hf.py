@@ -5,7 +5,6 @@ when the optimizer has stepped. So all that a user's step passes through is time
 """
 
 import queue
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,7 +56,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
     model = transformers.LlamaForCausalLM.from_pretrained(job.folder, dtype=job.dtype, attn_implementation="sdpa")
     model.config.use_cache = False  # of keys and values, for text; it warns of it where activations are recomputed
     arguments = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(prefix="throughput-hf-"),
+        output_dir=f"{job.folder}/trainer",
         max_steps=_FOREVER,
         per_device_train_batch_size=job.batch,
         gradient_accumulation_steps=job.accumulate,

@@ -7,7 +7,6 @@ its monitor of device memory, which only reports, is replaced by one that report
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +94,7 @@ def _model_args(job: Job) -> TransformerModelArgs:
 def _config(job: Job) -> JobConfig:
     config = JobConfig()
     values = {
-        "job": {"dump_folder": tempfile.mkdtemp(prefix="throughput-torchtitan-")},
+        "job": {"dump_folder": f"{job.folder}/torchtitan"},
         "model": {"name": "throughput", "flavor": "job"},
         "training": {
             "local_batch_size": job.batch,
