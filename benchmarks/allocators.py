@@ -1,0 +1,30 @@
+"""The memory allocator of a whole run, the same for every contestant; the values are here and nowhere else.
+
+On a CPU glibc gives large blocks back to the kernel when they are freed, and takes new ones, every page of which the kernel
+clears and maps at its first touch: at every step, for every large temporary. Both others keep them.
+"""
+
+import glob
+
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "default": {},
+    # glibc's malloc: blocks up to 4 GiB come from the heap and not from mmap, and the heap is never made smaller (mallopt(3))
+    "keep": {
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+        "MALLOC_TOP_PAD_": str(2**26),
+    },
+    "tcmalloc": {"LD_PRELOAD": "libtcmalloc_minimal.so.4"},
+}
+_PLACES = ("/usr/lib/*/", "/usr/lib64/", "/usr/lib/", "/usr/local/lib/")
+
+
+def environment(name: str) -> dict[str, str]:
+    """The variables of an allocator. Raises FileNotFoundError where its library is not installed."""
+    found = dict(ALLOCATORS[name])
+    if library := found.get("LD_PRELOAD"):
+        paths = [path for place in _PLACES for path in sorted(glob.glob(place + library))]
+        if not paths:
+            raise FileNotFoundError(f"--allocator {name}: no {library} in {', '.join(_PLACES)}; install libtcmalloc-minimal4")
+        found["LD_PRELOAD"] = paths[0]
+    return found

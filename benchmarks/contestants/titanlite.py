@@ -1,0 +1,112 @@
+"""titanlite as its training loop runs it: the same parts in the same order, on a Config that options have made.
+
+job.keys: "options", a list of words such as ["--compile.components", "model"]; "fsdp", false for the model as it is before
+FSDP2 is applied, with bfloat16 by autocast: what FSDP2 on one rank costs is the difference.
+"""
+
+import gc
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.contestants.job import Job, Unfit
+from titanlite import parallelize, process
+from titanlite.config import Config
+from titanlite.config_file import read_config
+from titanlite.loss import Batch
+from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.optimizer import build_optimizer, create_state
+from titanlite.train import build_model, forward_backward, update
+from titanlite.zoo import Family, family_of
+
+
+def config_of(job: Job) -> Config:
+    """The job as a TOML file of titanlite, with the contestant's own options over it. Raises UserError for a wrong one."""
+    text = f"""
+        [model]
+        flavor = "hf"
+        hf_assets_path = "{job.folder}"
+        [training]
+        local_batch_size = {job.batch // job.ranks}
+        global_batch_size = {job.batch * job.accumulate}
+        seq_len = {job.seq}
+        max_norm = {job.max_norm}
+        mixed_precision_param = "{job.precision.removesuffix("-pure")}"
+        {'dtype = "bfloat16"' if job.precision == "bfloat16-pure" else ""}
+        seed = {job.seed}
+        [optimizer]
+        lr = {job.lr}
+        beta1 = {job.beta1}
+        beta2 = {job.beta2}
+        eps = {job.eps}
+        weight_decay = {job.weight_decay}
+        [compile]
+        enable = {str(job.compiled).lower()}
+        [activation_checkpoint]
+        mode = "{job.recompute}"
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "titanlite.toml"
+        path.write_text(text, encoding="utf-8")
+        return read_config(path, list(job.keys.get("options", [])))
+
+
+def recomputed(job: Job) -> float | None:
+    """The share of the blocks' forward pass that is done again; None where it is not a matter of whole blocks."""
+    config = config_of(job)
+    keys = config.activation_checkpoint
+    if keys.mode in ("none", "full"):
+        return float(keys.mode == "full")
+    if keys.mode == "selective" and isinstance(keys.selective_ac_option, int):
+        layers = job.model.n_layers
+        return layers // keys.selective_ac_option / layers
+    return None
+
+
+def build(job: Job) -> Callable[[Tensor], Tensor]:
+    config = config_of(job)
+    if job.batch % job.ranks:
+        raise Unfit(f"cannot share {job.batch} sequences among {job.ranks} ranks")
+    device = process.start(config)
+    mesh = build_mesh(resolve_degrees(config.parallelism, job.ranks), device.type)
+    family = family_of(config.model)
+    if job.keys.get("fsdp", True):
+        model = build_model(family, config, mesh, device)
+    else:
+        model = _without_fsdp(job, family, config, mesh, device)
+    optimizer = build_optimizer(model, config.optimizer)
+    create_state(optimizer)
+    part, parts, number = data_rank(mesh), data_degree(mesh), 0
+    gc.disable()
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        if number == 1 or number % config.training.gc_freq == 0:
+            gc.collect(1)
+        process.seed_step(config.training.seed, number, part)
+        # this rank's rows, in microbatches of training.local_batch_size
+        mine = tokens.flatten(0, 1)[part::parts].unflatten(0, (-1, config.training.local_batch_size))
+        share = forward_backward(model, Batch(mine), mesh, None, config.parallelism.reduce_every_microbatch)
+        update(model, optimizer, config.optimizer.lr, config.training.max_norm)
+        return share
+
+    return step
+
+
+def _without_fsdp(job: Job, family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """`build_model` less `apply_fsdp`; bfloat16 by autocast, and a `set_requires_gradient_sync` that has nothing to do."""
+    if mesh.size() > 1:
+        raise Unfit("runs in one process without FSDP2")
+    with mock.patch.object(parallelize, "apply_fsdp"):
+        model = build_model(family, config, mesh, device)
+    model.set_requires_gradient_sync = lambda _: None
+    if job.amp is not None:
+        for part in (model, model.head):  # what the loop calls
+            part.forward = torch.autocast(job.device, job.amp)(part.forward)
+    return model

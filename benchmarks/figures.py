@@ -1,0 +1,129 @@
+"""From a run's raw numbers to what is told of it: medians, ratios, utilisation, memory; as rows of tables."""
+
+import statistics
+from typing import Any, NamedTuple
+
+OURS = "titanlite"
+_STATE_BYTES = {"bfloat16": 16, "float32": 16, "bfloat16-pure": 8}  # a parameter, its gradient and its two moments
+
+
+class Figures(NamedTuple):
+    """What one contestant has reached; rates are medians over rounds."""
+
+    tokens_per_second: float
+    to_ours: float  # its speed / titanlite's, the median over rounds of the ratio inside a round
+    mfu_causal: float | None  # of the datasheet's peak, None where there is none
+    mfu_palm: float | None
+    hfu: float | None  # attention causal, recomputation counted; None where nobody can tell what is recomputed
+    matmul_causal: float  # the same of a large matrix product's rate in this run
+    matmul_palm: float
+    matmul_hfu: float | None
+    peak: int  # bytes at most while training: resident, or on a GPU allocated
+    above_state: int  # of these, what is not parameters, gradients and optimizer states
+    net: int  # of these again, what was not resident once the libraries were imported
+    cold: float | None  # seconds from the process's start to the end of its first step, with no compiler's cache
+    warm: float  # and with one: the median
+
+
+def state_bytes(parameters: int, precision: str) -> int:
+    """Bytes of parameters, gradients and AdamW's moments."""
+    return parameters * _STATE_BYTES[precision]
+
+
+def figures(result: dict[str, Any]) -> dict[str, Figures]:
+    """Of every contestant of a result that was measured, by name, in the order of the result."""
+    job, flops = result["job"], result["flops"]
+    tokens = job["accumulate"] * job["batch"] * job["seq"] * result["steps"]
+    product = result["matmul"]["flops"] * result["steps"] / statistics.median(result["matmul"]["seconds"])
+    datasheet, state = result["datasheet_flops"], state_bytes(job["parameters"], job["precision"])
+    ours = result["contestants"][OURS]["seconds"]
+    found = {}
+    for name, raw in result["contestants"].items():
+        speed = statistics.median(tokens / seconds for seconds in raw["seconds"])
+        done = {"causal": flops["causal"], "palm": flops["palm"], "hfu": None}
+        if raw["recomputed"] is not None:
+            done["hfu"] = flops["causal"] + raw["recomputed"] * flops["blocks_forward"]
+
+        def share(kind: str, peak: float | None, speed: float = speed, done: dict[str, Any] = done) -> float | None:
+            return None if peak is None or done[kind] is None else speed * done[kind] / peak
+
+        memory = raw["memory"]
+        kind = "allocated" if job["device"] == "cuda" else "resident"
+        peak = memory["peak"][f"peak_{kind}"]
+        found[name] = Figures(
+            tokens_per_second=speed,
+            to_ours=statistics.median(a / b for a, b in zip(ours, raw["seconds"], strict=True)),
+            mfu_causal=share("causal", datasheet),
+            mfu_palm=share("palm", datasheet),
+            hfu=share("hfu", datasheet),
+            matmul_causal=share("causal", product),
+            matmul_palm=share("palm", product),
+            matmul_hfu=share("hfu", product),
+            peak=peak,
+            above_state=peak - state,
+            net=peak - state - memory["import"][kind],
+            cold=raw["first_step"]["cold"],
+            warm=statistics.median(raw["first_step"]["warm"]),
+        )
+    return found
+
+
+def table(result: dict[str, Any]) -> list[list[str]]:
+    """A header and a row for each contestant, the fastest first."""
+    found = figures(result)
+    sheet = result["datasheet_flops"] is not None
+    header = ["", "tokens/s", "of titanlite's", "titanlite is"]
+    header += ["MFU causal", "MFU PaLM", "HFU"] if sheet else []
+    header += ["causal / matmul", "PaLM / matmul", "HFU / matmul"]
+    header += ["peak GB", "above state", "less libraries", "first step cold s", "warm s"]
+    rows = [header]
+    for name, f in sorted(found.items(), key=lambda item: -item[1].tokens_per_second):
+        row = [name, f"{f.tokens_per_second:,.0f}", f"{f.to_ours:.3f}", f"{1 / f.to_ours:.2f} x"]
+        row += [_percent(share) for share in (f.mfu_causal, f.mfu_palm, f.hfu)] if sheet else []
+        row += [_percent(share) for share in (f.matmul_causal, f.matmul_palm, f.matmul_hfu)]
+        row += [f"{size / 1e9:.2f}" for size in (f.peak, f.above_state, f.net)]
+        row += ["-" if f.cold is None else f"{f.cold:.1f}", f"{f.warm:.1f}"]
+        rows.append(row)
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table as Markdown: the first row is the header."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "| " + " | ".join(["---"] + ["---:"] * (len(rows[0]) - 1)) + " |")
+    return "\n".join(lines)
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def disagreements(losses: dict[str, list[float]], tolerance: float) -> tuple[str, dict[str, str]]:
+    """Whom the others are compared with, and a sentence for each whose losses are others: name -> sentence.
+
+    The reference is "plain" where it is among them, then "plain-compiled", then the first. tolerance: relative, of each loss.
+    """
+    reference = next((name for name in ("plain", "plain-compiled") if name in losses), next(iter(losses)))
+    found = {}
+    for name, theirs in losses.items():
+        apart = [abs(a - b) / abs(b) for a, b in zip(theirs, losses[reference], strict=True)]
+        # not "any above": a loss that is no number is above nothing
+        if not all(difference <= tolerance for difference in apart):
+            listed = ", ".join(f"{loss:.6f}" for loss in theirs)
+            expected = ", ".join(f"{loss:.6f}" for loss in losses[reference])
+            found[name] = (
+                f"losses {listed}; {reference}'s are {expected}; apart by up to {max(apart):.2e}, allowed {tolerance:g}"
+            )
+    return reference, found
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

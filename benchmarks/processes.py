@@ -1,0 +1,166 @@
+"""Contestants as processes: started, asked, stopped while it is another's turn, ended."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contestants.job import Job
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Left(Exception):
+    """A contestant's process has ended, or has said that it cannot do its job; the text is all that there is to say of it."""
+
+    def __init__(self, reason: str, failed: bool, log: str = ""):
+        """reason: its last line says what it was. failed: False where it is not fit for the job. log: what it has printed."""
+        super().__init__(f"{reason}\n{log}" if log else reason)
+        self.failed, self.summary = failed, reason.strip().splitlines()[-1]
+
+
+class Process:
+    """The ranks of one contestant. `first_step` is the time from their start to the end of their first step, in seconds."""
+
+    def __init__(self, job: Job, python: str, environment: dict[str, str], cache: Path):
+        """python: its interpreter; environment: in place of this process's own; cache: where compilers keep their results."""
+        self.job = job
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        variables = environment | {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}",
+            "PYTHONSAFEPATH": "1",
+            "OMP_NUM_THREADS": str(job.threads),
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
+        if job.device == "cpu":
+            variables["CUDA_VISIBLE_DEVICES"] = ""
+        if job.ranks > 1:
+            variables |= {"WORLD_SIZE": str(job.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        begin = time.perf_counter()
+        self._ranks = [
+            subprocess.Popen(
+                [python, "-m", "benchmarks.contestants.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                cwd=ROOT,
+                env=variables | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if job.ranks > 1 else {}),
+                start_new_session=True,
+            )
+            for rank in range(job.ranks)
+        ]
+        try:
+            for rank in range(job.ranks):
+                self._say(rank, asdict(replace(job, rank=rank)))
+                self._say(rank, {"first": 0, "steps": 1})
+            self.imported, self.built = self._hear(), self._hear()
+            self.first = self._hear()
+        except BaseException:
+            self.close()
+            raise
+        self.first_step = time.perf_counter() - begin
+
+    def run(self, first: int, steps: int) -> dict[str, Any]:
+        """Steps `first`, `first` + 1, ...: seconds of the slowest rank, losses of the whole batch, memory of all ranks."""
+        self._signal(signal.SIGCONT)
+        for rank in range(self.job.ranks):
+            self._say(rank, {"first": first, "steps": steps})
+        return self._hear()
+
+    def pause(self) -> None:
+        """Takes no time of the processor until `run`."""
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        self._signal(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.wait()
+            rank.stdin.close()
+            rank.stdout.close()
+        self._log.close()
+
+    def _signal(self, number: int) -> None:
+        for rank in self._ranks:
+            try:
+                os.killpg(rank.pid, number)  # with the compilers that it may have started
+            except ProcessLookupError:
+                continue  # nobody is left there
+
+    def _say(self, rank: int, value: dict[str, Any]) -> None:
+        try:
+            self._ranks[rank].stdin.write(json.dumps(value) + "\n")
+            self._ranks[rank].stdin.flush()
+        except BrokenPipeError:
+            pass  # `_hear` tells why it has ended
+
+    def _hear(self) -> dict[str, Any]:
+        """The next answer of all ranks, as one."""
+        answers = []
+        for rank in self._ranks:
+            line = rank.stdout.readline()
+            if not line:
+                raise Left(f"ended by itself, exit code {rank.wait()}", failed=True, log=self._tail())
+            answers.append(json.loads(line))
+            if answers[-1]["did"] in ("unfit", "fail"):
+                failed = answers[-1]["did"] == "fail"
+                raise Left(answers[-1]["reason"], failed, log=self._tail() if failed else "")
+        together = dict(answers[0])
+        together["memory"] = {name: sum(a["memory"][name] for a in answers) for name in answers[0]["memory"]}
+        if "seconds" in together:
+            together["seconds"] = max(answer["seconds"] for answer in answers)
+            # each rank's loss is its share of the whole batch's
+            together["losses"] = [sum(parts) for parts in zip(*(answer["losses"] for answer in answers), strict=True)]
+        return together
+
+    def _tail(self) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-30:])
+
+
+def base_environment(allocator: dict[str, str], given: dict[str, str]) -> dict[str, str]:
+    """This process's environment without what would make one run another than the next, and with what was asked for.
+
+    Thread counts, caches and allocators of the caller's own are left out; `given` comes last.
+    """
+    prefixes = (
+        "MALLOC_",
+        "OMP_",
+        "KMP_",
+        "GOMP_",
+        "TORCHINDUCTOR_",
+        "TRITON_",
+        "LD_PRELOAD",
+        "MKL_",
+        "WORLD_SIZE",
+        "RANK",
+        "LOCAL_RANK",
+    )
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return inherited | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"} | allocator | given
+
+
+def missing_packages(python: str, packages: tuple[str, ...]) -> list[str]:
+    """Which of them an interpreter cannot import."""
+    code = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
+    return subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True).stdout.split()
+
+
+def python_of(module: str, given: dict[str, str]) -> str:
+    """The interpreter of a contestant: of its own, or this one."""
+    return given.get(module, sys.executable)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

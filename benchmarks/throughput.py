@@ -1,0 +1,455 @@
+"""titanlite beside its peers, in one run: python -m benchmarks.throughput --help
+
+All contestants train the same Llama: the same initial weights, batches, precision, optimizer and number of threads, each in a
+process of its own. Their first losses are compared, and who has others is refused: it does other work. Then they take turns,
+A B C A B C ..., some steps each; what is told are medians over the rounds, and ratios are medians of the ratio inside a round,
+so that a machine whose speed drifts measures the same. benchmarks/README.md tells how each figure is taken.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.allocators import ALLOCATORS, environment
+from benchmarks.contestants import CONTESTANTS, MATMUL, Contestant
+from benchmarks.contestants.job import WEIGHTS, Job, Unfit
+from benchmarks.contestants.matmul import flops as matmul_flops
+from benchmarks.contestants.titanlite import config_of
+from benchmarks.figures import OURS, aligned, disagreements, table
+from benchmarks.processes import ROOT, Left, Process, base_environment, missing_packages, python_of
+from models import llama3
+from titanlite.errors import UserError
+from titanlite.hf.export import Item, write_file
+from titanlite.initialize import fill, match_initial
+from titanlite.metrics import peak_flops_of
+from titanlite.zoo import Family, every_layer
+
+# How far the first losses of two contestants may be apart, relative. In float32 only the order of sums differs. In bfloat16
+# every matrix product rounds to 3 digits, and contestants differ in what else they keep in it: autocast leaves the residual
+# path in float32, FSDP2's mixed precision does not.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "bfloat16-pure": 2e-3}
+
+
+class Fault(Exception):
+    """What the user can mend; the text says how."""
+
+
+# ------------------------------------------------------------------------------------------------------- the command line
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add(
+        "--peers",
+        default="plain,plain-compiled,hf,torchtitan,litgpt,fabric",
+        help=f"who runs beside titanlite, of {', '.join(CONTESTANTS)}; those that are not installed are left out",
+    )
+    add(
+        "--model",
+        default="llama3:debug",
+        help="llama3:FLAVOUR, dimensions that differ from it behind: llama3:debug,n_layers=8,dim=512",
+    )
+    add("--vocab", type=int, help="entries of the vocabulary; default: the flavour's")
+    add("--precision", choices=list(TOLERANCE), default="bfloat16")
+    add("--batch", type=int, default=8, help="sequences in one forward and backward pass")
+    add("--seq", type=int, default=256, help="tokens of a sequence")
+    add("--accumulate", type=int, default=1, help="passes in one optimizer step")
+    add("--recompute", choices=["none", "full"], default="none", help="the blocks' activations, in the backward pass")
+    add("--threads", type=int, default=os.cpu_count(), help="of a contestant; shared among its ranks")
+    add("--ranks", type=int, default=1, help="processes of every titanlite contestant, with FSDP2 between them")
+    add(
+        "--titanlite", default="", metavar="OPTIONS", help='options of titanlite\'s configuration: "--compile.components model"'
+    )
+    add(
+        "--variant",
+        action="append",
+        default=[],
+        metavar='NAME="OPTIONS"',
+        help="titanlite once more, with options over those of --titanlite; --ranks N among them is its own; repeatable",
+    )
+    add("--rounds", type=int, default=7)
+    add("--steps", type=int, default=10, help="of each contestant in each round")
+    add("--warmup", type=int, default=2, help="untimed steps of each process before its first turn")
+    add("--check-steps", type=int, default=5, help="first steps whose losses must agree")
+    add("--lr", type=float, default=3e-4)
+    add("--seed", type=int, default=0)
+    add("--no-cold", action="store_true", help="do not measure the start without a compiler's cache")
+    add(
+        "--one-at-a-time",
+        action=argparse.BooleanOptionalAction,
+        help="a new process for each turn; default: on CUDA, where two may not fit",
+    )
+    add("--allocator", choices=list(ALLOCATORS), default="default", help="of every contestant: benchmarks/allocators.py")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="for every contestant's environment; repeatable")
+    add(
+        "--python",
+        action="append",
+        default=[],
+        metavar="PEER=PATH",
+        help="the interpreter of a peer that needs an environment of its own; repeatable",
+    )
+    add("--output", type=Path, metavar="FILE.json", help="all raw figures, for python -m benchmarks.report")
+    keys = parser.parse_args(words)
+    for name in ("batch", "seq", "accumulate", "threads", "ranks", "rounds", "steps", "check_steps"):
+        if getattr(keys, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(keys, name)}: must be at least 1")
+    if keys.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU here")
+    return keys
+
+
+def pairs(given: list[str], option: str) -> dict[str, str]:
+    """NAME=VALUE words as a dictionary."""
+    if wrong := [word for word in given if "=" not in word]:
+        raise Fault(f"{option} {wrong[0]}: must read NAME=VALUE")
+    return dict(word.split("=", 1) for word in given)
+
+
+def dimensions(model: str, vocab: int | None) -> llama3.Config:
+    """--model and --vocab as the family's own Config."""
+    flavour, *changes = model.split(",")
+    family, _, name = flavour.partition(":")
+    if family != "llama3" or name not in llama3.FLAVORS:
+        raise Fault(f"--model {flavour}: must be llama3:FLAVOUR, of {', '.join(llama3.FLAVORS)}, with dimensions behind")
+    base = llama3.FLAVORS[name]
+    whole = {field.name for field in fields(base) if isinstance(getattr(base, field.name), int)} - {"tied_embeddings"}
+    found = {"vocab_size": vocab or base.vocab_size}
+    for key, value in pairs(changes, "--model").items():
+        if key not in whole or not value.isdecimal():
+            raise Fault(f"--model {key}={value}: must be one of {', '.join(sorted(whole))} and a whole number")
+        found[key] = int(value)
+    return replace(base, **found)
+
+
+def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]], dict[str, str]]:
+    """Who takes part: name -> contestant and its number of ranks; and who is left out, with the reason."""
+    chosen = [OURS, *(name for name in keys.peers.split(",") if name not in ("", OURS))]
+    if unknown := [name for name in chosen if name not in CONTESTANTS]:
+        raise Fault(f"--peers {unknown[0]}: there are {', '.join(CONTESTANTS)}")
+    pythons, found, left_out = pairs(keys.python, "--python"), {}, {}
+    common = shlex.split(keys.titanlite)
+    for name in dict.fromkeys(chosen):
+        contestant = CONTESTANTS[name]
+        if missing := missing_packages(python_of(contestant.module, pythons), contestant.packages):
+            left_out[name] = f"not installed: {', '.join(missing)}"
+            continue
+        ours = contestant.module == "titanlite"
+        if ours:
+            contestant = contestant._replace(keys=contestant.keys | {"options": common})
+        found[name] = contestant, keys.ranks if ours and contestant.keys.get("fsdp", True) else 1
+    for name, options in pairs(keys.variant, "--variant").items():
+        split = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        split.add_argument("--ranks", type=int, default=keys.ranks)
+        own, words = split.parse_known_args(shlex.split(options))
+        if own.ranks < 1:
+            raise Fault(f"--variant {name}: --ranks {own.ranks}: must be at least 1")
+        variant = CONTESTANTS[OURS]._replace(keys={"options": [*common, *words]})
+        found[f"{OURS}:{name}"] = variant, own.ranks
+    return found, left_out
+
+
+# --------------------------------------------------------------------------------------------------------------- the work
+
+
+def write_model(folder: Path, config: llama3.Config, seed: int, device: str, dtype: torch.dtype = torch.float32) -> int:
+    """titanlite's initial weights as a folder in Hugging Face's format, a tensor at a time; -> the number of parameters."""
+    family = Family(llama3, config)
+    model = family.on_meta()
+    distributions, faults = match_initial(model, family)
+    assert not faults, faults
+    named = dict(model.named_parameters())
+
+    def initial(name: str) -> torch.Tensor:
+        tensor = torch.empty(named[name].shape, device=device)
+        fill(tensor, name, distributions[name], seed)
+        return tensor.to("cpu", dtype)
+
+    theirs = {name: llama3.HF[every_layer(name).replace("*", "{i}")] for name in named}
+    numbers = {name: name.split(".")[1] for name in named}
+    items = [Item(name, theirs[name].replace("{i}", numbers[name]), tuple(named[name].shape), dtype) for name in named]
+    write_file(folder / WEIGHTS, items, initial)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # the contestants need all of it
+    description = llama3.to_hf(config) | {"torch_dtype": str(dtype).removeprefix("torch."), "max_position_embeddings": 131_072}
+    (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
+    return sum(tensor.numel() for tensor in named.values())
+
+
+def training_flops(config: llama3.Config, seq: int) -> dict[str, float]:
+    """FLOPs a token: causal and PaLM as the family counts them, and the blocks' forward pass, which recomputation adds."""
+    found = llama3.flops(config, seq)
+    return {
+        "causal": found.causal,
+        "palm": found.palm,
+        "blocks_forward": (found.causal - 6 * config.dim * config.vocab_size) / 3,
+    }
+
+
+class Session:
+    """All contestants of one run, and what has been measured of each so far."""
+
+    def __init__(self, keys: argparse.Namespace, folder: Path, job: Job, chosen: dict[str, tuple[Contestant, int]]):
+        self.keys = keys
+        self.pythons = pairs(keys.python, "--python")
+        self.allocator = environment(keys.allocator)
+        self.environment = base_environment(self.allocator, pairs(keys.env, "--env"))
+        self.apart = keys.device == "cuda" if keys.one_at_a_time is None else keys.one_at_a_time
+        self.jobs = {name: self._job(job, contestant, ranks) for name, (contestant, ranks) in chosen.items()}
+        self.matmul = self._job(job, MATMUL, 1)
+        self.folder = folder
+        self.kept: dict[str, Process] = {}
+        self.found: dict[str, dict[str, Any]] = {}
+        self.products: list[float] = []
+        self.failed: dict[str, str] = {}
+        self.unfit: dict[str, str] = {}
+
+    def _job(self, job: Job, contestant: Contestant, ranks: int) -> Job:
+        threads = max(1, job.threads // ranks)
+        return replace(
+            job, module=contestant.module, compiled=contestant.compiled, keys=contestant.keys, ranks=ranks, threads=threads
+        )
+
+    def close(self) -> None:
+        for process in self.kept.values():
+            process.close()
+
+    def start(self, name: str) -> Process:
+        """A new process of a contestant, after its first step."""
+        job = self.matmul if name == "matmul" else self.jobs[name]
+        return Process(
+            job, python_of(job.module, self.pythons), self.environment, self.folder / "caches" / name.replace(":", "-")
+        )
+
+    @contextlib.contextmanager
+    def turn(self, name: str) -> Iterator[Process]:
+        """A contestant's process while it is its turn: the one that is kept, or a new one that is warmed up."""
+        if name in self.kept:
+            yield self.kept[name]
+            self.kept[name].pause()
+            return
+        process = self.start(name)
+        try:
+            if name in self.found:
+                self.found[name]["first_step"]["warm"].append(process.first_step)
+            if self.keys.warmup:
+                process.run(1, self.keys.warmup)
+            yield process
+        finally:
+            if self.apart:
+                process.close()
+            else:
+                process.pause()
+                self.kept[name] = process
+
+    def enter(self, name: str) -> None:
+        """Starts a contestant cold and warm, and takes its first losses; one that cannot is put aside, and that is said."""
+        try:
+            cold = None
+            if not self.keys.no_cold:
+                process = self.start(name)
+                cold = process.first_step
+                process.close()
+            process = self.start(name)
+            try:
+                losses = process.first["losses"]
+                if self.keys.check_steps > 1:
+                    losses = losses + process.run(1, self.keys.check_steps - 1)["losses"]
+                if self.keys.warmup and not self.apart:
+                    process.run(self.keys.check_steps, self.keys.warmup)
+            except BaseException:
+                process.close()
+                raise
+            self.found[name] = {
+                "module": process.job.module,
+                "ranks": process.job.ranks,
+                "threads": process.job.threads,
+                "compiled": process.job.compiled,
+                "keys": process.job.keys,
+                "versions": process.imported["versions"],
+                "recomputed": process.built["recomputed"],
+                "first_step": {"cold": cold, "warm": [process.first_step]},
+                "memory": {"import": process.imported["memory"], "build": process.built["memory"]},
+                "losses": losses,
+                "seconds": [],
+            }
+            if self.apart:
+                process.close()
+            else:
+                process.pause()
+                self.kept[name] = process
+        except Left as left:
+            (self.failed if left.failed else self.unfit)[name] = left.summary
+            say(f"{name}: {'failed' if left.failed else 'left out'}: {left}")
+            return
+        starts = f"first step {'' if cold is None else f'cold {cold:.1f} s, '}warm {process.first_step:.1f} s"
+        say(f"{name}: {starts}, losses {', '.join(f'{loss:.5f}' for loss in losses)}")
+
+    def put_aside(self, name: str, reason: str) -> None:
+        """Takes one that has entered out of the run."""
+        say(f"{name}: refused: {reason}")
+        self.failed[name] = reason
+        self.found.pop(name)
+        if name in self.kept:
+            self.kept.pop(name).close()
+
+    def round(self, number: int) -> None:
+        """A turn for each, the matrix product among them."""
+        first, steps = 1000 + number * self.keys.steps, self.keys.steps
+        for name in ["matmul", *self.found]:
+            try:
+                with self.turn(name) as process:
+                    answer = process.run(first, steps)
+            except Left as left:
+                if name in ("matmul", OURS):
+                    raise
+                say(f"{name}: {left}")
+                self.put_aside(name, left.summary)
+                continue
+            if name == "matmul":
+                self.products.append(answer["seconds"])
+                continue
+            found = self.found[name]
+            found["seconds"].append(answer["seconds"])
+            before = found["memory"].get("peak", {})
+            found["memory"]["peak"] = {kind: max(size, before.get(kind, 0)) for kind, size in answer["memory"].items()}
+        speeds = {name: self.jobs[name].step_tokens() * steps / found["seconds"][-1] for name, found in self.found.items()}
+        say(f"round {number + 1}/{self.keys.rounds}: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()))
+
+
+def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """The whole run -> its result. Raises Fault."""
+    chosen, left_out = line_up(keys)
+    for name, reason in left_out.items():
+        say(f"{name}: left out: {reason}")
+    config = dimensions(keys.model, keys.vocab)
+    folder = Path(tempfile.mkdtemp(prefix="throughput-"))
+    try:
+        taken = {
+            name: getattr(keys, name)
+            for name in ("device", "precision", "batch", "seq", "accumulate", "threads", "recompute", "lr", "seed")
+        }
+        job = Job(module="", folder=str(folder), **taken)
+        parameters = write_model(folder, config, keys.seed, keys.device, job.dtype)
+        session = Session(keys, folder, job, chosen)
+        for titanlite in [job for job in session.jobs.values() if job.module == "titanlite"]:
+            config_of(titanlite)  # so that a wrong option is told before anything is started
+        try:
+            for name in chosen:
+                session.enter(name)
+            if OURS not in session.found:
+                raise Fault(f"{OURS}: {(session.failed | session.unfit)[OURS]}")
+            losses = {name: found["losses"] for name, found in session.found.items()}
+            reference, others = disagreements(losses, TOLERANCE[keys.precision])
+            if OURS in others:
+                raise Fault(f"{OURS}: other work than {reference}: {others[OURS]}")
+            for name, sentence in others.items():
+                session.put_aside(name, sentence)
+            within = f"{reference}'s within {TOLERANCE[keys.precision]:g}"
+            say(f"the losses of the first {keys.check_steps} steps agree with {within}")
+            for number in range(keys.rounds):
+                session.round(number)
+        finally:
+            session.close()
+    finally:
+        shutil.rmtree(folder)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": command(words),
+        **commit(),
+        "hardware": hardware(keys.device),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "environment": {"allocator": keys.allocator, "variables": session.allocator | pairs(keys.env, "--env")},
+        "job": taken | {"model": asdict(config), "parameters": parameters},
+        "tolerance": TOLERANCE[keys.precision],
+        "one_at_a_time": session.apart,
+        "rounds": keys.rounds,
+        "steps": keys.steps,
+        "flops": training_flops(config, keys.seq),
+        "datasheet_flops": peak_flops_of(torch.cuda.get_device_name())
+        if keys.device == "cuda" and keys.precision != "float32"
+        else None,
+        "matmul": {"flops": matmul_flops(keys.device), "seconds": session.products},
+        "contestants": session.found,
+        "left_out": left_out | session.unfit,
+        "failed": session.failed,
+    }
+
+
+def command(words: list[str]) -> str:
+    """What was typed, without this machine's own paths."""
+    text = shlex.join(["python", "-m", "benchmarks.throughput", *words])
+    text = re.sub(r" --output[= ]\S+", "", text)
+    return re.sub(r"(--python[= ][^=\s]+=)\S*/", r"\1", text)
+
+
+def commit() -> dict[str, Any]:
+    """The commit that runs, and whether anything was changed since; None outside of a git checkout."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "changed": None}
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """What it ran on."""
+    names = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    found: dict[str, Any] = {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count()}
+    found["memory_gb"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    if device == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return found
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    keys = parse(words)
+    try:
+        result = measure(keys, words)
+    except (Fault, Left, Unfit, UserError, FileNotFoundError) as error:
+        say(str(error))
+        return 1
+    if keys.output:
+        keys.output.parent.mkdir(parents=True, exist_ok=True)
+        keys.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    product = result["matmul"]["flops"] * keys.steps / statistics.median(result["matmul"]["seconds"])
+    print(aligned(table(result)))
+    print(f"a large matrix product: {product / 1e12:.3f} TFLOP/s; {result['flops']['causal'] / 1e9:.3f} GFLOP a token causal")
+    for name, reason in (result["left_out"] | result["failed"]).items():
+        print(f"not measured: {name}: {reason}")
+    return 1 if result["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
