@@ -79,7 +79,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         model = build_model(family, config, mesh, device)
     else:
         model = _without_fsdp(job, family, config, mesh, device)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
     create_state(optimizer)
     part, parts, number = data_rank(mesh), data_degree(mesh), 0
     gc.disable()
@@ -93,7 +93,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         # this rank's rows, in microbatches of training.local_batch_size
         mine = tokens.flatten(0, 1)[part::parts].unflatten(0, (-1, config.training.local_batch_size))
         share = forward_backward(model, Batch(mine), mesh, None, config.parallelism.reduce_every_microbatch)
-        update(model, optimizer, config.optimizer.lr, config.training.max_norm)
+        update(optimizer, config.optimizer.lr, config.training.max_norm)
         return share
 
     return step
