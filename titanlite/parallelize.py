@@ -119,7 +119,7 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
 
 def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     """What is wrong with a family's sharding table: parameters without a style, unknown styles, sizes tp does not divide."""
-    styles, faults = _styles(model, family)
+    styles, faults = styles_of(model, family)
     for name, style in styles.items():
         if style not in STYLES:
             faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
@@ -139,7 +139,7 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
-def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
+def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
     """The style name of every module that has parameters of its own, and the faults of the table.
 
     An nn.Identity marks a place in the flow of data, and the table says what happens there.
@@ -150,7 +150,7 @@ def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]
 
 def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> None:
     """Turns each parameter into a DTensor on the tp mesh and hangs each style's redistributions on its module."""
-    for name, style_name in _styles(model, family)[0].items():
+    for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
         for key, parameter in module.named_parameters(recurse=False):
@@ -186,9 +186,13 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     tied = model.head is not None and model.embed is not None and model.head.output.weight is model.embed.weight
     if tied:  # one parameter must be in one unit; it is gathered before the first layer and freed after the loss
         fully_shard([model.embed, model.head], reshard_after_forward=of_head, **options)
+        if of_head is False:  # it is there until the head's backward pass is over, and nothing later reads it
+            model.head.set_unshard_in_backward(False)
     else:
         if model.embed is not None:
             fully_shard(model.embed, reshard_after_forward=of_block, **options)
+            if isinstance(model.embed, nn.Embedding):  # its gradient needs the tokens, not the weight
+                model.embed.set_unshard_in_backward(False)
         if model.head is not None:
             fully_shard(model.head, reshard_after_forward=of_head, **options)
     fully_shard(model, reshard_after_forward=False, **options)

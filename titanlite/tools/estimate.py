@@ -2,7 +2,8 @@
 
 What rank 0 of a run on N ranks will do and hold, found on one machine without a GPU: builds the whole model on the meta
 device, shards it over a mesh of N pretended ranks, gives one layer its memory and initial weights for real, and follows
-every allocation of a training step of a few layers on tensors without memory. The rest is multiplication.
+every allocation of a training step of a few layers on tensors without memory. The rest is multiplication. What the ranks
+send each other in a step is reckoned from shapes.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite import lora
 from titanlite.checks import check
+from titanlite.communication import Transfer, lines, traffic
 from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
@@ -64,6 +66,7 @@ class Estimate(NamedTuple):
     layer_seconds: float
     local_values: int  # values of the whole model on rank 0
     memory: Memory
+    traffic: list[Transfer] | str  # of one step; or why it is not known
 
     @property
     def initialize_seconds(self) -> float:
@@ -105,9 +108,17 @@ def estimate(config: Config, ranks: int) -> Estimate:
         if microbatches > 1 and not parallelism.reduce_every_microbatch:
             gradients = 4 * sum(p.numel() for p in trained) // mesh["tp"].size()  # kept whole until the last microbatch
         memory = Memory(masters, gradients, 2 * state, activations, working)
-        return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory)
+        sent = _traffic(config, family, resolve_degrees(config.parallelism, ranks))
+        return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory, sent)
     finally:
         dist.destroy_process_group()
+
+
+def _traffic(config: Config, family: Family, degrees: dict[str, int]) -> list[Transfer] | str:
+    try:
+        return traffic(config, family, degrees)
+    except ValueError as error:
+        return str(error)
 
 
 def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int, int]:
@@ -197,6 +208,9 @@ def main() -> None:
     rows = {**found.memory._asdict(), "total": found.memory.total, "set aside for CUDA, NCCL": RESERVE}
     for name, size in rows.items():
         print(f"  {name:<24}{size / GIB:8.2f} GiB")
+    print("  collectives of a step, and what this rank sends in them:")
+    for line in [found.traffic] if isinstance(found.traffic, str) else lines(found.traffic):
+        print(f"    {line}")
     fits = found.memory.total + RESERVE <= own.device_memory_gib * GIB
     print(f"  {'fits' if fits else 'does not fit'} a device of {own.device_memory_gib:g} GiB")
     sys.exit(0 if fits else 1)
