@@ -140,6 +140,10 @@ class Parallelism(Section):
     reduce_every_microbatch: bool = True
     """Reduce gradients over ranks after every microbatch. false: only after the last one of a step, which saves traffic
     under accumulation and keeps the whole model's gradients, in float32, on every rank of a shard group until then."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap the gathers and sums of tensor parallelism with the matrix products beside them, piece by piece, through memory
+    that the GPUs of a tensor-parallel group share. CUDA only, within one NVLink domain; the compiler does it, so it needs
+    compile.enable."""
     cpu_offload: bool = False
     """Keep masters, gradients and optimizer state in the CPU's memory and move a block at a time to the GPU. CUDA only."""
 

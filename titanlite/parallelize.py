@@ -9,11 +9,13 @@ attention. Splitting the sequence outside of the matrices is sequence parallelis
 All redistributions are synchronous: an AsyncCollectiveTensor that enters a compiled block loses its gradient.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -108,6 +110,7 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
         checkpoint_operations(model, getattr(family.module, "KEEP", ()), config.lora.rank if config.lora.enable else None)
     if config.compile.enable:
         set_memory_budget(keys)
+        overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
         compile_model(model, config.compile)
     if keys.mode == "full":
         checkpoint_blocks(model, every=1)
@@ -166,6 +169,19 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
         if style.after is not None:
             module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
     tie(model)
+
+
+def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
+    """Has the compiler turn gather -> products and product -> sum into operations that do both at once, piece by piece.
+
+    Its pass looks for these patterns in each graph ("async TP", the setting is one a process). In the backward pass of a gather
+    whose sequence several matrices read, the sum of their products is no product: that one stays as it is.
+    """
+    torch._inductor.config._micro_pipeline_tp = enable
+    if enable:
+        with warnings.catch_warnings():  # 2.13 calls it needless; its own pass still asks whether it was done
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(tp.get_group().group_name)
 
 
 def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:

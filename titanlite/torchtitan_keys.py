@@ -50,7 +50,6 @@ INSTEAD: dict[str, str] = {
     "training.enable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
     "training.fsdp_reshard_after_forward": "use parallelism.fsdp_reshard_after_forward",
     "parallelism.disable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
-    "parallelism.enable_async_tensor_parallel": "asynchronous tensor parallelism is not offered; remove the key",
     "parallelism.enable_compiled_autograd": "compiled autograd is not offered; remove the key",
     "parallelism.module_fqns_per_model_part": _NO_PIPELINE,
     "parallelism.pipeline_parallel_degree": _NO_PIPELINE,

@@ -152,9 +152,9 @@ def test_the_command_tells_what_a_step_sends(capsys, monkeypatch):
         tool.main()
     told = capsys.readouterr().out
     row = re.search(r"blocks: parameters +all-gather +dp_shard \(2\) +(\d+) x +([0-9.]+) GiB", told)
-    # each of four blocks twice, its matrices split over two ranks, in bfloat16; a rank sends the half that it holds
+    # each of four blocks twice, its matrices split over two ranks, in float32; a rank sends the half that it holds
     matrices = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768
-    assert (int(row[1]), row[2]) == (8, f"{8 * (matrices / 2 + 2 * 256) * 2 / 2 / GIB:.3f}")
+    assert (int(row[1]), row[2]) == (8, f"{8 * (matrices / 2 + 2 * 256) * 4 / 2 / GIB:.3f}")
     adapted = ["--lora.enable", "true"]
     monkeypatch.setattr(sys, "argv", [*words, *adapted])
     with pytest.raises(SystemExit):

@@ -56,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "fsdp_prefetch": 3,
         "reduce_every_microbatch": False,
         "cpu_offload": True,
+        "enable_async_tensor_parallel": True,
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},

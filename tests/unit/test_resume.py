@@ -40,7 +40,7 @@ NOTHING = """
     training.on_nonfinite training.gc_freq training.deterministic
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
-    parallelism.cpu_offload
+    parallelism.cpu_offload parallelism.enable_async_tensor_parallel
     optimizer.implementation
     activation_checkpoint.mode activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget
     compile.enable compile.components compile.backend
