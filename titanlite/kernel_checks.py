@@ -4,12 +4,20 @@ from collections.abc import Iterator
 
 import torch
 
+from titanlite.attention import attention_faults
 from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.zoo import family_of
 
 
 def kernel_faults(config: Config) -> Iterator[str]:
     """What is in the way of the kernels that a configuration asks for; sentences for `checks.check`."""
+    try:
+        family = family_of(config.model)
+    except UserError:
+        return  # reported by checks.py
     yield from _overlap_faults(config)
+    yield from attention_faults(config, family)
 
 
 def _overlap_faults(config: Config) -> Iterator[str]:

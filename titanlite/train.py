@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import children, lora, process, profiling, stacks
+from titanlite.attention import attention_sentence, choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
@@ -60,7 +61,9 @@ _RECORDER_PATIENCE = 10.0
 
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
-    model = parallelize(lora.on_meta(family, config), family, config, mesh)
+    model = lora.on_meta(family, config)
+    choose_attention(model, config, device)
+    parallelize(model, family, config, mesh)
     home = torch.device("cpu") if config.parallelism.cpu_offload else device
     initialize(model, family, config.training.seed, home)
     return model
@@ -345,6 +348,7 @@ def derived_values(
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}, masters float32{held}, reduction {training.mixed_precision_reduce}",
+        "attention": attention_sentence(model, config),
         "again in backward": recomputed,
         "compiled": f"{' and '.join(config.compile.components)} by {config.compile.backend}"
         if config.compile.enable

@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "print_config": True,
         "time_limit_minutes": 1.5,
     },
-    "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none"},
+    "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none", "attention": "math"},
     "training": {
         "dataset": "",
         "dataset_path": "true",

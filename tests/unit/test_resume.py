@@ -36,7 +36,7 @@ MATHEMATICS = """
 """
 NOTHING = """
     job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
-    training.dataset training.dataset_path training.sources training.local_batch_size training.steps
+    model.attention training.dataset training.dataset_path training.sources training.local_batch_size training.steps
     training.on_nonfinite training.gc_freq training.deterministic
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite import lora
+from titanlite.attention import choose_attention
 from titanlite.checks import check
 from titanlite.communication import Transfer, lines, traffic
 from titanlite.config import Compile, Config
@@ -131,6 +132,8 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     keys = config.activation_checkpoint
     every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
     model = lora.on_meta(family, config)
+    if config.model.attention == "math":  # the one kernel that keeps all scores
+        choose_attention(model, config, torch.device("cpu"))
     depth = len(model.layers)
     every = min(every, depth - 1)
     first = min(int(config.lora.enable), depth - 1 - every)  # no gradient of a frozen embedding: block 0 keeps less
