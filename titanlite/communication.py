@@ -52,12 +52,14 @@ def traffic(config: Config, family: Family, degrees: dict[str, int]) -> list[Tra
     """All collectives of one step, those of no traffic left out. degrees: see `mesh.resolve_degrees`.
 
     Of an unevenly split vocabulary it is rank 0, which has the largest part. Raises ValueError where modules talk between
-    ranks by themselves: adapters, and the "features" of a sharding table, under tensor parallelism.
+    ranks by themselves: adapters, float8, and the "features" of a sharding table, under tensor parallelism; float8 gathers too.
     """
     model = lora.on_meta(family, config)
     styles = styles_of(model, family)[0]
     if degrees["tp"] > 1 and (config.lora.enable or "features" in styles.values()):
         raise ValueError("modules that talk between tensor-parallel ranks by themselves are not reckoned with")
+    if config.float8.enable and (degrees["tp"] > 1 or config.float8.enable_fsdp_float8_all_gather):
+        raise ValueError("gathers in float8, and the scales that tensor-parallel ranks agree on, are not reckoned with")
     parts = degrees["dp_replicate"] * degrees["dp_shard"]
     microbatches = config.global_batch(parts) // (config.training.local_batch_size * parts)
     found = [

@@ -168,6 +168,23 @@ class Lora(Section):
     "layers.*" is every linear layer of the blocks."""
 
 
+class Float8(Section):
+    """Linear layers that multiply in float8 (docs/float8.md)."""
+
+    enable: bool = False
+    """Multiply the linear layers of the blocks in float8, with scales measured anew for every product. Needs torchao."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale a tensor, the fastest; one a row, more accurate; or one a row with the weights' gradients in
+    training.mixed_precision_param, the most accurate."""
+    filter_fqns: list[str] = []
+    """Patterns of names of linear layers, such as "layers.0.*" or "layers.*.attention.w[kv]", that are left in
+    training.mixed_precision_param. The head always is."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather parameters over ranks in float8, half the traffic. With "tensorwise" only."""
+    emulate: bool = False
+    """Cast to float8, and multiply what comes of it in float32: slow, for devices without float8 products and for tests."""
+
+
 class ActivationCheckpoint(Section):
     """What is computed again in the backward pass instead of being kept from the forward pass."""
 
@@ -345,6 +362,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     lora: Lora = Lora()
+    float8: Float8 = Float8()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

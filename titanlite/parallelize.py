@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from titanlite import float8
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations, set_memory_budget
 from titanlite.compilation import compile_model
 from titanlite.config import Config
@@ -101,6 +102,7 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
 
     FSDP2 is applied at size 1 too, since it carries the mixed precision. Raises UserError as `sharding_faults` says.
     """
+    float8.convert(model, config)
     if faults := sharding_faults(model, family, mesh["tp"].size()):
         raise UserError("\n".join(faults))
     if mesh["tp"].size() > 1:

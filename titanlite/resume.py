@@ -51,6 +51,7 @@ HARMLESS = (
     "activation_checkpoint.*",
     "compile.*",
     "optimizer.implementation",
+    "float8.emulate",
     "checkpoint.*",
     "metrics.*",
     "profiling.*",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import children, lora, process, profiling, stacks
+from titanlite import children, float8, lora, process, profiling, stacks
 from titanlite.attention import attention_sentence, choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
@@ -102,6 +102,7 @@ def update(
     if optimizer.defaults["fused"]:
         optimizer.found_inf = overflow
     optimizer.step()
+    float8.measure_weights(model)
     if loss_scale is not None:
         loss_scale.update(overflow)
     optimizer.zero_grad()
@@ -333,6 +334,7 @@ def derived_values(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = f", of which {trained:,} are trained" if trained < total else ""
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
+    products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
@@ -347,7 +349,8 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}, masters float32{held}, reduction {training.mixed_precision_reduce}",
+        "precision": f"{training.mixed_precision_param}{products}, masters float32{held}, "
+        f"reduction {training.mixed_precision_reduce}",
         "attention": attention_sentence(model, config),
         "again in backward": recomputed,
         "compiled": f"{' and '.join(config.compile.components)} by {config.compile.backend}"

@@ -60,6 +60,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
+    "float8": {
+        "enable": True,
+        "recipe_name": "rowwise",
+        "filter_fqns": ["layers.0.*"],
+        "enable_fsdp_float8_all_gather": True,
+        "emulate": True,
+    },
     "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "optimizer": {
         "name": "Adam",
