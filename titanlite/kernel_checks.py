@@ -86,10 +86,10 @@ def _float8_pairs(config: Config) -> Iterator[str]:
     key = "float8.enable_fsdp_float8_all_gather = true"
     if keys.recipe_name != "tensorwise":
         yield f'{key}: a row\'s scale is not known before the gather; float8.recipe_name must be "tensorwise"'
-    if parallelism.tensor_parallel_degree > 1:
+    if (tensor := parallelism.tensor_parallel_degree) > 1:
         yield (
-            f"{key}: each of parallelism.tensor_parallel_degree = {parallelism.tensor_parallel_degree} ranks would scale its own "
-            "part of a weight, which changes the mathematics; set it to false"
+            f"{key}: each of parallelism.tensor_parallel_degree = {tensor} ranks would scale its own part of a weight, which "
+            "changes the mathematics; set it to false"
         )
     if isinstance(parallelism.fsdp_reshard_after_forward, int):
         yield f'{key}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'
@@ -117,6 +117,6 @@ def _float8_sizes(config: Config, family: Family) -> Iterator[str]:
     for name, size in shares.items():
         if size % (MULTIPLE * tensor):
             yield (
-                f"float8: of {name} parallelism.tensor_parallel_degree = {tensor} leaves each rank {size / tensor:g} of {size}, and "
+                f"float8: of {name} parallelism.tensor_parallel_degree = {tensor} leaves each rank {size // tensor} of {size}; "
                 f'float8 multiplies multiples of {MULTIPLE}; add "{name}" to float8.filter_fqns'
             )

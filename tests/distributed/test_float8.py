@@ -3,8 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.scenarios import MODES, config_of
+from tests.distributed.test_resume import losses, stored
+from tests.distributed.test_resume import run as whole_run
 from titanlite.tools.verify import Trajectory, compare
 
 pytest.importorskip("torchao", reason="needs torchao")
@@ -48,9 +51,8 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_process(pools, name):
 
 
 def test_float8_is_not_float32(pools):
-    plain = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config_of({}, training={"steps": 3}))[0][
-        0
-    ]
+    config = config_of({}, training={"steps": 3})
+    plain = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0][0]
     assert compare(run(pools, {}, {}), plain).gradient > 1e-3
 
 
@@ -62,3 +64,20 @@ def test_recomputation_gives_the_same_gradients(pools, mode):
 def test_a_compiled_run_gives_the_same_gradients(pools):
     compiled = run(pools, SHARD, {}, compile={"enable": True, "backend": "aot_eager"})
     assert compare(compiled, run(pools, SHARD, {})).gradient < 1e-5
+
+
+@pytest.mark.parametrize("keys", [{}, GATHER], ids=["float8", "float8 gather"])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one_and_checkpoints_are_as_without_it(pools, tmp_path, keys):
+    own = {"float8": {"enable": True, "emulate": True, **keys}}
+    whole_run(pools, SHARD, tmp_path / "whole", 20, **own)
+    for steps in (7, 20):
+        whole_run(pools, SHARD, tmp_path / "parts", steps, **own)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, found = stored(tmp_path / "whole", 20), stored(tmp_path / "parts", 20)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    whole_run(pools, SHARD, tmp_path / "plain", 7)
+    plain = stored(tmp_path / "plain", 7)
+    assert {name: (t.shape, t.dtype) for name, t in plain.items()} == {name: (t.shape, t.dtype) for name, t in found.items()}
+    # a run without float8 goes on with it where that is allowed
+    whole_run(pools, SHARD, tmp_path / "plain", 20, checkpoint={"allow_changes": ["float8.*"]}, **own)
+    assert losses(tmp_path / "plain")[7:] != losses(tmp_path / "whole")[7:]

@@ -78,13 +78,8 @@ def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
     out.backward(slope)
     found = out, x.grad, layer.weight.grad
     exact = x @ layer.weight.T, slope @ layer.weight, slope.T @ x
-    for name, got, expected, unrounded in zip(
-        ("output", "input", "weight"),
-        found,
-        by_definition(recipe, x.detach(), layer.weight.detach(), slope),
-        exact,
-        strict=True,
-    ):
+    defined = by_definition(recipe, x.detach(), layer.weight.detach(), slope)
+    for name, got, expected, unrounded in zip(("output", "input", "weight"), found, defined, exact, strict=True):
         assert (got - expected).norm() < 1e-6 * expected.norm(), name
         in_float8 = name != "weight" or recipe != "rowwise_with_gw_hp"
         assert ((got - unrounded).norm() > 1e-3 * unrounded.norm()) == in_float8, name
@@ -163,12 +158,12 @@ def test_memory_is_estimated_with_it():
 
 
 @pytest.mark.parametrize(
-    ("keys", "ranks", "parallelism"), [({"enable_fsdp_float8_all_gather": True}, 2, {}), ({}, 2, {"tensor_parallel_degree": 2})]
+    ("keys", "parallelism"), [({"enable_fsdp_float8_all_gather": True}, {}), ({}, {"tensor_parallel_degree": 2})]
 )
-def test_traffic_that_is_not_known_is_not_told(keys, ranks, parallelism):
+def test_traffic_that_is_not_known_is_not_told(keys, parallelism):
     config = config_of(keys, parallelism=parallelism)
     with pytest.raises(ValueError, match="float8"):
-        traffic(config, family_of(config.model), resolve_degrees(config.parallelism, ranks))
+        traffic(config, family_of(config.model), resolve_degrees(config.parallelism, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused
