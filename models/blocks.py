@@ -332,7 +332,8 @@ class Attention(nn.Module):
         assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
             "Model.forward must make the mask of its documents: seq = with_mask(seq)"
         )
-        backend = self.backends[seq.mask is not None]
+        causal, masked = self.backends
+        backend = causal if seq.mask is None else masked
         if seq.cache is not None:
             k, v, backend = *seq.cache.extend(self, k, v, seq.positions), None
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

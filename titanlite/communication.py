@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from models.blocks import SeqInfo
 from titanlite import lora
@@ -19,6 +20,8 @@ from titanlite.parallelize import DTYPES, STYLES, styles_of
 from titanlite.zoo import Family
 
 _FP32, _INT64 = 4, 8  # bytes
+# Whether the backward pass of a unit of several modules ends with each of them, as in PyTorch 2.13, or once, as in 2.11.
+_ENDS_TWICE = hasattr(FSDPState, "_force_complete_incomplete_states")
 
 
 class Transfer(NamedTuple):
@@ -111,12 +114,15 @@ def _units(config: Config, model: nn.Module, styles: dict[str, str], degrees: di
     for name, block in model.layers.items():
         yield unit("blocks", values(f"layers.{name}", block), again)
     if model.head.output.weight is model.embed.weight:
-        # Gathered for the embedding, and where it is freed after the loss again for the head's backward pass and for that of
-        # the embedding, which completes the gradient. The norm's is reduced before, with what there is of the other by then.
+        # Gathered for the embedding, and where it is freed after the loss again for the head's backward pass.
         norm, weight = values("head.norm", model.head.norm), values("embed", model.embed)
-        before = norm if config.parallelism.reduce_every_microbatch else norm + weight
-        gathers = 1 if not head_again else 2 if within else 3
-        yield _Unit("embedding and head", norm + weight, [before, weight], gathers, int(head_again and within))
+        gathers, reduced = 1 if within else 1 + head_again, [norm + weight]
+        if _ENDS_TWICE:
+            # With the head's backward pass the norm's gradient is reduced, and what there is already of the other; with that of
+            # the embedding, for which a unit that was freed is gathered once more, the rest.
+            gathers += head_again
+            reduced = [norm if config.parallelism.reduce_every_microbatch else norm + weight, weight]
+        yield _Unit("embedding and head", norm + weight, reduced, gathers, int(head_again and within))
     else:
         embedding = values("embed", model.embed)
         yield _Unit("embedding", embedding, [embedding], 1, 0)  # its backward pass needs no weight
