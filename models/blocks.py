@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
@@ -229,15 +230,29 @@ class Cache:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, scale: float | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | BlockMask | None,
+    scale: float | None,
+    softcap: float | None,
+    backend: SDPBackend | None = None,
 ) -> Tensor:
     """Attention of q (batch, heads, queries, head_dim) over k and v (batch, fewer heads, keys, head_dim); -> q's shape.
 
     mask: as `with_mask` makes it; None: causal. scale: of the scores, 1 / sqrt(head_dim) where it is None. softcap: scores s
-    become softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2).
+    become softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend: the only kernel of
+    scaled_dot_product_attention that may run; None: any, and FlexAttention for what only that one does well.
     """
     gqa = k.shape[1] != q.shape[1]
-    if isinstance(mask, BlockMask) or (softcap is not None and q.is_cuda and mask is None):
+    if backend is not None and isinstance(mask, BlockMask):
+        mask = _dense(mask)
+    if backend is not None and softcap is None:
+        if gqa and backend == SDPBackend.EFFICIENT_ATTENTION:  # it knows no groups of queries
+            k, v, gqa = *(part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v)), False
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+    if backend is None and (isinstance(mask, BlockMask) or (softcap is not None and q.is_cuda and mask is None)):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         modify = None if softcap is None else _capped(softcap, causal=mask is None)
         return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa)
@@ -249,6 +264,13 @@ def attend(
     if mask is None:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).type_as(q) @ v
+
+
+def _dense(mask: BlockMask) -> Tensor:
+    """(batch, 1, seq, seq) bool: what a BlockMask says of every pair of tokens."""
+    rows, _, queries, keys = mask.shape
+    row, query, key = (torch.arange(count, device=mask.kv_indices.device) for count in (rows, queries, keys))
+    return mask.mask_mod(row[:, None, None, None], row.new_zeros(()), query[:, None], key)
 
 
 def _capped(softcap: float, causal: bool) -> Callable[..., Tensor]:
@@ -282,6 +304,8 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.head_dim, self.scale, self.softcap = head_dim, scale, softcap
+        # The only kernels that may run in training: of plain causal attention, and under a mask. None: see `attend`.
+        self.backends: tuple[SDPBackend | None, SDPBackend | None] = (None, None)
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
@@ -305,10 +329,12 @@ class Attention(nn.Module):
         assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
             "Model.forward must make the mask of its documents: seq = with_mask(seq)"
         )
+        causal, masked = self.backends
+        backend = causal if seq.mask is None else masked
         if seq.cache is not None:
-            k, v = seq.cache.extend(self, k, v, seq.positions)
+            k, v, backend = *seq.cache.extend(self, k, v, seq.positions), None
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return attend(q, k, v, seq.mask, self.scale, self.softcap).transpose(1, 2)
+        return attend(q, k, v, seq.mask, self.scale, self.softcap, backend).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):

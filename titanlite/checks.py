@@ -21,6 +21,7 @@ from titanlite.data.tokenizer import DEFAULT_VOCABULARY, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.folder import find_weights, their_names
 from titanlite.initialize import match_initial
+from titanlite.kernel_checks import kernel_faults
 from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
 from titanlite.optimizer_checks import has_compiler, optimizer_faults
@@ -47,6 +48,7 @@ def check(config: Config, path: str, world_size: int, local_size: int | None = N
         *_compile_faults(config, world_size),
         *_lora_faults(config),
         *optimizer_faults(config),
+        *kernel_faults(config),
     ]
     if faults:
         raise UserError(report(path, faults))

@@ -48,6 +48,11 @@ class Model(Section):
     hf_assets_path: str = ""
     """Folder with a tokenizer.json (and, where there is one, a tokenizer_config.json that names the end-of-text token).
     Empty: a byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
+    attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
+    """The kernel that computes attention in training. "auto": on Hopper cuDNN's, on other GPUs FlashAttention, or the next best
+    that knows precision and head size, and FlexAttention where documents or windows are masked or scores capped. Any other is
+    forced, for all that training computes: what it cannot do is refused. "efficient" is PyTorch's memory-efficient attention,
+    "flash3" FlashAttention 3, a package of its own for Hopper. "math" holds all scores."""
 
 
 class Source(Section):
@@ -146,6 +151,10 @@ class Parallelism(Section):
     reduce_every_microbatch: bool = True
     """Reduce gradients over ranks after every microbatch. false: only after the last one of a step, which saves traffic
     under accumulation and keeps the whole model's gradients, in float32, on every rank of a shard group until then."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap the gathers and sums of tensor parallelism with the matrix products beside them, piece by piece, through memory
+    that the GPUs of a tensor-parallel group share. CUDA only, within one NVLink domain; the compiler does it, so it needs
+    compile.enable."""
     cpu_offload: bool = False
     """Keep masters, gradients and optimizer state in the CPU's memory and move a block at a time to the GPU. CUDA only."""
 
@@ -163,6 +172,23 @@ class Lora(Section):
     modules: Annotated[list[str], Field(min_length=1)] = ["layers.*"]
     """Patterns of names of linear layers, such as "layers.*.attention.w[qv]": those get adapters. A star crosses dots, so
     "layers.*" is every linear layer of the blocks."""
+
+
+class Float8(Section):
+    """Linear layers that multiply in float8 (docs/float8.md)."""
+
+    enable: bool = False
+    """Multiply the linear layers of the blocks in float8, with scales measured anew for every product. Needs torchao."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale a tensor, the fastest; one a row, more accurate; or one a row with the weights' gradients in
+    training.mixed_precision_param, the most accurate."""
+    filter_fqns: list[str] = []
+    """Patterns of names of linear layers, such as "layers.0.*" or "layers.*.attention.w[kv]", that are left in
+    training.mixed_precision_param. The head always is."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather parameters over ranks in float8, half the traffic. With "tensorwise" only."""
+    emulate: bool = False
+    """Cast to float8, and multiply what comes of it in float32: slow, for devices without float8 products and for tests."""
 
 
 class ActivationCheckpoint(Section):
@@ -359,6 +385,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     lora: Lora = Lora()
+    float8: Float8 = Float8()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()

@@ -11,17 +11,20 @@ All redistributions are synchronous: an AsyncCollectiveTensor that enters a comp
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
 from models.head import Head
+from titanlite import float8
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations, set_memory_budget
 from titanlite.compilation import compile_model
 from titanlite.config import Config
@@ -103,31 +106,33 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
 
     Raises UserError as `sharding_faults` says.
     """
+    float8.convert(model, config)
     if faults := sharding_faults(model, family, mesh["tp"].size()):
         raise UserError("\n".join(faults))
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, family, mesh["tp"])
-    alone = mesh.size() == 1 and not config.parallelism.cpu_offload  # nothing for FSDP to gather, reduce or fetch
-    if alone:
+    fsdp = needs_fsdp(config, mesh)
+    if not fsdp:
         cast_where_used(model, DTYPES[config.training.mixed_precision_param])
     keys = config.activation_checkpoint
     if keys.mode == "selective" and keys.selective_ac_option == "op":
         checkpoint_operations(model, getattr(family.module, "KEEP", ()), config.lora.rank if config.lora.enable else None)
     if config.compile.enable:
         set_memory_budget(keys)
+        overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
         compile_model(model, config.compile)
     if keys.mode == "full":
         checkpoint_blocks(model, every=1)
     elif keys.mode == "selective" and keys.selective_ac_option != "op":
         checkpoint_blocks(model, keys.selective_ac_option)
-    if not alone:
+    if fsdp:
         apply_fsdp(model, config, mesh)
     return model
 
 
 def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     """What is wrong with a family's sharding table: parameters without a style, unknown styles, sizes tp does not divide."""
-    styles, faults = _styles(model, family)
+    styles, faults = styles_of(model, family)
     for name, style in styles.items():
         if style not in STYLES:
             faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
@@ -147,7 +152,7 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     return list(dict.fromkeys(faults))
 
 
-def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
+def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
     """The style name of every module that has parameters of its own, and the faults of the table.
 
     An nn.Identity marks a place in the flow of data, and the table says what happens there.
@@ -158,7 +163,7 @@ def _styles(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]
 
 def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> None:
     """Turns each parameter into a DTensor on the tp mesh and hangs each style's redistributions on its module."""
-    for name, style_name in _styles(model, family)[0].items():
+    for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
         for key, parameter in module.named_parameters(recurse=False):
@@ -174,6 +179,11 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
         if style.after is not None:
             module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
     tie(model)
+
+
+def needs_fsdp(config: Config, mesh: DeviceMesh) -> bool:
+    """Whether there is anything for FSDP2 to gather, to reduce or to fetch."""
+    return mesh.size() > 1 or config.parallelism.cpu_offload or config.float8.enable_fsdp_float8_all_gather
 
 
 def cast_where_used(model: nn.Module, dtype: torch.dtype) -> None:
@@ -214,6 +224,19 @@ def _call_cast(module: _Forward, names: list[str], dtype: torch.dtype, *args: An
     return functional_call(module, cast, args)
 
 
+def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
+    """Has the compiler turn gather -> products and product -> sum into operations that do both at once, piece by piece.
+
+    Its pass looks for these patterns in each graph ("async TP", the setting is one a process). In the backward pass of a gather
+    whose sequence several matrices read, the sum of their products is no product: that one stays as it is.
+    """
+    torch._inductor.config._micro_pipeline_tp = enable
+    if enable:
+        with warnings.catch_warnings():  # 2.13 calls it needless; its own pass still asks whether it was done
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(tp.get_group().group_name)
+
+
 def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     """FSDP2 on embedding, each block and head; gradients are summed, not averaged, since the loss is divided already."""
     training, parallelism = config.training, config.parallelism
@@ -232,9 +255,13 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     tied = model.head is not None and model.embed is not None and model.head.output.weight is model.embed.weight
     if tied:  # one parameter must be in one unit; it is gathered before the first layer and freed after the loss
         fully_shard([model.embed, model.head], reshard_after_forward=of_head, **options)
+        if of_head is False:  # it is there until the head's backward pass is over, and nothing later reads it
+            model.head.set_unshard_in_backward(False)
     else:
         if model.embed is not None:
             fully_shard(model.embed, reshard_after_forward=of_block, **options)
+            if isinstance(model.embed, nn.Embedding):  # its gradient needs the tokens, not the weight
+                model.embed.set_unshard_in_backward(False)
         if model.head is not None:
             fully_shard(model.head, reshard_after_forward=of_head, **options)
     fully_shard(model, reshard_after_forward=False, **options)

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "job.*",
     "model.flavor",  # the dimensions are compared
+    "model.attention",
     "model.hf_assets_path",  # as are text and tokenizer, by fingerprint
     "training.dataset",
     "training.dataset_path",
@@ -50,6 +51,7 @@ HARMLESS = (
     "activation_checkpoint.*",
     "compile.*",
     "optimizer.implementation",
+    "float8.emulate",
     "checkpoint.*",
     "metrics.*",
     "profiling.*",

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite import children, lora, process, profiling, stacks
+from titanlite import children, float8, lora, process, profiling, stacks
+from titanlite.attention import attention_sentence, choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
@@ -61,7 +62,9 @@ _RECORDER_PATIENCE = 10.0
 
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
-    model = parallelize(lora.on_meta(family, config), family, config, mesh)
+    model = lora.on_meta(family, config)
+    choose_attention(model, config, device)
+    parallelize(model, family, config, mesh)
     if config.training.z_loss:
         model.head.z_loss = config.training.z_loss
     home = torch.device("cpu") if config.parallelism.cpu_offload else device
@@ -89,7 +92,9 @@ def forward_backward(
     return share
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None) -> Tensor:
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None
+) -> Tensor:
     """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
 
     A fused optimizer changes nothing where that norm is not finite: it sees to it on the device, and nobody waits. So does the
@@ -101,6 +106,7 @@ def update(optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_sc
     if optimizer.defaults["fused"]:
         optimizer.found_inf = overflow
     optimizer.step()
+    float8.measure_weights(model)
     if loss_scale is not None:
         loss_scale.update(overflow)
     optimizer.zero_grad()
@@ -221,7 +227,7 @@ def train(
             if step == first:
                 warn_of_unused(model)
             stacks.at(step, "optimizer step")
-            norm = update(optimizer, schedule.at(step), training.max_norm, loss_scale)
+            norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
         unread.add(step, sample, share, norm)
         progress = Progress(step, sample + global_batch)
         steps_timed += 1
@@ -334,6 +340,7 @@ def derived_values(
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
     rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
     masters = f"masters and moments {training.dtype}{rounding}"
+    products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
@@ -351,7 +358,9 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}, {masters}{held}, reduction {training.mixed_precision_reduce}",
+        "precision": f"{training.mixed_precision_param}{products}, {masters}{held}, "
+        f"reduction {training.mixed_precision_reduce}",
+        "attention": attention_sentence(model, config),
         "again in backward": recomputed,
         "compiled": compiled,
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"

@@ -75,10 +75,8 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
     device = process.start(config)
     mesh = build_mesh(resolve_degrees(config.parallelism, job.ranks), device.type)
     family = family_of(config.model)
-    if job.keys.get("fsdp", True):
-        model = build_model(family, config, mesh, device)
-    else:
-        model = _without_fsdp(job, family, config, mesh, device)
+    build = _with_fsdp if job.keys.get("fsdp") else build_model
+    model = build(family, config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
     create_state(optimizer)
     part, parts, number = data_rank(mesh), data_degree(mesh), 0
@@ -93,20 +91,13 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         # this rank's rows, in microbatches of training.local_batch_size
         mine = tokens.flatten(0, 1)[part::parts].unflatten(0, (-1, config.training.local_batch_size))
         share = forward_backward(model, Batch(mine), mesh, None, config.parallelism.reduce_every_microbatch)
-        update(optimizer, config.optimizer.lr, config.training.max_norm)
+        update(model, optimizer, config.optimizer.lr, config.training.max_norm)
         return share
 
     return step
 
 
-def _without_fsdp(job: Job, family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """`build_model` less `apply_fsdp`; bfloat16 by autocast, and a `set_requires_gradient_sync` that has nothing to do."""
-    if mesh.size() > 1:
-        raise Unfit("runs in one process without FSDP2")
-    with mock.patch.object(parallelize, "apply_fsdp"):
-        model = build_model(family, config, mesh, device)
-    model.set_requires_gradient_sync = lambda _: None
-    if job.amp is not None:
-        for part in (model, model.head):  # what the loop calls
-            part.forward = torch.autocast(job.device, job.amp)(part.forward)
-    return model
+def _with_fsdp(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """`build_model` with FSDP2 on one rank too, which the framework itself leaves out there."""
+    with mock.patch.object(parallelize, "needs_fsdp", lambda *_: True):
+        return build_model(family, config, mesh, device)

@@ -14,15 +14,18 @@ from tests.distributed.scenarios import config_of, learnable_data
 from tests.tiny import FLAVORS
 from titanlite import activation_checkpoint, process
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
+from titanlite.attention import attention_faults, attention_sentence, choose_attention
 from titanlite.config import Config
 from titanlite.data.batches import read_batches
+from titanlite.errors import UserError
 from titanlite.loss import Batch, summed_loss
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.optimizer import build_optimizer, create_state
+from titanlite.parallelize import DTYPES
 from titanlite.tools.verify import Trajectory, compare, record
 from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import load_family
+from titanlite.zoo import family_of, load_family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -52,7 +55,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
     def step(number: int) -> None:
         batch = next(source).to(device, non_blocking=True)
         forward_backward(model, batch, mesh)
-        update(optimizer, schedule.at(number), config.training.max_norm)
+        update(model, optimizer, schedule.at(number), config.training.max_norm)
 
     step(1)
     torch.cuda.synchronize()
@@ -179,3 +182,37 @@ def test_nothing_about_documents_waits_for_the_device():
         summed_loss(model, batches[1]).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# ------------------------------------------------------------------------------------------------------ kernels of attention
+
+
+def of_kernel(name: str, precision: str, mask: bool = False) -> tuple[dict[str, Tensor], str]:
+    """Loss and gradients with one kernel of attention, and what the log says of it."""
+    config = config_of({}, model={"attention": name}, training={"mixed_precision_param": precision})
+    model = flexible_model(DTYPES[precision])
+    choose_attention(model, config, torch.device("cuda"))
+    batch = packed_rows()
+    found = loss_and_gradients(model, [batch if mask else batch._replace(documents=None)])
+    return found, attention_sentence(model, config)
+
+
+@pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "flash3", "efficient"])
+def test_every_kernel_of_a_gpu_computes_what_the_mathematics_says(name):
+    config = config_of({}, model={"attention": name}, training={"mixed_precision_param": "bfloat16"})
+    if faults := list(attention_faults(config, family_of(config.model))):
+        pytest.skip(faults[0])
+    expected, _ = of_kernel("math", "float32")
+    try:
+        found, told = of_kernel(name, "bfloat16")
+    except UserError as error:
+        pytest.skip(str(error))
+    assert furthest(found, expected) < 5e-2
+    rule = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
+    assert told == (f"{rule}, and FlexAttention where masked or capped" if name == "auto" else f"{name}, forced")
+
+
+@pytest.mark.parametrize("name", ["efficient", "math"])
+def test_kernels_that_take_masks_keep_documents_apart_as_flex_attention_does(name):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert furthest(of_kernel(name, "float32", mask=True)[0], of_kernel("auto", "float32", mask=True)[0]) < 1e-4

@@ -27,7 +27,7 @@ def steps_with_scale(degrees: dict[str, int], first_scale: float, steps: int) ->
         before = [p.detach().to_local().clone() for p in model.parameters()]
         scale = loss_scale.scale.item()
         forward_backward(model, next(source), mesh, loss_scale.scale)
-        norm = update(optimizer, 1e-3, 1.0, loss_scale)
+        norm = update(model, optimizer, 1e-3, 1.0, loss_scale)
         changed = any(not torch.equal(p.detach().to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
         count = next(iter(optimizer.state.values()))["step"].item()
         happened.append((scale, bool(norm.isfinite()), changed, count))

@@ -68,7 +68,7 @@ def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) ->
         batch = next(source)
         if not (left_out and step == 3):
             forward_backward(model, batch, mesh)
-            norms.append(update(optimizer, schedule.at(step), training.max_norm).item())
+            norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
     tensors = dict(model.named_parameters()) | named_state(optimizer, model)
     return {name: getattr(tensor, "_local_tensor", tensor).detach().clone() for name, tensor in tensors.items()}, norms
 
@@ -154,7 +154,7 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
 
     def step(number: int) -> None:
         share = forward_backward(model, next(source), mesh)
-        steps.add(number, (number - 1) * GLOBAL_BATCH, share, update(optimizer, 1e-3, 1.0))
+        steps.add(number, (number - 1) * GLOBAL_BATCH, share, update(model, optimizer, 1e-3, 1.0))
 
     step(1)  # sets up what is set up once
     steps.read()

@@ -143,3 +143,20 @@ def test_the_command_says_whether_it_fits(gib, code, verdict, capsys, monkeypatc
         tool.main()
     assert ended.value.code == code
     assert f"{verdict} a device of {gib} GiB" in capsys.readouterr().out
+
+
+def test_the_command_tells_what_a_step_sends(capsys, monkeypatch):
+    words = ["estimate", "train_configs/llama_debug.toml", "--ranks", "4", "--parallelism.tensor_parallel_degree", "2"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        tool.main()
+    told = capsys.readouterr().out
+    row = re.search(r"blocks: parameters +all-gather +dp_shard \(2\) +(\d+) x +([0-9.]+) GiB", told)
+    # each of four blocks twice, its matrices split over two ranks, in float32; a rank sends the half that it holds
+    matrices = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 768
+    assert (int(row[1]), row[2]) == (8, f"{8 * (matrices / 2 + 2 * 256) * 4 / 2 / GIB:.3f}")
+    adapted = ["--lora.enable", "true"]
+    monkeypatch.setattr(sys, "argv", [*words, *adapted])
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "modules that talk between tensor-parallel ranks by themselves" in capsys.readouterr().out

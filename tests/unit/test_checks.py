@@ -30,7 +30,7 @@ NAME, FLAVOR = "model.name", "model.flavor"
 LORA, ADAPTED = "lora.enable", "lora.modules"
 DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
 TRACES, SNAPSHOTS = "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
-OFFLOAD = "parallelism.cpu_offload"
+OFFLOAD, OVERLAP = "parallelism.cpu_offload", "parallelism.enable_async_tensor_parallel"
 SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
 AC, LAST = "activation_checkpoint.mode", "parallelism.reduce_every_microbatch"
 COMPILE, PARTS, BACKEND, UNIT = "compile.enable", "compile.components", "compile.backend", "compile.unit"
@@ -220,6 +220,20 @@ def test_what_only_cuda_can_do_is_refused_without_it(monkeypatch, key, value, of
     assert faults({key: off}) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert faults({key: value}) == []
+
+
+def test_overlapped_tensor_parallelism_needs_cuda_a_group_and_the_compiler(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (fault,) = faults({OVERLAP: True, COMPILE: True, BACKEND: "aot_eager"})
+    assert f"{OVERLAP} = true: has no effect with {TP} = 1" in fault
+    (fault,) = faults({OVERLAP: True, TP: 2}, ranks=2)
+    assert f"{OVERLAP} = true: needs CUDA" in fault
+    assert faults({OVERLAP: False, TP: 2}, ranks=2) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for wrong in ({}, {COMPILE: True, PARTS: ["loss"]}, {COMPILE: True, BACKEND: "aot_eager"}):
+        (fault,) = faults({OVERLAP: True, TP: 2, **wrong}, ranks=2)
+        assert f"{OVERLAP} = true: it is inductor that overlaps" in fault and f"{COMPILE} = true" in fault
+    assert faults({OVERLAP: True, TP: 2, COMPILE: True}, ranks=2) == []
 
 
 def test_pinned_memory_is_refused_where_there_is_no_gpu_to_copy_from(monkeypatch):

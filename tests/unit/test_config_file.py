@@ -25,7 +25,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "print_config": True,
         "time_limit_minutes": 1.5,
     },
-    "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none"},
+    "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none", "attention": "math"},
     "training": {
         "dataset": "",
         "dataset_path": "true",
@@ -58,10 +58,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "fsdp_prefetch": 3,
         "reduce_every_microbatch": False,
         "cpu_offload": True,
+        "enable_async_tensor_parallel": True,
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
     "compile": {"enable": True, "components": ["loss"], "unit": "model", "backend": "aot_eager"},
+    "float8": {
+        "enable": True,
+        "recipe_name": "rowwise",
+        "filter_fqns": ["layers.0.*"],
+        "enable_fsdp_float8_all_gather": True,
+        "emulate": True,
+    },
     "optimizer": {
         "name": "Muon",
         "momentum": 0.5,

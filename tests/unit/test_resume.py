@@ -36,15 +36,16 @@ MATHEMATICS = """
     optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay
     optimizer.decay_parameters lr_scheduler.warmup_steps lr_scheduler.total_steps lr_scheduler.decay_ratio
     lr_scheduler.decay_type lr_scheduler.min_lr_factor lora.alpha
+    float8.enable float8.recipe_name float8.filter_fqns float8.enable_fsdp_float8_all_gather
 """
 NOTHING = """
     job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
-    training.dataset training.dataset_path training.sources training.local_batch_size training.steps
+    model.attention training.dataset training.dataset_path training.sources training.local_batch_size training.steps
     training.on_nonfinite training.gc_freq training.deterministic
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
-    parallelism.cpu_offload
-    optimizer.implementation
+    parallelism.cpu_offload parallelism.enable_async_tensor_parallel
+    optimizer.implementation float8.emulate
     activation_checkpoint.mode activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget
     compile.enable compile.components compile.unit compile.backend
     checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k

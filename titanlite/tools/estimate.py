@@ -2,7 +2,8 @@
 
 What rank 0 of a run on N ranks will do and hold, found on one machine without a GPU: builds the whole model on the meta
 device, shards it over a mesh of N pretended ranks, gives one layer its memory and initial weights for real, and follows
-every allocation of a training step of a few layers on tensors without memory. The rest is multiplication.
+every allocation of a training step of a few layers on tensors without memory. The rest is multiplication. What the ranks
+send each other in a step is reckoned from shapes.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """
@@ -24,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite import lora
+from titanlite.attention import choose_attention
 from titanlite.checks import check
+from titanlite.communication import Transfer, lines, traffic
 from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
@@ -65,6 +68,7 @@ class Estimate(NamedTuple):
     layer_seconds: float
     local_values: int  # values of the whole model on rank 0
     memory: Memory
+    traffic: list[Transfer] | str  # of one step; or why it is not known
 
     @property
     def initialize_seconds(self) -> float:
@@ -110,9 +114,17 @@ def estimate(config: Config, ranks: int) -> Estimate:
             reduced = DTYPES[config.training.mixed_precision_reduce].itemsize
             gradients = reduced * sum(p.numel() for p in trained) // mesh["tp"].size()
         memory = Memory(masters, gradients, moments, activations, working)
-        return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory)
+        sent = _traffic(config, family, resolve_degrees(config.parallelism, ranks))
+        return Estimate(parameters, built - begin, sharded - built, _local_values(layer), layer_seconds, local, memory, sent)
     finally:
         dist.destroy_process_group()
+
+
+def _traffic(config: Config, family: Family, degrees: dict[str, int]) -> list[Transfer] | str:
+    try:
+        return traffic(config, family, degrees)
+    except ValueError as error:
+        return str(error)
 
 
 def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int, int]:
@@ -125,6 +137,8 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     keys = config.activation_checkpoint
     every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
     model = lora.on_meta(family, config)
+    if config.model.attention == "math":  # the one kernel that keeps all scores
+        choose_attention(model, config, torch.device("cpu"))
     depth = len(model.layers)
     every = min(every, depth - 1)
     first = min(int(config.lora.enable), depth - 1 - every)  # no gradient of a frozen embedding: block 0 keeps less
@@ -202,6 +216,9 @@ def main() -> None:
     rows = {**found.memory._asdict(), "total": found.memory.total, "set aside for CUDA, NCCL": RESERVE}
     for name, size in rows.items():
         print(f"  {name:<24}{size / GIB:8.2f} GiB")
+    print("  collectives of a step, and what this rank sends in them:")
+    for line in [found.traffic] if isinstance(found.traffic, str) else lines(found.traffic):
+        print(f"    {line}")
     fits = found.memory.total + RESERVE <= own.device_memory_gib * GIB
     print(f"  {'fits' if fits else 'does not fit'} a device of {own.device_memory_gib:g} GiB")
     sys.exit(0 if fits else 1)

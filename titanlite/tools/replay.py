@@ -200,7 +200,7 @@ def replay(config: Config, run: Path, route: Route, step: int, data: Data, mesh:
             gradients = norms((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
             weights = norms(model.named_parameters())
             before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        norm = update(optimizer, schedule.at(number), training.max_norm, loss_scale)
+        norm = update(model, optimizer, schedule.at(number), training.max_norm, loss_scale)
         if number == step:
             steps.add(number, samples, share, norm)
         samples += training.global_batch_size

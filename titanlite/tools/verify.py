@@ -94,7 +94,7 @@ def follow(
             reached = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             gradients = {name: whole(gradient) for name, gradient in reached.items()}
             dtypes = {gradient.dtype for gradient in reached.values()}
-        norms.append(update(optimizer, schedule.at(step), training.max_norm).item())
+        norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
         losses.append(sum_over_data(share, mesh).item())
     dtypes |= {parameter.dtype for parameter in model.parameters()}
     dtypes |= {value.dtype for state in optimizer.state.values() for value in state.values()}

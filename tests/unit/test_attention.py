@@ -1,0 +1,281 @@
+"""The kernels of attention: the chosen one is the one that runs, all compute the same, and what one cannot do is refused."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models import blocks
+from models.blocks import SeqInfo, attend, block_mask, dense_mask
+from titanlite import attention
+from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
+from titanlite.attention import KERNELS, attention_faults, attention_sentence, choose_attention
+from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.loss import Batch, summed_loss
+from titanlite.tools.estimate import estimate
+from titanlite.zoo import family_of
+
+CPU = torch.device("cpu")
+ON_CPU = [name for name, kernel in KERNELS.items() if "cpu" in kernel.devices]
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+LENGTHS = torch.tensor([[5, 11, 16], [1, 30, 1]])
+
+
+def config_of(name: str = "auto", model: str = "tests.tiny", flavor: str = "plain", **training: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": model, "flavor": flavor, "attention": name},
+            "training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "float32", **training},
+        }
+    )
+
+
+def model_of(config: Config) -> nn.Module:
+    family = family_of(config.model)
+    torch.manual_seed(0)
+    model = family.module.Model(family.config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    choose_attention(model, config, CPU)
+    return model
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[operation._overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def step(config: Config, masked: bool, prepare: Any = None) -> tuple[dict[str, Tensor], Counter[str]]:
+    """Loss and gradients of one batch, and the operations that made them."""
+    model = model_of(config)
+    if prepare:
+        prepare(model)
+    documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS]).int() if masked else None
+    tokens = torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(1))
+    with Operations() as operations:
+        loss = summed_loss(model, Batch(tokens, None, documents))
+        loss.backward()
+    found = {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    return found, operations.seen
+
+
+def differ(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(((found[name] - value).norm() / value.norm()).item() for name, value in expected.items())
+
+
+def by_operation(model: nn.Module) -> None:
+    checkpoint_operations(model, ())
+
+
+def whole_blocks(model: nn.Module) -> None:
+    checkpoint_blocks(model, every=1)
+
+
+# ------------------------------------------------------------------------------------------------------ what is computed
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("prepare", [None, by_operation, whole_blocks])
+@pytest.mark.parametrize("name", ["auto", *ON_CPU])
+def test_every_kernel_of_a_cpu_computes_the_same_and_is_the_one_that_runs(name, prepare, masked):
+    found, operations = step(config_of(name), masked, prepare)
+    assert differ(found, step(config_of("math"), masked)[0]) < 1e-5
+    layers = 2
+    flashes = 0 if name == "math" else layers * (2 if prepare is whole_blocks else 1)  # kept by operation, not computed again
+    assert operations[FLASH] == flashes
+    assert operations[f"{FLASH}_backward"] == (0 if name == "math" else layers)
+    assert (operations["_safe_softmax"] + operations["_softmax"] > 0) == (name == "math")
+
+
+@pytest.mark.parametrize("name", ["auto", *ON_CPU])
+def test_a_compiled_block_holds_the_kernel_that_was_chosen(name):
+    config, graphs = config_of(name), Counter()
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("aten."))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    model, tokens = model_of(config), torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(1))
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    for layer in model.layers.values():
+        layer.forward = torch.compile(layer.forward, fullgraph=True, backend=backend)
+    loss = summed_loss(model, Batch(tokens))
+    loss.backward()
+    found = {"loss": loss.detach(), **{key: parameter.grad for key, parameter in model.named_parameters()}}
+    assert differ(found, step(config_of("math"), False)[0]) < 1e-5
+    assert graphs[FLASH] == graphs[f"{FLASH}_backward"]
+    assert (graphs[FLASH] > 0) == (name != "math")
+    assert (graphs["_safe_softmax"] + graphs["_softmax"] + graphs["amax"] > 0) == (name == "math")
+
+
+def test_windows_are_masked_by_every_kernel_of_a_cpu():
+    expected, _ = step(config_of("math", "tests.tiny_gemma3"), False)
+    for name in ("auto", "flash"):
+        found, operations = step(config_of(name, "tests.tiny_gemma3"), False)
+        assert differ(found, expected) < 1e-5
+        assert operations[FLASH] == 4
+
+
+def test_capped_scores_are_the_same_by_the_mathematics_and_by_the_rule():
+    found, _ = step(config_of("math", "tests.tiny_gemma3", "two"), False)
+    assert differ(found, step(config_of("auto", "tests.tiny_gemma3", "two"), False)[0]) < 1e-6
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, masked):
+    """The efficient kernel is CUDA's; what is handed to it is the same as the mathematics gets from groups."""
+    q, k, v = torch.randn(2, 8, 32, 8), torch.randn(2, 2, 32, 8), torch.randn(2, 2, 32, 8)
+    documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
+    mask = dense_mask(documents) if masked else None
+    expected = attend(q, k, v, mask, None, None, SDPBackend.MATH)
+    given, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Tensor, **keys: Any) -> Tensor:
+        given.append((args[1].shape[1], keys["enable_gqa"]))
+        return real(*args, **keys)
+
+    monkeypatch.setattr(blocks, "sdpa_kernel", lambda _: sdpa_kernel(SDPBackend.MATH))
+    monkeypatch.setattr(blocks.F, "scaled_dot_product_attention", watched)
+    assert torch.equal(attend(q, k, v, mask, None, None, SDPBackend.EFFICIENT_ATTENTION), expected)
+    assert given == [(8, False)]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_forced_kernel_reads_flex_attentions_mask_as_the_dense_one(window):
+    documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
+    q, k, v = (torch.randn(2, 4, 32, 8) for _ in range(3))
+    assert torch.equal(blocks._dense(block_mask(documents, window)), dense_mask(documents, window))
+    dense = attend(q, k, v, dense_mask(documents, window), None, None, SDPBackend.MATH)
+    assert torch.equal(attend(q, k, v, block_mask(documents, window), None, None, SDPBackend.MATH), dense)
+
+
+def test_a_forced_kernel_that_cannot_is_an_error_and_no_other_takes_its_place():
+    q = torch.randn(1, 2, 8, 8)
+    with pytest.raises(RuntimeError, match=r"No (available|viable)"):
+        attend(q, q, q, None, None, None, SDPBackend.CUDNN_ATTENTION)
+
+
+def test_text_is_generated_by_whatever_kernel_can():
+    """Its masks are of other shapes; the forced kernel is for training."""
+    model = model_of(config_of("math"))
+    cache = blocks.Cache()
+    cache.reserve(8)
+    with torch.no_grad(), Operations() as operations:
+        model(torch.zeros(1, 8, dtype=torch.int64), SeqInfo(torch.arange(8)[None], cache=cache))
+    assert operations.seen[FLASH] == 2
+
+
+def test_the_mathematics_holds_all_scores_and_estimates_say_so():
+    flash, math = (estimate(config_of(name, seq_len=256, local_batch_size=1), 1).memory for name in ("auto", "math"))
+    assert math.activations >= flash.activations + 2 * 8 * 256 * 256 * 4  # of two layers, 8 heads, float32
+
+
+# ------------------------------------------------------------------------------------------------------------- the choice
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, able: set[str]) -> None:
+    """A GPU of this compute capability whose checks say that these kernels can run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Thinking Machine")
+    monkeypatch.setattr(attention, "_able", lambda name, *_, **__: name in able)
+
+
+@pytest.mark.parametrize(
+    ("major", "able", "chosen"),
+    [
+        (9, {"cudnn", "flash", "efficient", "math"}, "cudnn"),
+        (9, {"flash", "efficient", "math"}, "flash"),
+        (8, {"cudnn", "flash", "efficient", "math"}, "flash"),
+        (10, {"cudnn", "flash", "efficient", "math"}, "flash"),
+        (8, {"efficient", "math"}, "efficient"),
+        (9, {"math"}, "math"),
+    ],
+)
+def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, able, chosen):
+    fake_gpu(monkeypatch, major, able)
+    model, config = model_of(config_of()), config_of()
+    choose_attention(model, config, torch.device("cuda"))
+    assert all(layer.attention.backends == (KERNELS[chosen].backend, None) for layer in model.layers.values())
+    assert attention_sentence(model, config) == f"{chosen}, and FlexAttention where masked or capped"
+
+
+def test_the_log_tells_what_runs_on_a_cpu():
+    assert attention_sentence(model_of(config_of()), config_of()) == "flash"
+    assert attention_sentence(model_of(config_of("math")), config_of("math")) == "math, forced"
+    assert attention_sentence(nn.Linear(1, 1), config_of()) == "the model's own"
+
+
+def test_a_gpu_that_cannot_run_the_forced_kernel_refuses_it(monkeypatch):
+    model = model_of(config_of())
+    fake_gpu(monkeypatch, 8, {"math"})
+    with pytest.raises(UserError, match=r'"cudnn": Thinking Machine cannot run it with head_dim = 8 in float32'):
+        choose_attention(model, config_of("cudnn"), torch.device("cuda"))
+
+
+def test_a_model_with_attention_of_its_own_has_none_to_tell():
+    with pytest.raises(UserError, match=r"has no Attention of models/blocks\.py"):
+        choose_attention(nn.Linear(1, 1), config_of("math"), CPU)
+
+
+def refused(config: Config) -> list[str]:
+    return list(attention_faults(config, family_of(config.model)))
+
+
+@pytest.mark.parametrize("name", sorted(set(KERNELS) - set(ON_CPU)))
+def test_kernels_of_a_gpu_are_refused_without_one(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (fault,) = refused(config_of(name))
+    assert f'model.attention = "{name}": needs CUDA' in fault and '"flash" and "math"' in fault
+
+
+@pytest.mark.parametrize("name", [*ON_CPU, "auto"])
+def test_a_cpus_kernels_take_masks_and_float32(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refused(config_of(name, document_mask=True)) == []
+    assert refused(config_of(name, "tests.tiny_gemma3")) == []
+
+
+HALF = {"mixed_precision_param": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
+    fake_gpu(monkeypatch, 9, set())
+    monkeypatch.setattr(attention, "_flash3_fault", lambda: "")
+    masks, halves = name in ("efficient", "math"), name in ("cudnn", "flash", "flash3")
+    assert refused(config_of(name, **HALF)) == []
+    for config, expected, fine in (
+        (config_of(name), 'training.mixed_precision_param = "float32"', not halves),
+        (config_of(name, document_mask=True, **HALF), "training.document_mask = true", masks),
+        (config_of(name, "tests.tiny_gemma3", **HALF), "the window of tests.tiny_gemma3 plain", masks),
+    ):
+        found = refused(config)
+        assert len(found) == (not fine), found
+        assert all(expected in fault and f'model.attention = "{name}"' in fault for fault in found)
+    capped = refused(config_of(name, "tests.tiny_gemma3", "two", **HALF))
+    assert any("cannot cap scores" in fault for fault in capped) == (name != "math")
+
+
+def test_flash_attention_3_needs_hopper_and_its_package(monkeypatch):
+    fake_gpu(monkeypatch, 8, set())
+    (fault,) = refused(config_of("flash3", **HALF))
+    assert "made for Hopper, and this is Thinking Machine" in fault
+    fake_gpu(monkeypatch, 9, set())
+    (fault,) = refused(config_of("flash3", **HALF))
+    assert "flash_attn_interface, which is not installed" in fault

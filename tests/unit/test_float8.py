@@ -1,0 +1,222 @@
+"""Linear layers in float8: what they compute, by their definition; which layers they are; what is refused."""
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlite import float8, kernel_checks, lora
+from titanlite.communication import traffic
+from titanlite.config import Config
+from titanlite.errors import UserError
+from titanlite.float8 import convert, linear_layers
+from titanlite.kernel_checks import kernel_faults
+from titanlite.mesh import resolve_degrees
+from titanlite.tools.estimate import estimate
+from titanlite.zoo import family_of
+
+pytest.importorskip("torchao", reason="needs torchao")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+def config_of(keys: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"name": "tests.tiny", "flavor": "plain"},
+            "training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "float32"},
+            "float8": {"enable": True, "emulate": True, **(keys or {})},
+            **sections,
+        }
+    )
+
+
+def layer_of(recipe: str) -> nn.Linear:
+    """A layer of a small model, with weights."""
+    config = config_of({"recipe_name": recipe})
+    model = lora.on_meta(family_of(config.model), config)
+    convert(model, config)
+    layer = model.layers["0"].ffn.w1.to_empty(device="cpu")
+    nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+    return layer
+
+
+# ------------------------------------------------------------------------------------------------------- what they compute
+
+
+def cast(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
+    """x as float8 has it: scaled by the power of two that brings its largest value, of all or along `dim`, up to the largest of
+    float8 but not beyond, cast, and scaled back; in float32."""
+    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(kind).max / largest)))
+    return (x * scale).clamp(torch.finfo(kind).min, torch.finfo(kind).max).to(kind).float() / scale
+
+
+def by_definition(recipe: str, x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients of x (tokens, in) and weight (out, in), for the gradient `slope` (tokens, out) of the output."""
+    if recipe == "tensorwise":
+        x8, w8, s8 = cast(x, E4M3, None), cast(weight, E4M3, None), cast(slope, E5M2, None)
+        return x8 @ w8.T, s8 @ w8, s8.T @ x8
+    out = cast(x, E4M3, 1) @ cast(weight, E4M3, 1).T
+    if recipe == "rowwise":
+        return out, cast(slope, E4M3, 1) @ cast(weight, E4M3, 0), cast(slope, E4M3, 0).T @ cast(x, E4M3, 0)
+    return out, cast(slope, E4M3, 1) @ cast(weight, E4M3, None), slope.T @ x
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
+    random = torch.Generator().manual_seed(1)
+    layer = layer_of(recipe)
+    x, slope = torch.randn(48, 64, generator=random), torch.randn(48, 96, generator=random)
+    x[3] *= 100  # one token that is unlike the others
+    x.requires_grad_()
+    out = layer(x)
+    out.backward(slope)
+    found = out, x.grad, layer.weight.grad
+    exact = x @ layer.weight.T, slope @ layer.weight, slope.T @ x
+    defined = by_definition(recipe, x.detach(), layer.weight.detach(), slope)
+    for name, got, expected, unrounded in zip(("output", "input", "weight"), found, defined, exact, strict=True):
+        assert (got - expected).norm() < 1e-6 * expected.norm(), name
+        in_float8 = name != "weight" or recipe != "rowwise_with_gw_hp"
+        assert ((got - unrounded).norm() > 1e-3 * unrounded.norm()) == in_float8, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_part_of_the_tokens_is_rounded_as_in_the_whole(recipe):
+    """So neither the number of ranks nor that of microbatches changes the mathematics."""
+    random = torch.Generator().manual_seed(2)
+    x, slope = torch.randn(64, 64, generator=random), torch.randn(64, 96, generator=random)
+    whole, parts = layer_of(recipe), layer_of(recipe)
+    out = whole(x)
+    out.backward(slope)
+    several = [parts(part) for part in x.chunk(4)]
+    for part, of_part in zip(several, slope.chunk(4), strict=True):
+        part.backward(of_part)
+    assert (torch.cat(several) - out).norm() < 1e-6 * out.norm()
+    assert (parts.weight.grad - whole.weight.grad).norm() < 1e-5 * whole.weight.grad.norm()
+
+
+# ------------------------------------------------------------------------------------------------------------- which layers
+
+
+def test_names_and_types_of_parameters_stay_and_the_filtered_stay_what_they_are():
+    config = config_of({"filter_fqns": ["layers.0.*", "*.w[kv]"]})
+    family = family_of(config.model)
+    model, plain = lora.on_meta(family, config), lora.on_meta(family, config)
+    convert(model, config)
+    assert {name: (p.shape, p.dtype) for name, p in model.named_parameters()} == {
+        name: (p.shape, p.dtype) for name, p in plain.named_parameters()
+    }
+    changed = {name for name, each in model.named_modules() if type(each) is not type(plain.get_submodule(name))}
+    assert changed == {f"layers.1.{name}" for name in ("attention.wq", "attention.wo", "ffn.w1", "ffn.w2", "ffn.w3")}
+    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in changed)
+
+
+def test_without_it_nothing_is_changed_and_torchao_is_not_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # an import of it would fail
+    config = config_of({"enable": False, "emulate": False})
+    model = lora.on_meta(family_of(config.model), config)
+    convert(model, config)
+    float8.measure_weights(model)
+    assert all(type(each) is nn.Linear for each in model.modules() if isinstance(each, nn.Linear))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["layers.*.wz"], 'float8.filter_fqns: "layers.*.wz" matches no linear layer'),
+        (["head.output"], 'float8.filter_fqns: "head.output" matches no linear layer'),
+        (["*"], "leaves no linear layer"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(patterns, expected):
+    config = config_of({"filter_fqns": patterns})
+    with pytest.raises(UserError) as refused:
+        linear_layers(lora.on_meta(family_of(config.model), config), config)
+    assert expected in str(refused.value)
+
+
+def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
+    config = config_of(model={"name": "tests.tiny_odd", "flavor": "plain"})
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(i): nn.ModuleDict({"w": nn.Linear(64, 40), "v": nn.Linear(64, 32)}) for i in range(3)})
+    with pytest.raises(UserError) as refused:
+        linear_layers(model, config)
+    (line,) = str(refused.value).splitlines()
+    assert "layers.*.w is 64 x 40" in line and 'add "layers.*.w" to float8.filter_fqns' in line
+
+
+def test_memory_is_estimated_with_it():
+    plain, found = (estimate(config_of({"enable": enable, "emulate": enable}), 2).memory for enable in (False, True))
+    assert (found.masters, found.gradients, found.moments) == (plain.masters, plain.gradients, plain.moments)
+    # a product keeps its operands as they were; the weight's transpose is no copy
+    assert found.activations == pytest.approx(plain.activations, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("keys", "parallelism"), [({"enable_fsdp_float8_all_gather": True}, {}), ({}, {"tensor_parallel_degree": 2})]
+)
+def test_traffic_that_is_not_known_is_not_told(keys, parallelism):
+    config = config_of(keys, parallelism=parallelism)
+    with pytest.raises(ValueError, match="float8"):
+        traffic(config, family_of(config.model), resolve_degrees(config.parallelism, 2))
+
+
+# ------------------------------------------------------------------------------------------------------------- what is refused
+
+HALF = {"training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "bfloat16"}}
+GATHER = {"enable_fsdp_float8_all_gather": True}
+FAULTS = [
+    ({"recipe_name": "rowwise", "enable": False, "emulate": False}, {}, ["float8.recipe_name", "float8.enable = false"]),
+    ({"emulate": False}, HALF, ["compute capability 8.9", "float8.emulate = true"]),
+    ({"emulate": False, "recipe_name": "rowwise"}, HALF, ["compute capability 9.0"]),
+    ({}, {"training": {**HALF["training"], "mixed_precision_param": "float16"}}, ["float16"]),
+    ({}, {"training": {**HALF["training"], "seq_len": 33, "local_batch_size": 1}}, ["training.seq_len = 33", "16"]),
+    ({}, {"lora": {"enable": True}}, ["lora.enable = true"]),
+    ({**GATHER, "recipe_name": "rowwise"}, {}, ["enable_fsdp_float8_all_gather = true", 'must be "tensorwise"']),
+    (GATHER, {"parallelism": {"tensor_parallel_degree": 2}}, ["enable_fsdp_float8_all_gather", "tensor_parallel_degree = 2"]),
+    (GATHER, {"parallelism": {"fsdp_reshard_after_forward": 2}}, ["enable_fsdp_float8_all_gather", "reshard_after_forward"]),
+    (GATHER, {"parallelism": {"cpu_offload": True}}, ["enable_fsdp_float8_all_gather", "cpu_offload"]),
+    (
+        {},
+        {"parallelism": {"tensor_parallel_degree": 4}},
+        ["layers.*.attention.wk", "leaves each rank 8 of 32", "layers.*.ffn.w1"],
+    ),
+    ({"filter_fqns": ["a"]}, {}, ['"a" matches no linear layer']),
+]
+
+
+@pytest.mark.parametrize(("keys", "sections", "expected"), FAULTS)
+def test_what_cannot_be_is_refused_by_name(monkeypatch, keys, sections, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = "\n".join(kernel_faults(config_of(keys, **sections)))
+    assert [part for part in expected if part not in told] == []
+    assert list(kernel_faults(config_of())) == []
+
+
+def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert list(kernel_faults(config_of({"emulate": False}, **HALF))) == []
+    (fault,) = kernel_faults(config_of({"emulate": False, "recipe_name": "rowwise"}, **HALF))
+    assert "compute capability 9.0" in fault
+    (fault,) = kernel_faults(config_of({"emulate": False}))
+    assert 'training.mixed_precision_param = "bfloat16", not "float32"' in fault
+
+
+def test_overlapped_tensor_parallelism_and_float8_are_refused_together(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    sections = {"parallelism": {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}, "compile": {"enable": True}}
+    (fault,) = kernel_faults(config_of(**sections))
+    assert "enable_async_tensor_parallel = true: not together with float8.enable = true" in fault
+
+
+def test_without_torchao_it_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(kernel_checks.importlib.util, "find_spec", lambda name: None)
+    (fault,) = kernel_faults(config_of())
+    assert "torchao, which is not installed: pip install 'titanlite[float8]'" in fault
+    assert importlib.util.find_spec is kernel_checks.importlib.util.find_spec
