@@ -156,7 +156,7 @@ def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
         ours = contestant.module == "titanlite"
         if ours:
             contestant = contestant._replace(keys=contestant.keys | {"options": common})
-        found[name] = contestant, keys.ranks if ours and contestant.keys.get("fsdp", True) else 1
+        found[name] = contestant, keys.ranks if ours and not contestant.keys.get("fsdp") else 1
     for name, options in pairs(keys.variant, "--variant").items():
         split = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         split.add_argument("--ranks", type=int, default=keys.ranks)

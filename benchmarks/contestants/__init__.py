@@ -21,7 +21,7 @@ class Contestant(NamedTuple):
 CONTESTANTS: dict[str, Contestant] = {
     "titanlite": Contestant("titanlite"),
     "titanlite-eager": Contestant("titanlite", compiled=False),
-    "titanlite-without-fsdp": Contestant("titanlite", keys={"fsdp": False}),
+    "titanlite-fsdp": Contestant("titanlite", keys={"fsdp": True}),
     "plain": Contestant("plain", compiled=False),
     "plain-compiled": Contestant("plain"),
     "hf": Contestant("hf", ("transformers", "accelerate")),

@@ -1,7 +1,7 @@
 """titanlite as its training loop runs it: the same parts in the same order, on a Config that options have made.
 
-job.keys: "options", a list of words such as ["--compile.components", "model"]; "fsdp", false for the model as it is before
-FSDP2 is applied, with bfloat16 by autocast: what FSDP2 on one rank costs is the difference.
+job.keys: "options", a list of words such as ["--compile.components", "model"]; "fsdp", true for FSDP2 on one
+rank too, which the framework leaves out there.
 """
 
 import gc
@@ -21,6 +21,7 @@ from titanlite.config_file import read_config
 from titanlite.loss import Batch
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
+from titanlite.parallelize import DTYPES
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import Family, family_of
 
@@ -75,8 +76,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
     device = process.start(config)
     mesh = build_mesh(resolve_degrees(config.parallelism, job.ranks), device.type)
     family = family_of(config.model)
-    build = _with_fsdp if job.keys.get("fsdp") else build_model
-    model = build(family, config, mesh, device)
+    model = (_with_fsdp if job.keys.get("fsdp") else build_model)(family, config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
     create_state(optimizer)
     part, parts, number = data_rank(mesh), data_degree(mesh), 0
