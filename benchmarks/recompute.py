@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from titanlite.config import Config
 from titanlite.loss import Batch, summed_loss
 from titanlite.mesh import DIMENSIONS, build_mesh

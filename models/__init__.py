@@ -1,1 +1,1 @@
-"""The model zoo: one file a family, and blocks.py with what several families share. Imports torch and itself, nothing else."""
+"""The model zoo, one file a family; blocks.py, attention.py and head.py have what several share. Imports torch and itself only."""

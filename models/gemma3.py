@@ -11,18 +11,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import blocks
-from models.blocks import (
-    Constant,
-    Flops,
-    Normal,
-    SeqInfo,
-    local_weight,
-    rope_frequencies,
-    rope_tables,
-    transformer_flops,
-    with_mask,
-)
+from models import attention, blocks
+from models.attention import SeqInfo, with_mask
+from models.blocks import Constant, Flops, Normal, local_weight, rope_frequencies, rope_tables, transformer_flops
 from models.head import Head
 
 
@@ -96,7 +87,7 @@ class GeGLU(blocks.SwiGLU):
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
 
 
-class Attention(blocks.Attention):
+class Attention(attention.Attention):
     """Attention whose queries and keys are normalised head by head, or, in Gemma 2, whose scores are capped."""
 
     def __init__(self, config: Config):

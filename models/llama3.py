@@ -5,19 +5,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from models.attention import Attention, SeqInfo, with_mask
 from models.blocks import (
-    Attention,
     Constant,
     Flops,
     Normal,
     RMSNorm,
     RopeScaling,
-    SeqInfo,
     SwiGLU,
     rope_frequencies,
     rope_tables,
     transformer_flops,
-    with_mask,
 )
 from models.head import Head
 

@@ -10,19 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from models import blocks
-from models.blocks import (
-    Constant,
-    Flops,
-    Normal,
-    RMSNorm,
-    SeqInfo,
-    SwiGLU,
-    rope_frequencies,
-    rope_tables,
-    transformer_flops,
-    with_mask,
-)
+from models import attention
+from models.attention import SeqInfo, with_mask
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables, transformer_flops
 from models.head import Head
 
 
@@ -67,7 +57,7 @@ class WideNorm(RMSNorm):
         return (self.weight * (whole * torch.rsqrt(square + self.eps))).to_local().type_as(x)
 
 
-class Attention(blocks.Attention):
+class Attention(attention.Attention):
     """Attention whose queries and keys are normalised over all heads together."""
 
     def __init__(self, config: Config):

@@ -8,19 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import blocks
-from models.blocks import (
-    Constant,
-    Flops,
-    Normal,
-    RMSNorm,
-    SeqInfo,
-    SwiGLU,
-    rope_frequencies,
-    rope_tables,
-    transformer_flops,
-    with_mask,
-)
+from models import attention
+from models.attention import SeqInfo, with_mask
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables, transformer_flops
 from models.head import Head
 
 
@@ -63,7 +53,7 @@ FLAVORS: dict[str, Config] = {
 # fmt: on
 
 
-class Attention(blocks.Attention):
+class Attention(attention.Attention):
     """Attention whose queries and keys are normalised head by head, or, in Qwen 2, have biases."""
 
     def __init__(self, config: Config):

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from models import llama3
-from models.blocks import Constant, SeqInfo
+from models.attention import SeqInfo
+from models.blocks import Constant
 from tests.tiny import FLAVORS as SIZES
 from tests.tiny import Config, flops
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from models import llama3
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests.tiny import FLAVORS, Config, flops, initial, sharding
 
 __all__ = ["FLAVORS", "OF_GRADIENT", "OF_LOSS", "Config", "Model", "flops", "initial", "sharding"]

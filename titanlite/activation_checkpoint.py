@@ -29,7 +29,7 @@ KEPT_OPERATIONS = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_attention_math.default,
     _higher.flex_attention,  # inside a compiled block
-    _higher.inductor_compiled_code,  # the same by itself: models/blocks.py compiles nothing else that a block calls
+    _higher.inductor_compiled_code,  # the same by itself: models/attention.py compiles nothing else that a block calls
     _c10d.reduce_scatter_tensor.default,
     _c10d.all_reduce.default,
 )

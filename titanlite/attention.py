@@ -12,7 +12,7 @@ from torch import nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
-from models.blocks import Attention
+from models.attention import TILES, Attention, Backend
 from titanlite.config import Config
 from titanlite.errors import UserError
 from titanlite.parallelize import DTYPES
@@ -22,7 +22,7 @@ from titanlite.zoo import Family
 class Kernel(NamedTuple):
     """What one value of `model.attention` stands for."""
 
-    backend: SDPBackend
+    backend: Backend
     devices: tuple[str, ...]
     masks: tuple[str, ...]  # the devices on which it takes a mask of documents or of a window
     half: bool = False  # only 16-bit precisions
@@ -33,11 +33,15 @@ KERNELS = {
     "flash3": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda",), (), half=True),
     "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), half=True),  # a CPU's takes float32 too
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",)),
+    "tiles": Kernel(TILES, ("cpu",), ()),
     "math": Kernel(SDPBackend.MATH, ("cuda", "cpu"), ("cuda", "cpu")),
 }
 # cuDNN's kernels are the fastest on Hopper (compute capability 9), and slower than FlashAttention's on Ampere and no faster on
 # Ada (six GPUs measured in huggingface/transformers pull request 48163). FlashAttention 3 is used where it is named.
 _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
+# Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
+# sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
+_LONGEST_FOR_TILES = 512
 _ABLE = {
     "cudnn": cuda.can_use_cudnn_attention,
     "flash3": cuda.can_use_flash_attention,
@@ -54,9 +58,12 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
     name, modules = config.model.attention, _modules(model)
     precision = config.training.mixed_precision_param
     if name != "auto" and not modules:
-        raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/blocks.py to tell')
+        raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/attention.py to tell')
     if name == "auto" and device.type == "cpu":
-        return  # it is PyTorch's choice, which goes over to the mathematics where a fork asks for more than flash can do
+        for each in modules:
+            # otherwise it is PyTorch's choice, which goes over to the mathematics where a fork asks for more than flash can do
+            each.backends = (TILES if _tiles_win(config) and each.softcap is None else None, None)
+        return
     for each in modules:
         if name != "auto":
             if device.type == "cuda" and not _able(name, each, precision, device, told=True):
@@ -81,8 +88,8 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
     if config.model.attention != "auto":
         return f"{config.model.attention}, forced"
     backend = modules[0].backends[0]
-    if backend is None:
-        return "flash"
+    if backend in (None, TILES):
+        return backend or "flash"
     name = next(name for name in _ORDER_ON_HOPPER if KERNELS[name].backend == backend)
     return f"{name}, and FlexAttention where masked or capped"
 
@@ -94,7 +101,8 @@ def attention_faults(config: Config, family: Family) -> Iterator[str]:
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
     if device not in kernel.devices:
-        yield f'{key}: needs CUDA; on a CPU there are "flash" and "math"'
+        there = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.devices)
+        yield f"{key}: is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}"
         return
     if name == "flash3" and (fault := _flash3_fault()):
         yield f"{key}: {fault}"
@@ -103,6 +111,7 @@ def attention_faults(config: Config, family: Family) -> Iterator[str]:
     window = getattr(family.config, "window", None)
     if device not in kernel.masks:
         others = 'use "efficient", "math", or "auto", which takes FlexAttention there'
+        others = others if device == "cuda" else 'use "flash", "math" or "auto"'
         if config.training.document_mask:
             yield f"{key}: takes no mask, which training.document_mask = true makes; {others}"
         if window is not None and window < config.training.seq_len:
@@ -113,6 +122,13 @@ def attention_faults(config: Config, family: Family) -> Iterator[str]:
 
 def _modules(model: nn.Module) -> list[Attention]:
     return [each for each in model.modules() if isinstance(each, Attention)]
+
+
+def _tiles_win(config: Config) -> bool:
+    """Whether this training on a CPU is faster with tiles."""
+    compiled = config.compile.enable and "model" in config.compile.components
+    narrow = config.training.mixed_precision_param == "bfloat16"
+    return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES
 
 
 def _able(name: str, attention: Attention, precision: str, device: torch.device, told: bool) -> bool:

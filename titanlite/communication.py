@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from titanlite import lora
 from titanlite.config import Config
 from titanlite.mesh import DATA_DIMENSIONS

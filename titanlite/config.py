@@ -48,11 +48,12 @@ class Model(Section):
     hf_assets_path: str = ""
     """Folder with a tokenizer.json (and, where there is one, a tokenizer_config.json that names the end-of-text token).
     Empty: a byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
-    attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "math"] = "auto"
+    attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"] = "auto"
     """The kernel that computes attention in training. "auto": on Hopper cuDNN's, on other GPUs FlashAttention, or the next best
     that knows precision and head size, and FlexAttention where documents or windows are masked or scores capped. Any other is
     forced, for all that training computes: what it cannot do is refused. "efficient" is PyTorch's memory-efficient attention,
-    "flash3" FlashAttention 3, a package of its own for Hopper. "math" holds all scores."""
+    "flash3" FlashAttention 3, a package of its own for Hopper, "tiles" our own for CPUs, which "auto" takes there for compiled
+    blocks, bfloat16 and at most 512 tokens. "math" holds all scores."""
 
 
 class Source(Section):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Cache, SeqInfo
+from models.attention import Cache, SeqInfo
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.errors import UserError
 from titanlite.validation import evaluating

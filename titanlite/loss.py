@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from models.blocks import SeqInfo, positions_in_documents
+from models.attention import SeqInfo
+from models.blocks import positions_in_documents
 from models.head import IGNORE
 from titanlite.mesh import sum_over_data
 

@@ -79,7 +79,7 @@ def family_of(keys: Model) -> Family:
 
 def family_names() -> list[str]:
     """The families of the folder models/."""
-    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in ("blocks", "head")]
+    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in ("attention", "blocks", "head")]
 
 
 def load_module(name: str) -> ModuleType:

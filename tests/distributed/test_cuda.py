@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from models import llama3
-from models.blocks import dense_mask
+from models.attention import dense_mask
 from tests.distributed.scenarios import config_of, learnable_data
 from tests.tiny import FLAVORS
 from titanlite import activation_checkpoint, process

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as flex
 
 from models import blocks, llama3
-from models.blocks import block_mask
+from models.attention import block_mask
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
 from titanlite.config import Config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from models.blocks import Cache
+from models.attention import Cache
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.tiny import FLAVORS
 from titanlite.generate import Sampling, generate

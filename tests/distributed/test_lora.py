@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.blocks import Normal, SeqInfo
+from models.attention import SeqInfo
+from models.blocks import Normal
 from tests.distributed import scenarios
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, first_microbatch, mesh_of

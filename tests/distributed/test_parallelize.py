@@ -189,7 +189,7 @@ def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
     model, _ = built(degrees, flavor=flavor)
     tokens = torch.arange(2 * 32).view(2, 32)
     model.head.logits_per_chunk = 2**20
-    from models.blocks import SeqInfo
+    from models.attention import SeqInfo
 
     return model.head(model(tokens, SeqInfo(torch.arange(32).expand(2, 32)))).detach()
 

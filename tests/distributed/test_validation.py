@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of, mix_of

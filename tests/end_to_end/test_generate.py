@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.blocks import Cache
+from models.attention import Cache
 from tests.end_to_end.launcher import ROOT, run
 from tests.end_to_end.test_oracle import both_models, every_model, family
 from titanlite.generate import Sampling, generate

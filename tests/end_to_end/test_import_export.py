@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests import hf_folders
 from tests.end_to_end.launcher import ROOT, Ended, run
 from tests.hf_folders import tensors_of

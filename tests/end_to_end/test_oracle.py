@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import gemma3, llama3, olmo2, qwen3
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests.distributed.scenarios import config_of
 from titanlite.hf.folder import their_name
 

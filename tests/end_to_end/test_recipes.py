@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from models.blocks import SeqInfo, rope_frequencies, rope_tables
+from models.attention import SeqInfo
+from models.blocks import rope_frequencies, rope_tables
 from tests.tiny import FLAVORS, Model
 from titanlite.checks import check
 from titanlite.config import Config

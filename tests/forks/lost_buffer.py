@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from models import llama3
-from models.blocks import Constant, Normal, SeqInfo
+from models.attention import SeqInfo
+from models.blocks import Constant, Normal
 from tests.tiny import FLAVORS, Config, flops, sharding
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]

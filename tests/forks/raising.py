@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from models import llama3
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests.tiny import FLAVORS, Config, flops, initial, sharding
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]

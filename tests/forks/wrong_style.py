@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from models import llama3
-from models.blocks import Attention, Constant, SeqInfo, local_weight
+from models.attention import Attention, SeqInfo
+from models.blocks import Constant, local_weight
 from tests.tiny import FLAVORS, Config, flops
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]

@@ -11,8 +11,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import blocks
-from models.blocks import SeqInfo, attend, block_mask, dense_mask
+from models import attention as their
+from models.attention import TILES, SeqInfo, attend, block_mask, dense_mask
 from titanlite import attention
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.attention import KERNELS, attention_faults, attention_sentence, choose_attention
@@ -88,17 +88,21 @@ def whole_blocks(model: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------ what is computed
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
+MASKED = {False: "causal", True: "documents"}
+CELLS = [(name, masked) for name in ["auto", *ON_CPU] for masked in MASKED if (name, masked) != ("tiles", True)]
+
+
 @pytest.mark.parametrize("prepare", [None, by_operation, whole_blocks])
-@pytest.mark.parametrize("name", ["auto", *ON_CPU])
+@pytest.mark.parametrize(("name", "masked"), CELLS, ids=[f"{name}-{MASKED[masked]}" for name, masked in CELLS])
 def test_every_kernel_of_a_cpu_computes_the_same_and_is_the_one_that_runs(name, prepare, masked):
     found, operations = step(config_of(name), masked, prepare)
     assert differ(found, step(config_of("math"), masked)[0]) < 1e-5
     layers = 2
-    flashes = 0 if name == "math" else layers * (2 if prepare is whole_blocks else 1)  # kept by operation, not computed again
+    by_flash = name in ("auto", "flash")
+    flashes = 0 if not by_flash else layers * (2 if prepare is whole_blocks else 1)  # kept by operation, not computed again
     assert operations[FLASH] == flashes
-    assert operations[f"{FLASH}_backward"] == (0 if name == "math" else layers)
-    assert (operations["_safe_softmax"] + operations["_softmax"] > 0) == (name == "math")
+    assert operations[f"{FLASH}_backward"] == (layers if by_flash else 0)
+    assert (operations["_safe_softmax"] + operations["_softmax"] > 0) == (not by_flash)
 
 
 @pytest.mark.parametrize("name", ["auto", *ON_CPU])
@@ -119,8 +123,9 @@ def test_a_compiled_block_holds_the_kernel_that_was_chosen(name):
     found = {"loss": loss.detach(), **{key: parameter.grad for key, parameter in model.named_parameters()}}
     assert differ(found, step(config_of("math"), False)[0]) < 1e-5
     assert graphs[FLASH] == graphs[f"{FLASH}_backward"]
-    assert (graphs[FLASH] > 0) == (name != "math")
-    assert (graphs["_safe_softmax"] + graphs["_softmax"] + graphs["amax"] > 0) == (name == "math")
+    by_flash = name in ("auto", "flash")
+    assert (graphs[FLASH] > 0) == by_flash
+    assert (graphs["_safe_softmax"] + graphs["_softmax"] + graphs["amax"] > 0) == (not by_flash)
 
 
 def test_windows_are_masked_by_every_kernel_of_a_cpu():
@@ -149,8 +154,8 @@ def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, mas
         given.append((args[1].shape[1], keys["enable_gqa"]))
         return real(*args, **keys)
 
-    monkeypatch.setattr(blocks, "sdpa_kernel", lambda _: sdpa_kernel(SDPBackend.MATH))
-    monkeypatch.setattr(blocks.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(their, "sdpa_kernel", lambda _: sdpa_kernel(SDPBackend.MATH))
+    monkeypatch.setattr(their.F, "scaled_dot_product_attention", watched)
     assert torch.equal(attend(q, k, v, mask, None, None, SDPBackend.EFFICIENT_ATTENTION), expected)
     assert given == [(8, False)]
 
@@ -159,7 +164,7 @@ def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, mas
 def test_a_forced_kernel_reads_flex_attentions_mask_as_the_dense_one(window):
     documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
     q, k, v = (torch.randn(2, 4, 32, 8) for _ in range(3))
-    assert torch.equal(blocks._dense(block_mask(documents, window)), dense_mask(documents, window))
+    assert torch.equal(their._dense(block_mask(documents, window)), dense_mask(documents, window))
     dense = attend(q, k, v, dense_mask(documents, window), None, None, SDPBackend.MATH)
     assert torch.equal(attend(q, k, v, block_mask(documents, window), None, None, SDPBackend.MATH), dense)
 
@@ -173,7 +178,7 @@ def test_a_forced_kernel_that_cannot_is_an_error_and_no_other_takes_its_place():
 def test_text_is_generated_by_whatever_kernel_can():
     """Its masks are of other shapes; the forced kernel is for training."""
     model = model_of(config_of("math"))
-    cache = blocks.Cache()
+    cache = their.Cache()
     cache.reserve(8)
     with torch.no_grad(), Operations() as operations:
         model(torch.zeros(1, 8, dtype=torch.int64), SeqInfo(torch.arange(8)[None], cache=cache))
@@ -215,6 +220,43 @@ def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, a
     assert attention_sentence(model, config) == f"{chosen}, and FlexAttention where masked or capped"
 
 
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_tiles_are_the_mathematics_at_every_length(length, scale):
+    torch.manual_seed(0)
+    results = []
+    for backend in (TILES, SDPBackend.MATH):
+        q, k, v = (torch.randn(2, heads, length, 16, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for part in (q, k, v):
+                part.copy_(torch.randn_like(part))
+        result = attend(q, k, v, None, scale, None, backend)
+        (result * torch.linspace(-1, 1, length)[:, None]).sum().backward()
+        results.append([result.detach(), q.grad, k.grad, v.grad])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
+
+
+def compiled_on_cpu(seq_len: int, precision: str, enable: bool = True) -> Config:
+    config = config_of(seq_len=seq_len, mixed_precision_param=precision)
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"enable": enable})})
+
+
+@pytest.mark.parametrize(
+    ("config", "backend"),
+    [
+        (compiled_on_cpu(512, "bfloat16"), TILES),
+        (compiled_on_cpu(513, "bfloat16"), None),
+        (compiled_on_cpu(512, "float32"), None),
+        (compiled_on_cpu(512, "bfloat16", enable=False), None),
+    ],
+)
+def test_a_cpu_takes_tiles_where_they_are_faster(config, backend):
+    model = model_of(config)
+    assert all(layer.attention.backends == (backend, None) for layer in model.layers.values())
+    assert attention_sentence(model, config) == (backend or "flash")
+
+
 def test_the_log_tells_what_runs_on_a_cpu():
     assert attention_sentence(model_of(config_of()), config_of()) == "flash"
     assert attention_sentence(model_of(config_of("math")), config_of("math")) == "math, forced"
@@ -229,7 +271,7 @@ def test_a_gpu_that_cannot_run_the_forced_kernel_refuses_it(monkeypatch):
 
 
 def test_a_model_with_attention_of_its_own_has_none_to_tell():
-    with pytest.raises(UserError, match=r"has no Attention of models/blocks\.py"):
+    with pytest.raises(UserError, match=r"has no Attention of models/attention\.py"):
         choose_attention(nn.Linear(1, 1), config_of("math"), CPU)
 
 
@@ -241,20 +283,33 @@ def refused(config: Config) -> list[str]:
 def test_kernels_of_a_gpu_are_refused_without_one(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (fault,) = refused(config_of(name))
-    assert f'model.attention = "{name}": needs CUDA' in fault and '"flash" and "math"' in fault
+    assert f'model.attention = "{name}": is not for CPUs; there are "flash", "tiles", "math"' in fault
 
 
-@pytest.mark.parametrize("name", [*ON_CPU, "auto"])
+@pytest.mark.parametrize("name", ["flash", "math", "auto"])
 def test_a_cpus_kernels_take_masks_and_float32(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refused(config_of(name, document_mask=True)) == []
     assert refused(config_of(name, "tests.tiny_gemma3")) == []
 
 
+def test_tiles_take_no_masks_and_are_for_cpus_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refused(config_of("tiles")) == []
+    (fault,) = refused(config_of("tiles", document_mask=True))
+    assert "training.document_mask = true" in fault and 'use "flash", "math" or "auto"' in fault
+    (fault,) = refused(config_of("tiles", "tests.tiny_gemma3"))
+    assert "the window of tests.tiny_gemma3 plain" in fault
+    assert any("cannot cap scores" in fault for fault in refused(config_of("tiles", "tests.tiny_gemma3", "two")))
+    fake_gpu(monkeypatch, 9, set())
+    (fault,) = refused(config_of("tiles"))
+    assert 'model.attention = "tiles": is not for GPUs; there are "cudnn"' in fault
+
+
 HALF = {"mixed_precision_param": "bfloat16"}
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if "cuda" in kernel.devices])
 def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
     fake_gpu(monkeypatch, 9, set())
     monkeypatch.setattr(attention, "_flash3_fault", lambda: "")

@@ -12,8 +12,10 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
 from torch.nn.attention import flex_attention as flex
 
-from models import blocks, llama3
-from models.blocks import Attention, SeqInfo, block_mask, dense_mask, positions_in_documents
+from models import attention as their
+from models import llama3
+from models.attention import Attention, SeqInfo, block_mask, dense_mask
+from models.blocks import positions_in_documents
 from models.head import IGNORE
 from tests.tiny import FLAVORS
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
@@ -149,7 +151,7 @@ def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
 
 def test_the_mask_is_made_once_for_all_layers(monkeypatch):
     calls = []
-    monkeypatch.setattr(blocks, "dense_mask", lambda *given: calls.append(1) or dense_mask(*given))
+    monkeypatch.setattr(their, "dense_mask", lambda *given: calls.append(1) or dense_mask(*given))
     summed_loss(tiny("deep"), packed(*ROWS["several"]))
     assert len(calls) == 1
 
@@ -235,7 +237,7 @@ def test_flex_attentions_blocks_hold_the_dense_mask(documents, seq):
 def test_compiled_as_on_a_gpu_the_blocks_are_the_same_and_compiled_once():
     for seed in range(4):
         documents = random_documents(seed, 300)
-        found, expected = block_mask(documents, create=blocks._compiled_create_block_mask()), block_mask(documents)
+        found, expected = block_mask(documents, create=their._compiled_create_block_mask()), block_mask(documents)
         for part, other in zip(found.as_tuple(), expected.as_tuple(), strict=True):
             assert torch.equal(part, other) if isinstance(part, Tensor) else callable(part) or part == other
     assert counters["stats"]["unique_graphs"] == 1
@@ -254,7 +256,7 @@ def test_flex_attentions_compiled_forward_pass_gives_what_the_dense_mask_gives(m
     batches = [packed(*ROWS[name]) for name in ("several", "padding", "one fills the row")]
     expected = [summed_loss(model, batch) for batch in batches]
     use_flex_attention(monkeypatch)
-    blocks._compiled_flex_attention.cache_clear()
+    their._compiled_flex_attention.cache_clear()
     if compiled:
         for layer in model.layers.values():
             layer.forward = torch.compile(layer.forward, fullgraph=True)
@@ -280,7 +282,7 @@ def test_flex_attentions_gradients_are_those_of_the_dense_mask_in_every_mode(mon
     expected = [loss_and_gradients(tiny(), [batch]) for batch in batches]
     use_flex_attention(monkeypatch)
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(blocks, "_compiled_flex_attention", lambda: eager)
+    monkeypatch.setattr(their, "_compiled_flex_attention", lambda: eager)
     monkeypatch.setattr(implementation, "math_attention", counted)
     model = tiny()
     if mode == "per operation":

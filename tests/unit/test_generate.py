@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from models.blocks import Cache, SeqInfo
+from models.attention import Cache, SeqInfo
 from tests.tiny import FLAVORS, Model
 from titanlite.generate import Sampling, draw, generate, score
 

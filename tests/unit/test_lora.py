@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests import tiny, tiny_biased
 from titanlite.checkpoint.folder import checkpoint_bytes
 from titanlite.config import Config

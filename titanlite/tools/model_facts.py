@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.blocks import Constant, SeqInfo
+from models.attention import SeqInfo
+from models.blocks import Constant
 from titanlite.checks import undivided_sizes
 from titanlite.hf.folder import their_name
 from titanlite.initialize import fill, match_initial

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from models.blocks import SeqInfo
+from models.attention import SeqInfo
 from tests import tiny
 from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
 from titanlite.checkpoint.manifest import Damaged
