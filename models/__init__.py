@@ -1,1 +1,1 @@
-"""The model zoo, one file a family; blocks.py, attention.py and head.py have what several share. Imports torch and itself only."""
+"""The model zoo, one file a family; blocks.py, attention.py and head.py have what several share. Imports torch and it alone."""
