@@ -12,21 +12,36 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 IGNORE = -100  # a label that counts for nothing, as in PyTorch's own cross entropy
 
 
+class Sizes(NamedTuple):
+    """How much the head makes at a time, in numbers."""
+
+    logits: int  # of a chunk
+    product: int  # of a summand of the weight's gradient, where products are less precise than their sum
+
+
+SIZES = {
+    # A core's cache holds the product. Smaller chunks are slower, larger ones no faster (benchmarks/NOTES.md).
+    "cpu": Sizes(logits=2**25, product=2**21),
+    # Not measured: each chunk reads and writes the weight's gradient, which for 8B takes as long as the products of 250 tokens.
+    "cuda": Sizes(logits=2**28, product=2**62),
+}
+
+
 class Head(nn.Module):
     """Final norm, projection onto the vocabulary, and the loss, as one unit for FSDP.
 
-    With labels the logits of all tokens never exist at once: they are made in chunks of at most `logits_per_chunk` numbers,
-    used for loss and gradients, and dropped. However many chunks, the projection's weight is gathered once and its gradient
+    With labels the logits of all tokens never exist at once: they are made in chunks of at most `Sizes.logits` numbers, used
+    for loss and gradients, and dropped. However many chunks, the projection's weight is gathered once and its gradient
     reduced once. The product is in the precision of the hidden states, whatever that of the weight is.
 
     softcap: logits x become softcap x tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2). z_loss: this times the square
     of the log-sum-exp of the logits is added to each label's loss, which keeps it near 0 (PaLM, arXiv:2204.02311, section 5).
     """
 
-    def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None, logits_per_chunk: int = 2**26):
+    def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None):
         super().__init__()
-        self.vocab_size, self.softcap, self.logits_per_chunk = vocab_size, softcap, logits_per_chunk
-        self.z_loss = 0.0
+        self.vocab_size, self.softcap, self.z_loss = vocab_size, softcap, 0.0
+        self.sizes: Sizes | None = None  # None: those of SIZES for the device
         self.kernels = Kernels(row_sums, to_slopes, accumulate)
         self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
@@ -51,16 +66,19 @@ class Head(nn.Module):
             # Each rank's gradient covers its own part of the vocabulary: one summand of the hidden states' gradient.
             hidden = hidden.to_local(grad_placements=[Partial()])
             weight = weight.to_local(grad_placements=[Shard(0)])
-        plan = Plan(first, group, self._chunk(labels.numel()), self.softcap, self.z_loss, self.kernels, torch.is_grad_enabled())
+        sizes = self.sizes or SIZES[hidden.device.type]
+        chunk = chunk_of(labels.numel(), self.vocab_size, sizes)
+        plan = Plan(first, group, chunk, sizes.product, self.softcap, self.z_loss, self.kernels, torch.is_grad_enabled())
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), plan)
 
-    def _chunk(self, tokens: int) -> int:
-        """Tokens in a chunk: `logits_per_chunk` allows so many, and all chunks are equal if a little less will do."""
-        most = max(1, self.logits_per_chunk // self.vocab_size)
-        fewest = -(-tokens // most)
-        # a chunk of another size, the last one, would be compiled for itself
-        count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
-        return -(-tokens // count)
+
+def chunk_of(tokens: int, vocab_size: int, sizes: Sizes) -> int:
+    """Tokens in a chunk: as many as `sizes` allows, or somewhat less if all chunks are equal then."""
+    most = max(1, sizes.logits // vocab_size)
+    fewest = -(-tokens // most)
+    # a chunk of another size, the last one, would be compiled for itself
+    count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
+    return -(-tokens // count)
 
 
 # ------------------------------------------------------------------- what is done with a chunk's logits, apart from products
@@ -111,6 +129,7 @@ class Plan(NamedTuple):
     first: int  # this rank's first row of the vocabulary
     group: dist.ProcessGroup | None  # among whose ranks the vocabulary is split
     chunk: int  # tokens
+    product: int  # as in Sizes
     softcap: float | None
     z_loss: float
     kernels: Kernels
@@ -132,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         used = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if with_gradient else None
         # of a frozen weight there is none to be made, nor to be kept
-        grad_weight = _WeightGradient(used, plan.kernels) if with_gradient and ctx.needs_input_grad[1] else None
+        grad_weight = _WeightGradient(used, plan) if with_gradient and ctx.needs_input_grad[1] else None
         room = hidden.new_empty(min(plan.chunk, len(hidden)), len(used))
         loss = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(hidden), plan.chunk):
@@ -186,21 +205,25 @@ def _loss_and_slopes(logits: Tensor, label: Tensor, plan: Plan, with_gradient: b
 class _WeightGradient:
     """The sum over chunks of slopes.T @ hidden: `total` (rows, dim) is float32, whatever the precision of the products."""
 
-    def __init__(self, weight: Tensor, kernels: Kernels):
-        self.total: Tensor | None = None
-        self._kernels = kernels
-        self._product = torch.empty_like(weight) if weight.dtype != torch.float32 else None
+    def __init__(self, weight: Tensor, plan: Plan):
+        self.total = torch.empty_like(weight, dtype=torch.float32)
+        self._accumulate, self._begun = plan.kernels.accumulate, False
+        # so few rows at a time that what is added is in a CPU's cache still
+        self._rows = min(len(weight), max(1, plan.product // weight.shape[1]))
+        self._product = weight.new_empty(self._rows, weight.shape[1]) if weight.dtype != torch.float32 else None
 
     def add(self, slopes: Tensor, hidden: Tensor) -> None:
         """slopes (chunk, rows), hidden (chunk, dim)."""
         if self._product is None:
-            self.total = slopes.T @ hidden if self.total is None else self.total.addmm_(slopes.T, hidden)
-            return
-        product = torch.mm(slopes.T, hidden, out=self._product)
-        if self.total is None:
-            self.total = product.float()
+            torch.addmm(self.total, slopes.T, hidden, beta=int(self._begun), out=self.total)
         else:
-            self._kernels.accumulate(self.total, product)
+            for slope, total in zip(slopes.T.split(self._rows), self.total.split(self._rows), strict=True):
+                product = torch.mm(slope, hidden, out=self._product[: len(slope)])
+                if self._begun:
+                    self._accumulate(total, product)
+                else:
+                    total.copy_(product)
+        self._begun = True
 
 
 def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:

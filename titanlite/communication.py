@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from models.attention import SeqInfo
+from models.head import SIZES, Head, chunk_of
 from titanlite import lora
 from titanlite.config import Config
 from titanlite.mesh import DATA_DIMENSIONS
@@ -51,14 +52,17 @@ class _Unit(NamedTuple):
     partial_gathers: int  # those within `fsdp_reshard_after_forward` ranks
 
 
-def traffic(config: Config, family: Family, degrees: dict[str, int]) -> list[Transfer]:
-    """All collectives of one step, those of no traffic left out. degrees: see `mesh.resolve_degrees`.
+def traffic(config: Config, family: Family, degrees: dict[str, int], device_type: str = "cuda") -> list[Transfer]:
+    """All collectives of one step, those of no traffic left out. degrees: see `mesh.resolve_degrees`; device_type: "cuda" or
+    "cpu", which differ in the number of chunks of the loss.
 
     Of an unevenly split vocabulary it is rank 0, which has the largest part. Raises ValueError where modules talk between
     ranks by themselves: adapters, float8, and the "features" of a sharding table, under tensor parallelism; float8 gathers too.
     """
     model = lora.on_meta(family, config)
     styles = styles_of(model, family)[0]
+    if degrees["tp"] > 1 and not isinstance(model.head, Head):
+        raise ValueError(f"what the head of {config.model.name} says between tensor-parallel ranks is its own affair")
     if degrees["tp"] > 1 and (config.lora.enable or "features" in styles.values()):
         raise ValueError("modules that talk between tensor-parallel ranks by themselves are not reckoned with")
     if config.float8.enable and (degrees["tp"] > 1 or config.float8.enable_fsdp_float8_all_gather):
@@ -67,7 +71,7 @@ def traffic(config: Config, family: Family, degrees: dict[str, int]) -> list[Tra
     microbatches = config.global_batch(parts) // (config.training.local_batch_size * parts)
     found = [
         *_of_data_parallel(config, model, styles, degrees, microbatches),
-        *(_of_tensor_parallel(config, family, model, styles, degrees["tp"], microbatches) if degrees["tp"] > 1 else ()),
+        *_of_tensor_parallel(config, family, model, styles, degrees["tp"], microbatches, device_type),
         *(Transfer("number of labels", "all-reduce", (name,), degrees[name], 1, _INT64) for name in DATA_DIMENSIONS),
         Transfer("gradient's norm", "all-reduce", (*DATA_DIMENSIONS, "tp"), math.prod(degrees.values()), 1, _FP32),
     ]
@@ -143,9 +147,11 @@ def _padded(name: str, parameter: nn.Parameter, styles: dict[str, str], degrees:
 
 
 def _of_tensor_parallel(
-    config: Config, family: Family, model: nn.Module, styles: dict[str, str], tensor: int, microbatches: int
+    config: Config, family: Family, model: nn.Module, styles: dict[str, str], tensor: int, microbatches: int, device_type: str
 ) -> Iterator[Transfer]:
     """Redistributions of activations and of their gradients, which are each other's reverse; the loss; whole weights."""
+    if tensor == 1:
+        return
     training = config.training
     param = DTYPES[training.mixed_precision_param].itemsize
     tokens = training.local_batch_size * training.seq_len
@@ -161,7 +167,7 @@ def _of_tensor_parallel(
     yield transfer("sums of features", "reduce-scatter", sums + sums_again, activations)
     yield transfer("gradients of sums", "all-gather", sums, activations)
     yield transfer("gradients of sequences", "reduce-scatter", gathers, activations)
-    chunk = max(1, model.head.logits_per_chunk // model.head.vocab_size)
+    chunk = chunk_of(tokens, model.head.vocab_size, model.head.sizes or SIZES[device_type])
     whole, rest = divmod(tokens, chunk)
     yield transfer("loss", "all-gather", whole, tensor * 2 * chunk * _FP32)
     yield transfer("loss", "all-gather", int(rest > 0), tensor * 2 * rest * _FP32)

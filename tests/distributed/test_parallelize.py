@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.head import Sizes
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches
 from titanlite.loss import summed_loss
@@ -109,7 +110,7 @@ def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:
     batch = first_microbatch(config, mesh_of(degrees))
     labels = batch.labels()
     hidden = torch.randn(labels.shape[0], labels.shape[1] // degrees.get("tp", 1), 64, requires_grad=True)
-    model.head.logits_per_chunk = math.ceil(labels.numel() / chunks) * model.head.vocab_size
+    model.head.sizes = Sizes(math.ceil(labels.numel() / chunks) * model.head.vocab_size, 2**21)
     summed_loss(model, batch).backward()
     with CommDebugMode() as mode:
         model.head(hidden, labels).backward()
@@ -169,7 +170,7 @@ def widest_logits(degrees: dict[str, int], rows: int) -> tuple[int, int]:
     """The most tokens that any tensor as wide as this rank's vocabulary had, and how many tokens there were."""
     model, config = built(degrees, flavor="uneven")
     batch = first_microbatch(config, mesh_of(degrees))
-    model.head.logits_per_chunk = rows * model.head.vocab_size
+    model.head.sizes = Sizes(rows * model.head.vocab_size, 2**21)
     with Largest() as largest:
         summed_loss(model, batch).backward()
     share = -(-model.head.vocab_size // degrees.get("tp", 1))
@@ -188,7 +189,7 @@ def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
     """Logits of a batch, which every rank returns whole."""
     model, _ = built(degrees, flavor=flavor)
     tokens = torch.arange(2 * 32).view(2, 32)
-    model.head.logits_per_chunk = 2**20
+    model.head.sizes = Sizes(2**20, 2**21)
     from models.attention import SeqInfo
 
     return model.head(model(tokens, SeqInfo(torch.arange(32).expand(2, 32)))).detach()

@@ -10,14 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.blocks import RMSNorm
-from models.head import IGNORE, Head
+from models.head import IGNORE, Head, Sizes, chunk_of
 
 _BATCH, _SEQ, _DIM, _VOCABULARY, _EPS = 3, 10, 16, 72, 1e-5
 _TOKENS = _BATCH * _SEQ
 
 
 def _head(chunk: int = _TOKENS, seed: int = 0) -> Head:
-    head = Head(RMSNorm(_DIM, _EPS), _DIM, _VOCABULARY, logits_per_chunk=chunk * _VOCABULARY)
+    head = Head(RMSNorm(_DIM, _EPS), _DIM, _VOCABULARY)
+    head.sizes = Sizes(chunk * _VOCABULARY, 5 * _DIM)
     torch.manual_seed(seed)
     with torch.no_grad():
         head.norm.weight.normal_(1.0, 0.1)
@@ -87,7 +88,7 @@ def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
 
 def test_a_chunk_of_fewer_logits_than_one_token_has_is_one_token():
     head, (hidden, labels) = _head(), _inputs()
-    head.logits_per_chunk = 1
+    head.sizes = Sizes(1, 1)
     _assert_equal(_run(head, hidden, labels), _reference(head, hidden, labels), tolerance=3e-6)
 
 
@@ -207,8 +208,8 @@ def test_a_float32_weight_under_bfloat16_gets_a_gradient_that_is_not_rounded_to_
 
 @pytest.mark.parametrize("most, size", [(7, 6), (10, 10), (29, 15), (30, 30), (1, 1), (1000, 30)])
 def test_chunks_are_equal_where_that_costs_little(most, size):
-    assert _head(most)._chunk(_TOKENS) == size
-    assert _head(7)._chunk(31) == 7  # a prime number of tokens has no equal chunks
+    assert chunk_of(_TOKENS, _VOCABULARY, Sizes(most * _VOCABULARY, 1)) == size
+    assert chunk_of(31, _VOCABULARY, Sizes(7 * _VOCABULARY, 1)) == 7  # a prime number of tokens has no equal chunks
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -241,7 +242,7 @@ def test_z_loss_is_left_out_where_no_gradient_is_asked_for():
 
 
 def test_the_slope_of_a_label_that_is_all_but_certain_keeps_its_digits_in_bfloat16():
-    head = Head(RMSNorm(2, _EPS), 2, 2, logits_per_chunk=4)
+    head = Head(RMSNorm(2, _EPS), 2, 2)
     with torch.no_grad():
         head.norm.weight.fill_(1.0)
         head.output.weight.copy_(torch.tensor([[4.0, 0.0], [-4.0, 0.0]]))

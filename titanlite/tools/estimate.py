@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models.head import SIZES, Head
 from titanlite import lora
 from titanlite.attention import choose_attention
 from titanlite.checks import check
@@ -137,6 +138,8 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     keys = config.activation_checkpoint
     every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
     model = lora.on_meta(family, config)
+    if isinstance(model.head, Head):
+        model.head.sizes = SIZES["cuda"]
     if config.model.attention == "math":  # the one kernel that keeps all scores
         choose_attention(model, config, torch.device("cpu"))
     depth = len(model.layers)
