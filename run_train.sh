@@ -20,6 +20,8 @@
 #   MAX_RESTARTS   how often torchrun starts the ranks anew after a failure (default 0)
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
 #   OMP_NUM_THREADS  CPU threads a rank; default: this machine's cores shared among its ranks
+#   PYTORCH_ALLOC_CONF  PyTorch's allocator on GPUs; default expandable_segments:True
+#   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: what is freed is kept
 set -euo pipefail
 
 trap 'exit 75' TERM USR1 # until torchrun takes over: there is nothing to save
@@ -97,6 +99,16 @@ if ((NNODES > 1)) && [[ -z "${RDZV_ENDPOINT:-}" ]]; then
 fi
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+if ((gpus > 0)); then
+    # blocks of any size are made of pages that are mapped as needed, so that freed ones of other sizes can be used again
+    export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+else
+    # glibc gives large blocks back when they are freed, and the kernel clears every page of the next one: keep them
+    # (benchmarks/allocators.py, benchmarks/NOTES.md)
+    export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-4294967296}
+    export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
+    export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-67108864}
+fi
 
 "$PYTHON" -m titanlite check "$@" --ranks "$((NGPU * NNODES))" --local-ranks "$NGPU"
 for word in "$@"; do # the check has printed the help

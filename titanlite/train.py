@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite import children, float8, lora, process, profiling, stacks
-from titanlite.attention import attention_sentence, choose_attention
+from titanlite.attention import choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
@@ -30,6 +30,7 @@ from titanlite.config_file import read_config
 from titanlite.data.batches import Batches, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
+from titanlite.derived import derived_values
 from titanlite.errors import UserError
 from titanlite.generate import Sampling, continue_texts
 from titanlite.hf.export import export
@@ -37,7 +38,6 @@ from titanlite.incidents import Incidents, Steps, finite
 from titanlite.initialize import initialize
 from titanlite.loss import Batch, count_labels, summed_loss
 from titanlite.loss_scale import LossScale
-from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
@@ -323,57 +323,6 @@ def save_in_hf(saves: Path, step: int, saver: Saver) -> None:
         return
     export(step_folder(saves, step), output, group=saver.group)
     log.info("exported %s in %.2f s", output, time.perf_counter() - begin)
-
-
-def derived_values(
-    config: Config, family: Family, data: Data, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
-) -> dict[str, str]:
-    """What follows from the configuration, for the start of the log: name -> sentence."""
-    training = config.training
-    global_batch = config.global_batch(data_degree(mesh))
-    accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
-    used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
-    flops = lora.training_flops(family, config, model)
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = f", of which {trained:,} are trained" if trained < total else ""
-    held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
-    rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
-    masters = f"masters and moments {training.dtype}{rounding}"
-    products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    keys = config.activation_checkpoint
-    detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
-    graphs = {"model": "blocks" if config.compile.unit == "block" else "all blocks as one graph", "loss": "loss"}
-    compiled = " and ".join(graphs[part] for part in config.compile.components) + f" by {config.compile.backend}"
-    compiled = compiled if config.compile.enable else "nothing"
-    recomputed = "nothing" if keys.mode == "none" else keys.mode + detail
-    decay = schedule.total_steps - schedule.decay_start
-    stable = schedule.decay_start - schedule.warmup_steps
-    return {
-        "run": config.job.description or "(no description)",
-        "folder": str(Path(config.job.dump_folder).resolve()),
-        "model": f"{config.model.name} {config.model.flavor}, {total:,} parameters{frozen}",
-        "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
-        "device": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}{products}, {masters}{held}, "
-        f"reduction {training.mixed_precision_reduce}",
-        "attention": attention_sentence(model, config),
-        "again in backward": recomputed,
-        "compiled": compiled,
-        "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
-        if isinstance(model, FSDPModule)
-        else "whole, cast where they are used",
-        "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
-        "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
-        **data.derived_values(training.steps * global_batch),
-        "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
-        f"{schedule.min_factor:g} x {schedule.lr:g}",
-        "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",
-        "position": f"step {progress.step}, {progress.samples:,} samples consumed",
-    }
 
 
 # ------------------------------------------------------------------------------------------------------------ the program

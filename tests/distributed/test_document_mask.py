@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as flex
 
-from models import blocks, llama3
+from models import attention, llama3
 from models.attention import block_mask
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
@@ -85,7 +85,7 @@ def _use_flex_attention(patch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
     patch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
     patch.setattr(flex, "_validate_device", lambda *tensors: None)
-    patch.setattr(blocks, "_compiled_flex_attention", lambda: compiled)
+    patch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
 
 
 @pytest.fixture(scope="module")
