@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import curves
 from benchmarks.figures import OURS, figures, markdown, table
 
 BEGIN, END = "<!-- benchmarks.report begins -->", "<!-- benchmarks.report ends -->"
@@ -106,6 +107,11 @@ def main(words: list[str] | None = None) -> int:
         picture = path.with_suffix(".png")
         plot(result, picture)
         sections.append(section(result, f"results/{picture.name}", f"results/{path.name}"))
+    for path in sorted((folder / "results").glob("curves.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        picture = path.with_suffix(".png")
+        curves.plot(result, picture)
+        sections.append(curves.section(result, f"results/{picture.name}", f"results/{path.name}"))
     readme = folder / "README.md"
     try:
         readme.write_text(fill(readme.read_text(encoding="utf-8"), sections), encoding="utf-8")

@@ -78,7 +78,5 @@ def settings(gc_freq: int) -> str:
         memory = preloaded
     else:
         memory = "freed blocks are kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "the system's default"
-    precision = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[
-        torch.get_float32_matmul_precision()
-    ]
+    precision = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
     return f"garbage collected every {gc_freq} steps; memory: {memory}; float32 products: {precision}"

@@ -1,0 +1,127 @@
+"""Does a precision or an optimizer learn as well? Loss curves of every one, on the same batches of real text.
+
+    python -m benchmarks.curves [--steps 1000] [--only "NAME; NAME"] [--runs FOLDER]
+
+Trains the debug recipe once for each row of RUNS, from the same initial weights, and writes results/curves.json and
+results/curves.png; runs that are finished in FOLDER are not done again. python -m benchmarks.report puts both in README.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "curves.json"
+REFERENCE = "AdamW, float32"
+_BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
+_NARROW = _BFLOAT16 | {"training.dtype": "bfloat16"}
+_FLOAT8 = _BFLOAT16 | {"float8.enable": "true", "float8.emulate": "true"}
+RUNS: dict[str, dict[str, str]] = {
+    REFERENCE: {},
+    "AdamW, bfloat16": _BFLOAT16,
+    "AdamW, float16": {"training.mixed_precision_param": "float16"},
+    "AdamW, bfloat16 parameters, stochastic": _NARROW | {"optimizer.rounding": "stochastic"},
+    "AdamW, bfloat16 parameters, compensated": _NARROW | {"optimizer.rounding": "compensated"},
+    "AdamW, float8 tensorwise": _FLOAT8 | {"float8.recipe_name": "tensorwise"},
+    "AdamW, float8 rowwise": _FLOAT8 | {"float8.recipe_name": "rowwise"},
+    "AdamW, float8 rowwise_with_gw_hp": _FLOAT8 | {"float8.recipe_name": "rowwise_with_gw_hp"},
+    "Adam, bfloat16": _BFLOAT16 | {"optimizer.name": "Adam"},
+    "Muon, bfloat16": _BFLOAT16 | {"optimizer.name": "Muon"},
+    "Muon, bfloat16 parameters, stochastic": _NARROW | {"optimizer.name": "Muon", "optimizer.rounding": "stochastic"},
+}
+LAST = 50  # steps whose mean loss is compared: one batch is as noisy as the differences
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of every step that a run has reported."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(name: str, steps: int, folder: Path) -> list[float]:
+    """The losses of one run, which is done if it is not there. Raises CalledProcessError where it fails."""
+    if len(losses(folder)) != steps:
+        common = {
+            "job.dump_folder": str(folder),
+            "training.steps": str(steps),
+            "lr_scheduler.warmup_steps": str(max(1, steps // 20)),
+            "metrics.log_freq": "1",
+            "checkpoint.enable": "false",
+            "compile.enable": "true",
+        }
+        words = [word for key, value in (common | RUNS[name]).items() for word in (f"--{key}", value)]
+        subprocess.run([ROOT / "run_train.sh", ROOT / "train_configs" / "llama_debug.toml", *words], check=True)
+    return losses(folder)
+
+
+def table(curves: dict[str, list[float]]) -> str:
+    """Markdown: what each run ends at, and how far that is from the reference on the same batches."""
+    last = {name: sum(curve[-LAST:]) / len(curve[-LAST:]) for name, curve in curves.items()}
+    rows = [f"| run | loss, mean of the last {LAST} steps | less {REFERENCE} |", "| --- | --- | --- |"]
+    return "\n".join(rows + [f"| {name} | {loss:.4f} | {loss - last[REFERENCE]:+.4f} |" for name, loss in last.items()])
+
+
+def section(result: dict[str, Any], picture: str, source: str) -> str:
+    """The result as Markdown; picture, source: the files beside README.md that show it and that it was made from."""
+    steps = len(result["curves"][REFERENCE])
+    facts = (
+        f"The debug recipe (5.2 M parameters, 2,048 tokens a step of Python's standard library) for {steps:,} steps, one seed, "
+        "the same batches and initial weights in all. float8 is emulated: its rounding is that of the hardware, its speed is not."
+    )
+    made = f"[{source}]({source}), commit {result['commit'][:10]}: `python -m benchmarks.curves --steps {steps}`"
+    lines = ["### Loss curves of precisions and optimizers", "", facts, "", table(result["curves"]), ""]
+    return "\n".join([*lines, f"![loss curves]({picture})", "", made])
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """All curves, smoothed, and beside them each one's distance to the reference."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def smooth(curve: list[float], width: int = 20) -> list[float]:
+        return [sum(curve[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(curve))]
+
+    curves = result["curves"]
+    figure, (whole, apart) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    for name, curve in curves.items():
+        whole.plot(smooth(curve), label=name, linewidth=1)
+        difference = [mine - theirs for mine, theirs in zip(curve, curves[REFERENCE], strict=True)]
+        apart.plot(smooth(difference), label=name, linewidth=1)
+    whole.set(xlabel="step", ylabel="loss, mean of 20 steps")
+    apart.set(xlabel="step", ylabel=f"less {REFERENCE}")
+    apart.legend(fontsize="x-small")
+    for axes in (whole, apart):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--only", default="", help="names of runs, with a semicolon between them")
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "curves", help="where the runs' folders are")
+    keys = parser.parse_args()
+    chosen = [name.strip() for name in keys.only.split(";") if name.strip()] or list(RUNS)
+    if unknown := [name for name in chosen if name not in RUNS]:
+        sys.exit(f"--only {unknown[0]}: there are {'; '.join(RUNS)}")
+    folders = {name: keys.runs / "".join(c if c.isalnum() else "_" for c in name) for name in RUNS}
+    for name in chosen:
+        train(name, keys.steps, folders[name])
+    curves = {name: losses(folder) for name, folder in folders.items()}
+    curves = {name: curve for name, curve in curves.items() if len(curve) == keys.steps}
+    if REFERENCE not in curves:
+        sys.exit(f"nothing is written without {REFERENCE}")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    RESULT.write_text(json.dumps({"commit": commit, "curves": curves}) + "\n")
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    main()
