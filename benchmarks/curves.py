@@ -69,7 +69,7 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
     steps = len(result["curves"][REFERENCE])
     facts = (
         f"The debug recipe (5.2 M parameters, 2,048 tokens a step of Python's standard library) for {steps:,} steps, one seed, "
-        "the same batches and initial weights in all. float8 is emulated: its rounding is that of the hardware, its speed is not."
+        "the same batches and weights in all. float8 is emulated: its rounding is that of the hardware, its speed is not."
     )
     made = f"[{source}]({source}), commit {result['commit'][:10]}: `python -m benchmarks.curves --steps {steps}`"
     lines = ["### Loss curves of precisions and optimizers", "", facts, "", table(result["curves"]), ""]

@@ -1,6 +1,7 @@
 """torch.compile of the model's parts, and a watch for recompilations."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from models.head import Head, Kernels
 from titanlite.config import Compile
+from titanlite.data.cache import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +23,8 @@ def compile_model(model: nn.Module, keys: Compile) -> None:
     one class, dynamo finds the code of the first for all others. Of the head its norm and its kernels are: the loop over
     chunks and the products stay as they are, so that a chunk's memory is used again and many chunks compile as fast as one.
     """
+    # PyTorch's own place for what it has compiled is lost when /tmp is emptied, in a container with each run.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     # It tells on every run that checkpointed regions must not write in place, which our blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 

@@ -1,11 +1,15 @@
 """What is compiled after a run has settled is counted, and told by its cause."""
 
 import logging
+import os
 
 import pytest
 import torch
+from torch import nn
 
-from titanlite.compilation import RecompilationWatch
+from models import llama3
+from titanlite.compilation import RecompilationWatch, compile_model
+from titanlite.config import Compile
 
 
 @pytest.fixture
@@ -31,3 +35,25 @@ def test_a_compilation_after_the_run_has_settled_is_counted_and_its_cause_told(c
     assert "step 3: recompiled" in caplog.text
     assert "size mismatch" in caplog.text
     assert "step 4" not in caplog.text
+
+
+def test_what_is_compiled_is_kept_between_runs_where_the_user_has_named_no_other_place(monkeypatch, tmp_path):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
+def test_a_head_of_a_forks_own_making_is_compiled_whole():
+    class Own(nn.Module):
+        def forward(self, hidden, labels=None):
+            return hidden
+
+    model = llama3.Model(llama3.FLAVORS["debug"])
+    model.head = Own()
+    compile_model(model, Compile(enable=True, components=["loss"], backend="eager"))
+    assert "forward" in vars(model.head)
+    assert all("forward" not in vars(layer) for layer in model.layers.values())
