@@ -39,12 +39,13 @@ def test_a_compilation_after_the_run_has_settled_is_counted_and_its_cause_told(c
 
 def test_what_is_compiled_is_kept_between_runs_where_the_user_has_named_no_other_place(monkeypatch, tmp_path):
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
+    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
 def test_a_head_of_a_forks_own_making_is_compiled_whole():
