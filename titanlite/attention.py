@@ -73,6 +73,8 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
                 )
             each.backends = (KERNELS[name].backend, KERNELS[name].backend)
         else:
+            if each.softcap is not None:
+                continue  # FlexAttention caps scores, and no other kernel
             order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
             found = next(kernel for kernel in order if _able(kernel, each, precision, device, told=False))
             each.backends = (KERNELS[found].backend, None)
@@ -87,9 +89,9 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
         return "the model's own"
     if config.model.attention != "auto":
         return f"{config.model.attention}, forced"
-    backend = modules[0].backends[0]
+    backend = next((each.backends[0] for each in modules if each.backends[0] is not None), None)
     if backend in (None, TILES):
-        return backend or "flash"
+        return backend or ("FlexAttention" if torch.cuda.is_available() else "flash")
     name = next(name for name in _ORDER_ON_HOPPER if KERNELS[name].backend == backend)
     return f"{name}, and FlexAttention where masked or capped"
 
@@ -126,7 +128,7 @@ def _modules(model: nn.Module) -> list[Attention]:
 
 def _tiles_win(config: Config) -> bool:
     """Whether this training on a CPU is faster with tiles."""
-    compiled = config.compile.enable and "model" in config.compile.components
+    compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
     narrow = config.training.mixed_precision_param == "bfloat16"
     return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES
 

@@ -25,7 +25,7 @@ from titanlite.kernel_checks import kernel_faults
 from titanlite.mesh import resolve_degrees
 from titanlite.optimizer import is_decayed
 from titanlite.optimizer_checks import has_compiler, optimizer_faults
-from titanlite.parallelize import sharding_faults
+from titanlite.parallelize import needs_fsdp, sharding_faults
 from titanlite.resume import changeable, imported_fault
 from titanlite.zoo import Family, described, family_of, place_of, read_description
 
@@ -424,6 +424,5 @@ def _compile_faults(config: Config, world_size: int) -> Iterator[str]:
     keys = config.compile
     if keys.unit == "model" and not (keys.enable and "model" in keys.components):
         yield 'compile.unit = "model": has no effect without compile.enable = true and "model" among compile.components'
-    elif keys.unit == "model" and (world_size > 1 or config.parallelism.cpu_offload):
-        why = f"there are {world_size}" if world_size > 1 else "parallelism.cpu_offload = true needs hooks between blocks"
-        yield f'compile.unit = "model": one graph of all blocks is for one process, and {why}; "block" is for any number'
+    elif keys.unit == "model" and (reason := needs_fsdp(config, world_size)):
+        yield f'compile.unit = "model": one graph of all blocks has no place for FSDP2 between them, and {reason}; set "block"'

@@ -65,6 +65,8 @@ def traffic(config: Config, family: Family, degrees: dict[str, int], device_type
         raise ValueError(f"what the head of {config.model.name} says between tensor-parallel ranks is its own affair")
     if degrees["tp"] > 1 and (config.lora.enable or "features" in styles.values()):
         raise ValueError("modules that talk between tensor-parallel ranks by themselves are not reckoned with")
+    if config.optimizer.name == "Muon":
+        raise ValueError("what Muon exchanges, to have every matrix whole on one rank, is not reckoned with")
     if config.float8.enable and (degrees["tp"] > 1 or config.float8.enable_fsdp_float8_all_gather):
         raise ValueError("gathers in float8, and the scales that tensor-parallel ranks agree on, are not reckoned with")
     parts = degrees["dp_replicate"] * degrees["dp_shard"]

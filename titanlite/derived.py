@@ -34,6 +34,7 @@ def derived_values(
     rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
     masters = f"masters and moments {training.dtype}{rounding}"
     products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
+    reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     keys = config.activation_checkpoint
     detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
@@ -51,15 +52,14 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}{products}, {masters}{held}, "
-        f"reduction {training.mixed_precision_reduce}",
+        "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
         "attention": attention_sentence(model, config),
         "settings": settings(training.gc_freq),
         "again in backward": recomputed,
         "compiled": compiled,
         "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
         if isinstance(model, FSDPModule)
-        else "whole, cast where they are used",
+        else "whole",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
         **data.derived_values(training.steps * global_batch),
@@ -73,7 +73,7 @@ def derived_values(
 def settings(gc_freq: int) -> str:
     """What is set for the whole process: collection of garbage, allocator, products of float32 matrices."""
     if torch.cuda.is_available():
-        memory = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "PyTorch's default"
+        memory = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "PyTorch's default"
     elif "malloc" in (preloaded := Path(os.environ.get("LD_PRELOAD", "")).name):
         memory = preloaded
     else:

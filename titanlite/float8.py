@@ -25,7 +25,8 @@ def linear_layers(model: nn.Module, config: Config) -> dict[str, nn.Linear]:
     The head is none of them: its logits decide the loss by small differences. Raises UserError for a pattern of
     `float8.filter_fqns` that matches nothing, and for layers of sizes that float8 products do not take.
     """
-    every = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear) and name.startswith("layers.")}
+    # what only derives from nn.Linear has mathematics of its own
+    every = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and name.startswith("layers.")}
     patterns = config.float8.filter_fqns
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in every)]
     chosen = {name: each for name, each in every.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}

@@ -68,7 +68,7 @@ def _adam(groups: list[dict[str, Any]], keys: Keys) -> torch.optim.Optimizer:
 def _rounding(parameters: list[Tensor], keys: Keys) -> dict[str, bool]:
     """How our own optimizers write parameters of that dtype."""
     narrow = any(p.dtype == torch.bfloat16 for p in parameters)
-    return {"compensated": narrow and keys.rounding == "compensated", "compiled": narrow and keys.implementation == "fused"}
+    return {"compensated": narrow and keys.rounding == "compensated", "compiled": keys.implementation == "fused"}
 
 
 def is_orthogonalised(name: str, parameter: Tensor, keys: Keys) -> bool:

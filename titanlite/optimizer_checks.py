@@ -17,6 +17,8 @@ def optimizer_faults(config: Config) -> Iterator[str]:
             value = getattr(keys, name)
             if value != getattr(Optimizer(), name):
                 yield f'optimizer.{name} = {value!r}: has no effect with optimizer.name = "{keys.name}", only with "Muon"'
+    if config.training.dtype == "bfloat16" or keys.name == "Muon":
+        yield from _compiler_faults(config)
     if config.training.dtype == "bfloat16":
         yield from _bfloat16_faults(config)
     elif keys.rounding != Optimizer().rounding:
@@ -56,11 +58,15 @@ def _bfloat16_faults(config: Config) -> Iterator[str]:
             'optimizer.implementation = "foreach": with training.dtype = "bfloat16" there are "fused", one compiled kernel a '
             'parameter, and "for-loop", one kernel an operation'
         )
+
+
+def _compiler_faults(config: Config) -> Iterator[str]:
     on_cpu = config.parallelism.cpu_offload or not torch.cuda.is_available()
-    if keys.implementation == "fused" and on_cpu and not has_compiler():
+    if config.optimizer.implementation == "fused" and on_cpu and not has_compiler():
+        which = 'optimizer.name = "Muon"' if config.optimizer.name == "Muon" else 'training.dtype = "bfloat16"'
         yield (
-            'optimizer.implementation = "fused": with training.dtype = "bfloat16" its kernel is compiled, which needs a C++ '
-            'compiler on a CPU, and none is found; install g++ or clang, or set it to "for-loop"'
+            f'optimizer.implementation = "fused": with {which} its kernel is compiled, which needs a C++ compiler on a CPU, '
+            'and none is found; install g++ or clang, or set it to "for-loop"'
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -106,15 +107,15 @@ def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMe
 
     Raises UserError as `sharding_faults` says.
     """
+    keys = config.activation_checkpoint
     float8.convert(model, config)
     if faults := sharding_faults(model, family, mesh["tp"].size()):
         raise UserError("\n".join(faults))
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, family, mesh["tp"])
-    fsdp = needs_fsdp(config, mesh)
+    fsdp = needs_fsdp(config, mesh.size())
     if not fsdp:
-        cast_where_used(model, DTYPES[config.training.mixed_precision_param])
-    keys = config.activation_checkpoint
+        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=keys.mode == "none")
     if keys.mode == "selective" and keys.selective_ac_option == "op":
         checkpoint_operations(model, getattr(family.module, "KEEP", ()), config.lora.rank if config.lora.enable else None)
     if config.compile.enable:
@@ -181,47 +182,86 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
     tie(model)
 
 
-def needs_fsdp(config: Config, mesh: DeviceMesh) -> bool:
-    """Whether there is anything for FSDP2 to gather, to reduce or to fetch."""
-    return mesh.size() > 1 or config.parallelism.cpu_offload or config.float8.enable_fsdp_float8_all_gather
+def needs_fsdp(config: Config, ranks: int) -> str:
+    """Why FSDP2 is needed: what there is to gather, to fetch, or to accumulate in another precision; "" where nothing is."""
+    reasons = {
+        f"there are {ranks} processes": ranks > 1,
+        "parallelism.cpu_offload = true": config.parallelism.cpu_offload,
+        "float8.enable_fsdp_float8_all_gather = true": config.float8.enable_fsdp_float8_all_gather,
+        "parallelism.reduce_every_microbatch = false": not config.parallelism.reduce_every_microbatch,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def cast_where_used(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_where_used(model: nn.Module, dtype: torch.dtype, again: bool) -> None:
     """Has a model compute in `dtype` with parameters that stay what they are: FSDP2's mixed precision, for one process.
 
-    Embeddings are cast after the look-up, the output projection by the head: the same numbers, but no cast copy of either is
-    kept, and their gradients arrive in the precision of the masters. In a compiled block a cast is part of another kernel.
+    Call it before what recomputes or compiles, so that casts are done again, or are parts of other kernels. Embeddings are cast
+    after the look-up, the output projection by the head: the same numbers, but no cast copy of either is kept, and their
+    gradients arrive in the precision of the masters.
+
+    again: where nothing is compiled, cast anew in the backward pass, as FSDP2 gathers anew, instead of keeping what was cast.
+    Recomputation does so by itself.
     """
-    left = {name for name, p in model.named_parameters() if p.dtype != dtype}
-    if isinstance(model.embed, nn.Embedding):
+    named = dict(model.named_parameters(remove_duplicate=False))
+    apart = set()
+    if type(model.embed) is nn.Embedding:
         model.embed.register_forward_hook(lambda module, args, out: out.to(dtype))
-        left.discard("embed.weight")
-    if isinstance(model.head, Head):
-        left.discard("head.output.weight")
+        apart.add("embed.weight")
+    if model.head is not None and type(model.head).forward is Head.forward:
+        apart.add("head.output.weight")
+    left = {name for name, p in named.items() if p.dtype != dtype} - apart
     units = {f"layers.{index}.": layer for index, layer in model.layers.items()}
     if model.head is not None:
         units["head."] = model.head
     for prefix, unit in [*units.items(), ("", model)]:  # last what is in no unit, a table of positions, say
-        names = [name.removeprefix(prefix) for name in left if name.startswith(prefix)]
+        names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
         left -= {prefix + name for name in names}
         if names:
-            unit.forward = functools.partial(_call_cast, _Forward(unit), sorted(names), dtype)
+            vars(unit)["_as_it_was"] = _AsItWas(unit, type(unit).forward)  # not as a submodule: it holds the unit
+            unit.__class__ = _casting_class(type(unit), tuple(sorted(names)), dtype, again)
 
 
-class _Forward(nn.Module):
-    """A module's forward, as it is now, in the form that `functional_call` wants."""
+class _AsItWas(nn.Module):
+    """A module before it casts, in the form that `functional_call` wants."""
 
-    def __init__(self, unit: nn.Module):
+    def __init__(self, unit: nn.Module, inner: Callable[..., Any]):
         super().__init__()
-        self.unit, self.inner = unit, unit.forward
+        self.unit, self.inner = unit, inner
 
-    def forward(self, *args: Any) -> Any:
-        return self.inner(*args)
+    def forward(self, *args: Any, **keys: Any) -> Any:
+        return self.inner(self.unit, *args, **keys)
 
 
-def _call_cast(module: _Forward, names: list[str], dtype: torch.dtype, *args: Any) -> Any:
-    cast = {f"unit.{name}": module.unit.get_parameter(name).to(dtype) for name in names}
-    return functional_call(module, cast, args)
+@functools.cache
+def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype, again: bool) -> type[nn.Module]:
+    """The class of modules that see parameters of these names cast; one class for all blocks, so that one graph serves all."""
+
+    def forward(self: Any, *args: Any, **keys: Any) -> Any:
+        cast = {f"unit.{name}": self.get_parameter(name).to(dtype) for name in names}
+        if torch.compiler.is_compiling() or not again:
+            return functional_call(self._as_it_was, cast, args, keys)
+        with _kept_as_masters(self, cast):
+            return functional_call(self._as_it_was, cast, args, keys)
+
+    return type(f"Casting{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _kept_as_masters(unit: nn.Module, cast: dict[str, Tensor]) -> saved_tensors_hooks:
+    """While it lasts, autograd keeps no cast parameter for the backward pass, but the master, to cast it anew."""
+    masters = {part.untyped_storage().data_ptr(): name.removeprefix("unit.") for name, part in cast.items()}
+
+    def pack(tensor: Tensor) -> Any:
+        name = masters.get(tensor.untyped_storage().data_ptr())
+        return tensor if name is None else (name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        name, dtype, *view = kept
+        return unit.get_parameter(name).to(dtype).as_strided(*view)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:

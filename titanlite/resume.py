@@ -279,7 +279,8 @@ def _allow(config: Config, keys: list[str]) -> str:
 
 def changes(config: Config, data: Data, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:
     """What differs between a checkpoint's numbers and a run in a way that changes the mathematics of the steps to come."""
-    before, now = _flat(numbers["config"]), _flat(config.model_dump())
+    # A key that there was not yet had no effect then, which is what its default says.
+    before, now = _flat(Config().model_dump()) | _flat(numbers["config"]), _flat(config.model_dump())
     # -1 and an unset length mean what followed from them.
     before["training.global_batch_size"], now["training.global_batch_size"] = numbers["global_batch"], global_batch
     planned = numbers["schedule"]["total_steps"]

@@ -246,6 +246,7 @@ def train(
                 process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)  # loading takes longer
                 with clock.pause("rollback"):
                     progress, _ = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
+                    float8.measure_weights(model)
                     incidents.went_back(rollback, progress.step)
                     progress = Progress(progress.step, rollback.next_sample)
                     clean_up(saves, progress.step)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.checks import check
-from titanlite.config import Config, Optimizer
+from titanlite.config import Compile, Config, Model, Optimizer
 from titanlite.config_file import read_config
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
@@ -204,6 +204,9 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
             update={
                 "training": config.training.model_copy(update=training),
                 "optimizer": config.optimizer.model_copy(update={"rounding": Optimizer().rounding}),
+                # what is of one precision, or for one process
+                "model": config.model.model_copy(update={"attention": Model().attention}),
+                "compile": config.compile.model_copy(update={"unit": Compile().unit}),
                 "lr_scheduler": config.lr_scheduler.model_copy(update=schedule),
                 "checkpoint": type(config.checkpoint)(),
             }
