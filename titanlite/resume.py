@@ -321,7 +321,7 @@ def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value before, value now) of what is not the same; a key that was not there yet is no change."""
+    """(name, value before, value now) of what is not the same; a name that was not there yet is no change."""
     for name, value in now.items():
         if name in before and before[name] != value:
             yield name, before[name], value

@@ -213,6 +213,13 @@ def test_modules_that_talk_between_ranks_by_themselves_are_not_reckoned_with(nam
         traffic(config, family_of(config.model), resolve_degrees(config.parallelism, 2))
 
 
+def test_what_muon_exchanges_is_not_reckoned_with():
+    config = Case(HYBRID).config()
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": "Muon"})})
+    with pytest.raises(ValueError, match="Muon exchanges"):
+        traffic(config, family_of(config.model), resolve_degrees(config.parallelism, 4))
+
+
 def test_what_a_rank_sends_is_that_of_a_ring():
     assert Transfer("", "all-gather", ("tp",), 4, 3, 800).sent == 3 * 600
     assert Transfer("", "reduce-scatter", ("tp",), 4, 1, 800).sent == 600

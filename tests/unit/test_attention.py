@@ -237,9 +237,9 @@ def test_tiles_are_the_mathematics_at_every_length(length, scale):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
 
 
-def compiled_on_cpu(seq_len: int, precision: str, enable: bool = True) -> Config:
+def compiled_on_cpu(seq_len: int, precision: str, **keys: Any) -> Config:
     config = config_of(seq_len=seq_len, mixed_precision_param=precision)
-    return config.model_copy(update={"compile": config.compile.model_copy(update={"enable": enable})})
+    return config.model_copy(update={"compile": config.compile.model_copy(update={"enable": True} | keys)})
 
 
 @pytest.mark.parametrize(
@@ -249,12 +249,22 @@ def compiled_on_cpu(seq_len: int, precision: str, enable: bool = True) -> Config
         (compiled_on_cpu(513, "bfloat16"), None),
         (compiled_on_cpu(512, "float32"), None),
         (compiled_on_cpu(512, "bfloat16", enable=False), None),
+        (compiled_on_cpu(512, "bfloat16", backend="eager"), None),
     ],
 )
 def test_a_cpu_takes_tiles_where_they_are_faster(config, backend):
     model = model_of(config)
     assert all(layer.attention.backends == (backend, None) for layer in model.layers.values())
     assert attention_sentence(model, config) == (backend or "flash")
+
+
+def test_layers_that_cap_scores_are_left_to_flex_attention_on_a_gpu(monkeypatch):
+    fake_gpu(monkeypatch, 9, {"cudnn", "flash", "math"})
+    config = config_of("auto", "tests.tiny_gemma3", "two")
+    model = model_of(config)
+    choose_attention(model, config, torch.device("cuda"))
+    assert all(layer.attention.backends == (None, None) for layer in model.layers.values())
+    assert attention_sentence(model, config) == "FlexAttention"
 
 
 def test_the_log_tells_what_runs_on_a_cpu():

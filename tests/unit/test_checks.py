@@ -173,6 +173,7 @@ CASES = [
 
     (1, {UNIT: "model"}, ['compile.unit = "model"', "has no effect"], {COMPILE: True}),
     (1, {UNIT: "model", COMPILE: True, PARTS: ["loss"]}, ['compile.unit = "model"', "has no effect"], {PARTS: ["model"]}),
+    (1, {UNIT: "model", COMPILE: True, GLOBAL: 16, LAST: False}, ['compile.unit = "model"', f"{LAST} = false"], {LAST: True}),
     (2, {UNIT: "model", COMPILE: True}, ['compile.unit = "model"', "there are 2 processes"], {UNIT: "block"}),
     (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, BACKEND: "eager"}, [AC, 'other than "eager"'], {BACKEND: "aot_eager"}),

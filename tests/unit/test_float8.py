@@ -116,6 +116,21 @@ def test_names_and_types_of_parameters_stay_and_the_filtered_stay_what_they_are(
     assert all(isinstance(model.get_submodule(name), nn.Linear) for name in changed)
 
 
+def test_a_forks_own_kind_of_linear_layer_stays_what_it_is():
+    class Halved(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) / 2
+
+    config = config_of({})
+    family = family_of(config.model)
+    model = family.on_meta()
+    with torch.device("meta"):
+        model.layers["0"].attention.wo = Halved(*model.layers["0"].attention.wo.weight.shape[::-1], bias=False)
+    float8.convert(model, config)
+    assert type(model.layers["0"].attention.wo) is Halved
+    assert type(model.layers["1"].attention.wo).__name__ == "Float8Linear"
+
+
 def test_without_it_nothing_is_changed_and_torchao_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # an import of it would fail
     config = config_of({"enable": False, "emulate": False})

@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,16 @@ def test_an_unchanged_configuration_is_resumed_with_its_schedule():
 def test_a_number_that_went_through_a_file_is_the_same_number(value):
     keys = {"training.max_norm": value}
     assert list(changes(configuration(keys), DATA, 8, stored(keys).numbers)) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("optimizer.eps", 1e-6), ("training.z_loss", 1e-4), ("training.dtype", "bfloat16")])
+def test_a_key_that_a_newer_version_has_added_was_at_its_default_before(key, value):
+    found = stored()
+    section, name = key.split(".")
+    del found.numbers["config"][section][name]
+    with pytest.raises(UserError, match=re.escape(key)):
+        resume({key: value}, found)
+    assert resume({key: value, "checkpoint.allow_changes": [key]}, found) == build_schedule(configuration())
 
 
 def test_a_key_that_a_newer_version_has_added_is_no_change():
