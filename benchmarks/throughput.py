@@ -42,7 +42,7 @@ from titanlite.zoo import Family, every_layer
 
 # How far the first losses of two contestants may be apart, relative. In float32 only the order of sums differs. In bfloat16
 # every matrix product rounds to 3 digits, and contestants differ in what else they keep in it: autocast leaves the residual
-# path in float32, FSDP2's mixed precision does not.
+# path in float32, titanlite does not.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "bfloat16-pure": 2e-3}
 
 

@@ -155,8 +155,6 @@ HF: dict[str, str] = {
     "head.output.weight": "lm_head.weight",
 }
 
-HF_TYPES = ("llama",)  # the model_type of the config.json files that `from_hf` reads
-
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""

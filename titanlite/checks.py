@@ -396,7 +396,8 @@ def _recompute_faults(config: Config) -> Iterator[str]:
             'compile.backend = "inductor": needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set '
             "compile.enable = false"
         )
-    if config.training.on_nonfinite == "skip" and config.optimizer.implementation != "fused":
+    waits = config.optimizer.implementation != "fused" and config.training.dtype == "float32"
+    if config.training.on_nonfinite == "skip" and waits:
         yield (
             f'optimizer.implementation = "{config.optimizer.implementation}": training.on_nonfinite = "skip" needs "fused", '
             "which leaves out a step without waiting for the device"
