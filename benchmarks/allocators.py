@@ -1,4 +1,4 @@
-"""The memory allocator of a whole run, the same for every contestant; the values are here and nowhere else.
+"""The memory allocator of a whole run, the same for every contestant. "keep" is what run_train.sh sets on CPUs.
 
 On a CPU glibc gives large blocks back to the kernel when they are freed, and takes new ones, every page of which the kernel
 clears and maps at its first touch: at every step, for every large temporary. Both others keep them.

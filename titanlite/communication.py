@@ -57,7 +57,8 @@ def traffic(config: Config, family: Family, degrees: dict[str, int], device_type
     "cpu", which differ in the number of chunks of the loss.
 
     Of an unevenly split vocabulary it is rank 0, which has the largest part. Raises ValueError where modules talk between
-    ranks by themselves: adapters, float8, and the "features" of a sharding table, under tensor parallelism; float8 gathers too.
+    ranks by themselves: adapters, float8, a fork's own head and the "features" of a sharding table, under tensor parallelism;
+    float8 gathers and Muon on any mesh.
     """
     model = lora.on_meta(family, config)
     styles = styles_of(model, family)[0]
@@ -65,7 +66,7 @@ def traffic(config: Config, family: Family, degrees: dict[str, int], device_type
         raise ValueError(f"what the head of {config.model.name} says between tensor-parallel ranks is its own affair")
     if degrees["tp"] > 1 and (config.lora.enable or "features" in styles.values()):
         raise ValueError("modules that talk between tensor-parallel ranks by themselves are not reckoned with")
-    if config.optimizer.name == "Muon":
+    if config.optimizer.name == "Muon" and math.prod(degrees.values()) > 1:
         raise ValueError("what Muon exchanges, to have every matrix whole on one rank, is not reckoned with")
     if config.float8.enable and (degrees["tp"] > 1 or config.float8.enable_fsdp_float8_all_gather):
         raise ValueError("gathers in float8, and the scales that tensor-parallel ranks agree on, are not reckoned with")

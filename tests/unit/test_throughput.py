@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -326,3 +327,8 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
     told = capsys.readouterr()
     assert "titanlite:hasty: refused: losses" in told.err and "not measured: titanlite:hasty" in told.out
     assert report.title(result).startswith("1 CPU thread:")
+
+
+def test_what_the_launcher_sets_on_a_cpu_is_the_allocator_called_keep():
+    text = (report._HERE.parent / "run_train.sh").read_text(encoding="utf-8")
+    assert dict(re.findall(r"export (MALLOC_\w+)=\$\{\w+:-(\d+)\}", text)) == ALLOCATORS["keep"]
