@@ -46,9 +46,12 @@ def step(fsdp: bool, flavor: str = "plain", module: Any = None, **sections: Any)
     return loss.detach(), {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items()}
 
 
-def bytes_between_passes(fsdp: bool, **sections: Any) -> int:
+def bytes_between_passes(fsdp: bool, keep_casts: bool = False, **sections: Any) -> int:
     torch._dynamo.reset()
-    model, batch = built("deep", fsdp, **sections)
+    cast = parallelize.cast_where_used
+    keeping = {"side_effect": lambda model, dtype, again: cast(model, dtype, again=again and not keep_casts)}
+    with mock.patch.object(parallelize, "cast_where_used", **keeping):
+        model, batch = built("deep", fsdp, **sections)
     return kept_bytes(model, batch.inputs())
 
 
@@ -59,6 +62,11 @@ def test_no_more_is_kept_for_the_backward_pass_than_fsdp_keeps(pools, mode, back
     ours, theirs = (pools[1].run(f"{HERE}:bytes_between_passes", fsdp=fsdp, **sections)[0] for fsdp in (False, True))
     print(f"{mode}, {backend}: {ours:,} bytes, with FSDP2 {theirs:,}")
     assert ours <= theirs
+
+
+def test_what_was_cast_is_not_kept_for_the_backward_pass(pools):
+    less, more = (pools[1].run(f"{HERE}:bytes_between_passes", fsdp=False, keep_casts=keep)[0] for keep in (False, True))
+    assert less < 0.95 * more, (less, more)
 
 
 def test_what_recomputes_keeps_less_in_bfloat16_too(pools):
