@@ -1,5 +1,6 @@
 """Contestants as processes: started, asked, stopped while it is another's turn, ended."""
 
+import contextlib
 import json
 import os
 import signal
@@ -85,7 +86,8 @@ class Process:
         self._signal(signal.SIGKILL)
         for rank in self._ranks:
             rank.wait()
-            rank.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # words that it has not read any more
+                rank.stdin.close()
             rank.stdout.close()
         self._log.close()
 

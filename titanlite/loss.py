@@ -45,6 +45,12 @@ class Batch(NamedTuple):
         """The same in page-locked memory, from where a GPU copies while the host goes on."""
         return self._each(lambda tensor: tensor.pin_memory())
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the memory from being used anew before what `stream` has been given so far is done."""
+        for tensor in self:
+            if tensor is not None:
+                tensor.record_stream(stream)
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         return Batch(*(None if tensor is None else change(tensor) for tensor in self))
 

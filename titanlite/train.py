@@ -27,7 +27,7 @@ from titanlite.checks import check
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config
 from titanlite.config_file import read_config
-from titanlite.data.batches import Batches, read_batches
+from titanlite.data.batches import OnDevice, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
 from titanlite.derived import derived_values
@@ -197,8 +197,8 @@ def train(
     part = (data_rank(mesh), data_degree(mesh))
     seat = part[0] * mesh["tp"].size() + mesh["tp"].get_local_rank()  # no two ranks see the same activations
 
-    def batches_from(samples: int) -> Batches:
-        return read_batches(config, data, samples, global_batch, part, pin_memory=device.type == "cuda")
+    def batches_from(samples: int) -> OnDevice:
+        return OnDevice(read_batches(config, data, samples, global_batch, part, pin_memory=device.type == "cuda"), device)
 
     source = batches_from(progress.samples)
     prompts = config.validation.sample_prompts
@@ -213,6 +213,7 @@ def train(
     stopping = None
     while progress.step < training.steps and not stopping:
         step, sample = progress.step + 1, progress.samples
+        last = step == training.steps
         if step % training.gc_freq == 0 or step == first:
             gc.collect(1)
 
@@ -220,20 +221,22 @@ def train(
         with watch.step(step):
             stacks.at(step, "reading data")
             with clock.waiting_for_data():
-                batch = next(source)
-            batch = batch.to(device, non_blocking=True)
+                batch = source.take()
             stacks.at(step, "forward and backward")
             share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
             if step == first:
                 warn_of_unused(model)
             stacks.at(step, "optimizer step")
             norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
+            if not last:  # the device works on this step meanwhile
+                stacks.at(step, "reading data")
+                with clock.waiting_for_data():
+                    source.prepare()
         unread.add(step, sample, share, norm)
         progress = Progress(step, sample + global_batch)
         steps_timed += 1
 
         stacks.at(step, "metrics")
-        last = step == training.steps
         stopping = None if last else stop.agreed()
         validating = validation is not None and (last or step % config.validation.freq == 0)
         reporting = last or stopping or validating or step == first or step % config.metrics.log_freq == 0

@@ -145,6 +145,43 @@ class Batches:
     __del__ = close
 
 
+class OnDevice:
+    """Batches on the device that works on them; the next one is read and copied while it works on the last."""
+
+    def __init__(self, batches: Batches, device: torch.device):
+        self._batches, self._device = batches, device
+        # Copies on the stream of the computation would wait for all of it, and it for them.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: Batch | Exception | None = None
+
+    def prepare(self) -> None:
+        """Reads the next batch and begins to copy it; to be called when a step's work is launched. What fails is told by `take`."""
+        assert self._next is None
+        try:
+            batch = next(self._batches)
+            with torch.cuda.stream(self._stream):  # of None, nothing
+                self._next = batch.to(self._device, non_blocking=True)
+        except Exception as error:
+            self._next = error  # the step before is whole, and may yet be saved
+
+    def take(self) -> Batch:
+        """The next batch, prepared or not."""
+        if self._next is None:
+            self.prepare()
+        batch, self._next = self._next, None
+        if isinstance(batch, Exception):
+            raise batch
+        if self._stream is not None:
+            now = torch.cuda.current_stream(self._device)
+            now.wait_stream(self._stream)
+            batch.record_stream(now)
+        return batch
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        self._batches.close()
+
+
 def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
