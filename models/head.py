@@ -20,8 +20,8 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    # A core's cache holds the product. Smaller chunks are slower, larger ones no faster (benchmarks/NOTES.md).
-    "cpu": Sizes(logits=2**25, product=2**21),
+    # Larger chunks are a little faster still, and take as much more memory (benchmarks/NOTES.md).
+    "cpu": Sizes(logits=2**26, product=2**23),
     # Not measured: each chunk reads and writes the weight's gradient, which for 8B takes as long as the products of 250 tokens.
     "cuda": Sizes(logits=2**28, product=2**62),
 }
