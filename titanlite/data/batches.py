@@ -155,7 +155,7 @@ class OnDevice:
         self._next: Batch | Exception | None = None
 
     def prepare(self) -> None:
-        """Reads the next batch and begins to copy it; to be called when a step's work is launched. What fails is told by `take`."""
+        """Reads the next batch and begins to copy it, when a step's work has been launched; what fails is told by `take`."""
         assert self._next is None
         try:
             batch = next(self._batches)
