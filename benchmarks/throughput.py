@@ -15,6 +15,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -312,6 +313,20 @@ class Session:
         if name in self.kept:
             self.kept.pop(name).close()
 
+    def take_turns(self) -> int:
+        """All rounds, or those that are whole before Ctrl-C or SIGTERM; -> how many."""
+        for number in range(self.keys.rounds):
+            try:
+                self.round(number)
+            except KeyboardInterrupt:
+                if number == 0:
+                    raise
+                say(f"interrupted: what follows is of {number} of {self.keys.rounds} rounds")
+                for seconds in [self.products, *(found["seconds"] for found in self.found.values())]:
+                    del seconds[number:]
+                return number
+        return self.keys.rounds
+
     def round(self, number: int) -> None:
         """A turn for each, the matrix product among them."""
         first, steps = 1000 + number * self.keys.steps, self.keys.steps
@@ -366,8 +381,7 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
                 session.put_aside(name, sentence)
             within = f"{reference}'s within {TOLERANCE[keys.precision]:g}"
             say(f"the losses of the first {keys.check_steps} steps agree with {within}")
-            for number in range(keys.rounds):
-                session.round(number)
+            rounds = session.take_turns()
         finally:
             session.close()
     finally:
@@ -382,7 +396,7 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "job": taken | {"model": asdict(config), "parameters": parameters},
         "tolerance": TOLERANCE[keys.precision],
         "one_at_a_time": session.apart,
-        "rounds": keys.rounds,
+        "rounds": rounds,
         "steps": keys.steps,
         "flops": training_flops(config, keys.seq),
         "datasheet_flops": peak_flops_of(torch.cuda.get_device_name())
@@ -435,8 +449,11 @@ def say(text: str) -> None:
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     keys = parse(words)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = measure(keys, words)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (Fault, Left, Unfit, UserError, FileNotFoundError) as error:
         say(str(error))
         return 1

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from benchmarks.contestants.job import Job, interleaved
 from benchmarks.contestants.titanlite import recomputed
 from benchmarks.figures import aligned, disagreements, figures, markdown, state_bytes, table
 from benchmarks.processes import Left, Process, base_environment
-from benchmarks.throughput import Fault, dimensions, line_up, parse, training_flops, write_model
+from benchmarks.throughput import Fault, Session, dimensions, line_up, parse, training_flops, write_model
 from models import llama3
 from models.blocks import apply_rope, rope_frequencies, rope_tables
 from titanlite.initialize import initialize
@@ -327,6 +328,23 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
     told = capsys.readouterr()
     assert "titanlite:hasty: refused: losses" in told.err and "not measured: titanlite:hasty" in told.out
     assert report.title(result).startswith("1 CPU thread:")
+
+
+@pytest.mark.parametrize("whole", [0, 2])
+def test_an_interrupted_run_is_that_of_its_whole_rounds(whole):
+    def turn(number: int) -> None:
+        session.products.append(1.0)
+        if number == whole:
+            raise KeyboardInterrupt
+        session.found["titanlite"]["seconds"].append(2.0)
+
+    session = SimpleNamespace(keys=parse(["--rounds", "5"]), products=[], found={"titanlite": {"seconds": []}}, round=turn)
+    if whole:
+        assert Session.take_turns(session) == whole
+        assert len(session.products) == len(session.found["titanlite"]["seconds"]) == whole
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            Session.take_turns(session)
 
 
 def test_what_the_launcher_sets_on_a_cpu_is_the_allocator_called_keep():
