@@ -21,8 +21,8 @@ class Figures(NamedTuple):
     peak: int  # bytes at most while training: resident, or on a GPU allocated
     above_state: int  # of these, what is not parameters, gradients and optimizer states
     net: int  # of these again, what was not resident once the libraries were imported
-    cold: float | None  # seconds from the process's start to the end of its first step, with no compiler's cache
-    warm: float  # and with one: the median
+    cold: float  # seconds from the process's start to the end of its first step, with no compiler's cache
+    warm: float | None  # and with one: the median
 
 
 def state_bytes(parameters: int, precision: str) -> int:
@@ -63,7 +63,7 @@ def figures(result: dict[str, Any]) -> dict[str, Figures]:
             above_state=peak - state,
             net=peak - state - memory["import"][kind],
             cold=raw["first_step"]["cold"],
-            warm=statistics.median(raw["first_step"]["warm"]),
+            warm=statistics.median(raw["first_step"]["warm"]) if raw["first_step"]["warm"] else None,
         )
     return found
 
@@ -82,7 +82,7 @@ def table(result: dict[str, Any]) -> list[list[str]]:
         row += [_percent(share) for share in (f.mfu_causal, f.mfu_palm, f.hfu)] if sheet else []
         row += [_percent(share) for share in (f.matmul_causal, f.matmul_palm, f.matmul_hfu)]
         row += [f"{size / 1e9:.2f}" for size in (f.peak, f.above_state, f.net)]
-        row += ["-" if f.cold is None else f"{f.cold:.1f}", f"{f.warm:.1f}"]
+        row += [f"{f.cold:.1f}", "-" if f.warm is None else f"{f.warm:.1f}"]
         rows.append(row)
     return rows
 

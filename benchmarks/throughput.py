@@ -94,7 +94,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--check-steps", type=int, default=5, help="first steps whose losses must agree")
     add("--lr", type=float, default=3e-4)
     add("--seed", type=int, default=0)
-    add("--no-cold", action="store_true", help="do not measure the start without a compiler's cache")
+    add("--no-warm", action="store_true", help="start once, without a compiler's cache, and not once more with it")
     add(
         "--one-at-a-time",
         action=argparse.BooleanOptionalAction,
@@ -265,12 +265,12 @@ class Session:
     def enter(self, name: str) -> None:
         """Starts a contestant cold and warm, and takes its first losses; one that cannot is put aside, and that is said."""
         try:
-            cold = None
-            if not self.keys.no_cold:
-                process = self.start(name)
-                cold = process.first_step
-                process.close()
             process = self.start(name)
+            cold, warm = process.first_step, []
+            if not self.keys.no_warm:
+                process.close()
+                process = self.start(name)
+                warm.append(process.first_step)
             try:
                 losses = process.first["losses"]
                 if self.keys.check_steps > 1:
@@ -288,7 +288,7 @@ class Session:
                 "keys": process.job.keys,
                 "versions": process.imported["versions"],
                 "recomputed": process.built["recomputed"],
-                "first_step": {"cold": cold, "warm": [process.first_step]},
+                "first_step": {"cold": cold, "warm": warm},
                 "memory": {"import": process.imported["memory"], "build": process.built["memory"]},
                 "losses": losses,
                 "seconds": [],
@@ -302,7 +302,7 @@ class Session:
             (self.failed if left.failed else self.unfit)[name] = left.summary
             say(f"{name}: {'failed' if left.failed else 'left out'}: {left}")
             return
-        starts = f"first step {'' if cold is None else f'cold {cold:.1f} s, '}warm {process.first_step:.1f} s"
+        starts = f"first step cold {cold:.1f} s{''.join(f', warm {seconds:.1f} s' for seconds in warm)}"
         say(f"{name}: {starts}, losses {', '.join(f'{loss:.5f}' for loss in losses)}")
 
     def put_aside(self, name: str, reason: str) -> None:

@@ -27,9 +27,9 @@ from titanlite.zoo import Family
 TINY = "llama3:debug,dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=48"
 
 
-def _raw(seconds: list[float], peak: int, cold: float | None = 9.0, recomputed: float | None = 0.0) -> dict:
+def _raw(seconds: list[float], peak: int, warm: tuple[float, ...] = (5.0, 7.0, 6.0), recomputed: float | None = 0.0) -> dict:
     memory = {"import": {"resident": 100}, "build": {"resident": 400}, "peak": {"resident": 10, "peak_resident": peak}}
-    starts = {"cold": cold, "warm": [5.0, 7.0, 6.0]}
+    starts = {"cold": 9.0, "warm": list(warm)}
     known = {"keys": {}, "versions": {"torch": "2"}, "losses": [1.0], "recomputed": recomputed}
     return {"seconds": seconds, "memory": memory, "first_step": starts, **known}
 
@@ -53,7 +53,7 @@ RESULT = {
     "matmul": {"flops": 600.0, "seconds": [1.0, 3.0, 2.0]},
     "contestants": {
         "titanlite": _raw([1.0, 2.0, 4.0], 1000),
-        "peer": _raw([2.0, 3.0, 4.0], 2000, cold=None, recomputed=1.0),
+        "peer": _raw([2.0, 3.0, 4.0], 2000, warm=(), recomputed=1.0),
         "odd": _raw([4.0, 4.0, 4.0], 700, recomputed=None),
     },
     "left_out": {"hf": "not installed: accelerate"},
@@ -109,7 +109,7 @@ def test_the_table_has_the_fastest_first_and_dashes_for_what_was_not_measured():
     assert [row[0] for row in rows[1:]] == ["titanlite", "peer", "odd"]
     peer = dict(zip(rows[0], rows[2], strict=True))
     assert (peer["tokens/s"], peer["of titanlite's"], peer["titanlite is"]) == ("133", "0.667", "1.50 x")
-    assert (peer["first step cold s"], peer["warm s"]) == ("-", "6.0")
+    assert (peer["first step cold s"], peer["warm s"]) == ("9.0", "-")
     assert dict(zip(rows[0], rows[3], strict=True))["HFU / matmul"] == "-"
     assert "MFU PaLM" not in rows[0] and "MFU PaLM" in table(RESULT | {"datasheet_flops": 1e4})[0]
     assert len(markdown(rows).splitlines()) == 5
@@ -309,7 +309,7 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
     output = tmp_path / "out" / "result.json"
     words = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100", "--batch", "2", "--seq", "16"]
     words += ["--accumulate", "2", "--variant", "split=--ranks 2"]
-    words += ["--precision", "float32", "--threads", "1", "--rounds", "2", "--steps", "2", "--no-cold", "--check-steps", "3"]
+    words += ["--precision", "float32", "--threads", "1", "--rounds", "2", "--steps", "2", "--no-warm", "--check-steps", "3"]
     words += ["--titanlite", "--compile.enable false", "--variant", "hasty=--optimizer.lr 0.05", "--output", str(output)]
     assert throughput.main(words) == 1  # since one is refused
     result = json.loads(output.read_text())
@@ -323,7 +323,7 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
     for raw in (ours, plain):
         memory = raw["memory"]
         assert 0 < memory["import"]["resident"] < memory["peak"]["peak_resident"]
-        assert raw["first_step"]["cold"] is None and raw["first_step"]["warm"][0] > 0
+        assert raw["first_step"]["cold"] > 0 and raw["first_step"]["warm"] == []
     assert result["job"]["parameters"] == sum(p.numel() for p in Family(llama3, dimensions(TINY, 100)).on_meta().parameters())
     told = capsys.readouterr()
     assert "titanlite:hasty: refused: losses" in told.err and "not measured: titanlite:hasty" in told.out
