@@ -36,9 +36,9 @@ LAST = 50  # steps whose mean loss is compared: one batch is as noisy as the dif
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step that a run has reported."""
+    """The loss of every step that a run has reported, to five places."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [round(json.loads(line)["loss"], 5) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def train(name: str, steps: int, folder: Path) -> list[float]:
