@@ -4,6 +4,7 @@
 
 Trains the debug recipe once for each row of RUNS, from the same initial weights, and writes results/curves.json and
 results/curves.png; runs that are finished in FOLDER are not done again. python -m benchmarks.report puts both in README.md.
+On a CPU without products in float16 that run takes hours: leave it out by --only.
 """
 
 import argparse
@@ -72,6 +73,8 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
         "the same batches and weights in all. float8 is emulated: its rounding is that of the hardware, its speed is not."
     )
     made = f"[{source}]({source}), commit {result['commit'][:10]}: `python -m benchmarks.curves --steps {steps}`"
+    if absent := [name for name in RUNS if name not in result["curves"]]:
+        facts += f" Not run yet: {'; '.join(absent)}."
     lines = ["### Loss curves of precisions and optimizers", "", facts, "", table(result["curves"]), ""]
     return "\n".join([*lines, f"![loss curves]({picture})", "", made])
 

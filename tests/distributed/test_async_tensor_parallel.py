@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import library as operators
 from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._inductor.fx_passes import post_grad
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch.distributed import _symmetric_memory as symmetric
-from torch.library import _scoped_library
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
@@ -48,7 +48,7 @@ def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Coun
         stack.enter_context(inductor.patch(fx_graph_cache=False, _micro_pipeline_tp=False))
         stack.enter_context(functorch.patch(enable_autograd_cache=False))
         if config.parallelism.enable_async_tensor_parallel:
-            library = stack.enter_context(_scoped_library("symm_mem", "IMPL"))
+            library = stack.enter_context(operators._scoped_library("symm_mem", "IMPL"))
             for name, function in _STAND_INS.items():
                 library.impl(name, function, "CPU")
             stack.enter_context(symmetric._test_mode())
