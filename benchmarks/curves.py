@@ -4,7 +4,6 @@
 
 Trains the debug recipe once for each row of RUNS, from the same initial weights, and writes results/curves.json and
 results/curves.png; runs that are finished in FOLDER are not done again. python -m benchmarks.report puts both in README.md.
-On a CPU without products in float16 that run takes hours: leave it out by --only.
 """
 
 import argparse
@@ -18,18 +17,24 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "curves.json"
 REFERENCE = "AdamW, float32"
 _BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
+_FLOAT16 = {
+    "training.mixed_precision_param": "float16",
+    "model.name": "benchmarks.float16_products",
+    "model.attention": "math",  # the one whose products are matrix products
+}
 _NARROW = _BFLOAT16 | {"training.dtype": "bfloat16"}
 _FLOAT8 = _BFLOAT16 | {"float8.enable": "true", "float8.emulate": "true"}
 RUNS: dict[str, dict[str, str]] = {
     REFERENCE: {},
     "AdamW, bfloat16": _BFLOAT16,
-    "AdamW, float16": {"training.mixed_precision_param": "float16"},
+    "AdamW, float16": _FLOAT16,
     "AdamW, bfloat16 parameters, stochastic": _NARROW | {"optimizer.rounding": "stochastic"},
     "AdamW, bfloat16 parameters, compensated": _NARROW | {"optimizer.rounding": "compensated"},
     "AdamW, float8 tensorwise": _FLOAT8 | {"float8.recipe_name": "tensorwise"},
     "AdamW, float8 rowwise": _FLOAT8 | {"float8.recipe_name": "rowwise"},
     "AdamW, float8 rowwise_with_gw_hp": _FLOAT8 | {"float8.recipe_name": "rowwise_with_gw_hp"},
-    "Adam, bfloat16": _BFLOAT16 | {"optimizer.name": "Adam"},
+    "Adam, bfloat16, weight_decay 0.1": _BFLOAT16 | {"optimizer.name": "Adam"},
+    "Adam, bfloat16, weight_decay 0": _BFLOAT16 | {"optimizer.name": "Adam", "optimizer.weight_decay": "0.0"},
     "Muon, bfloat16": _BFLOAT16 | {"optimizer.name": "Muon"},
     "Muon, bfloat16 parameters, stochastic": _NARROW | {"optimizer.name": "Muon", "optimizer.rounding": "stochastic"},
 }
@@ -70,7 +75,8 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
     steps = len(result["curves"][REFERENCE])
     facts = (
         f"The debug recipe (5.2 M parameters, 2,048 tokens a step of Python's standard library) for {steps:,} steps, one seed, "
-        "the same batches and weights in all. float8 is emulated: its rounding is that of the hardware, its speed is not."
+        "the same batches and weights in all. float8 and the products in float16 are emulated: rounding is that of a GPU, "
+        "speed is not."
     )
     made = f"[{source}]({source}), commit {result['commit'][:10]}: `python -m benchmarks.curves --steps {steps}`"
     if absent := [name for name in RUNS if name not in result["curves"]]:
@@ -80,7 +86,7 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """All curves, smoothed, and beside them each one's distance to the reference."""
+    """All curves, smoothed, and beside them the distance to the reference of those that differ from it in precision alone."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,17 +96,18 @@ def plot(result: dict[str, Any], path: Path) -> None:
         return [sum(curve[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(curve))]
 
     curves = result["curves"]
-    figure, (whole, apart) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for name, curve in curves.items():
-        whole.plot(smooth(curve), label=name, linewidth=1)
+    figure, (whole, apart) = pyplot.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
+    for number, (name, curve) in enumerate(curves.items()):
+        line = {"color": pyplot.get_cmap("tab20")(number), "linewidth": 1}
+        whole.plot(smooth(curve), label=name, **line)
         difference = [mine - theirs for mine, theirs in zip(curve, curves[REFERENCE], strict=True)]
-        apart.plot(smooth(difference), label=name, linewidth=1)
+        if name.startswith("AdamW"):  # the others are not other precisions
+            apart.plot(smooth(difference), **line)
     whole.set(xlabel="step", ylabel="loss, mean of 20 steps")
     apart.set(xlabel="step", ylabel=f"less {REFERENCE}")
-    apart.legend(fontsize="x-small")
     for axes in (whole, apart):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

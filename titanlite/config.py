@@ -223,9 +223,10 @@ class Optimizer(Section):
     """AdamW, Adam or Muon."""
 
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
-    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it. Muon
-    orthogonalises the momentum of the matrices of the blocks (Jordan 2024; Liu et al., arXiv:2502.16982), and AdamW does the
-    rest, with the same lr: a matrix's update is scaled to be as large as one of AdamW."""
+    """AdamW decays weights apart from the gradient (Loshchilov & Hutter, arXiv:1711.05101); Adam adds the decay to it, and
+    takes far smaller values of weight_decay than AdamW's default. Muon orthogonalises the momentum of the matrices of the
+    blocks (Jordan 2024; Liu et al., arXiv:2502.16982), and AdamW does the rest, with the same lr: a matrix's update is scaled
+    to be as large as one of AdamW."""
     lr: Positive = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Beta = 0.9
