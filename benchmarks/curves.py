@@ -48,7 +48,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def train(name: str, steps: int, folder: Path) -> list[float]:
-    """The losses of one run, which is done if it is not there. Raises CalledProcessError where it fails."""
+    """The losses of one run, which is done if it is not there; where it fails, its exit code is ours."""
     if len(losses(folder)) != steps:
         common = {
             "job.dump_folder": str(folder),
@@ -59,7 +59,8 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
             "compile.enable": "true",
         }
         words = [word for key, value in (common | RUNS[name]).items() for word in (f"--{key}", value)]
-        subprocess.run([ROOT / "run_train.sh", ROOT / "train_configs" / "llama_debug.toml", *words], check=True)
+        if code := subprocess.call([ROOT / "run_train.sh", ROOT / "train_configs" / "llama_debug.toml", *words]):
+            sys.exit(code)
     return losses(folder)
 
 
@@ -118,6 +119,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names of runs, with a semicolon between them")
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "curves", help="where the runs' folders are")
     keys = parser.parse_args()
+    if keys.steps < LAST:
+        sys.exit(f"--steps {keys.steps}: must be at least {LAST}, whose mean is compared")
     chosen = [name.strip() for name in keys.only.split(";") if name.strip()] or list(RUNS)
     if unknown := [name for name in chosen if name not in RUNS]:
         sys.exit(f"--only {unknown[0]}: there are {'; '.join(RUNS)}")
@@ -134,4 +137,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)  # the run has said so
