@@ -1,0 +1,1 @@
+"""Sixty one-line faults that the test suite must find (README.md)."""
