@@ -25,7 +25,7 @@ from models import llama3
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
 from titanlite.config import Config
-from titanlite.loss import Batch
+from titanlite.data.batch import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.optimizer import build_optimizer, create_state
 from titanlite.train import build_model, forward_backward, update

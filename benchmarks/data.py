@@ -29,11 +29,11 @@ from tests import sparse_set
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config import Config
 from titanlite.config_file import read_config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import Plan, read_batches
 from titanlite.data.documents import stdlib_files
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import open_tokenizer
-from titanlite.loss import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.metrics import peak_flops_of
 from titanlite.optimizer import build_optimizer, create_state

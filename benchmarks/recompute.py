@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import SeqInfo
 from titanlite.config import Config
-from titanlite.loss import Batch, summed_loss
+from titanlite.data.batch import Batch
+from titanlite.loss import summed_loss
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.train import build_model
 from titanlite.zoo import Family, load_family

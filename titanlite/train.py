@@ -27,6 +27,7 @@ from titanlite.checks import check
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config
 from titanlite.config_file import read_config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import OnDevice, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
@@ -36,7 +37,7 @@ from titanlite.generate import Sampling, continue_texts
 from titanlite.hf.export import export
 from titanlite.incidents import Incidents, Steps, finite
 from titanlite.initialize import initialize
-from titanlite.loss import Batch, count_labels, summed_loss
+from titanlite.loss import count_labels, summed_loss
 from titanlite.loss_scale import LossScale
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from models.head import IGNORE
 from titanlite.config import Config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import to_batch
 from titanlite.data.mixture import PADDING, Data
-from titanlite.loss import Batch, summed_loss
+from titanlite.loss import summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
 
 

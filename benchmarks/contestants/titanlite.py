@@ -18,7 +18,7 @@ from benchmarks.contestants.job import Job, Unfit
 from titanlite import parallelize, process
 from titanlite.config import Config
 from titanlite.config_file import read_config
-from titanlite.loss import Batch
+from titanlite.data.batch import Batch
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
 from titanlite.parallelize import DTYPES

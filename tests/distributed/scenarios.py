@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.token_files import data_of
 from titanlite.config import Config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data
-from titanlite.loss import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.verify import Trajectory, record
 from titanlite.train import train

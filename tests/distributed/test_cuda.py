@@ -16,9 +16,10 @@ from titanlite import activation_checkpoint, process
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.attention import attention_faults, attention_sentence, choose_attention
 from titanlite.config import Config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.errors import UserError
-from titanlite.loss import Batch, summed_loss
+from titanlite.loss import summed_loss
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.optimizer import build_optimizer, create_state

@@ -16,7 +16,8 @@ from models.attention import block_mask
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
 from titanlite.config import Config
-from titanlite.loss import Batch, count_labels, summed_loss
+from titanlite.data.batch import Batch
+from titanlite.loss import count_labels, summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
 from titanlite.tools.verify import whole
 from titanlite.train import build_model

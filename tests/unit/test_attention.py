@@ -17,8 +17,9 @@ from titanlite import attention
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.attention import KERNELS, attention_faults, attention_sentence, choose_attention
 from titanlite.config import Config
+from titanlite.data.batch import Batch
 from titanlite.errors import UserError
-from titanlite.loss import Batch, summed_loss
+from titanlite.loss import summed_loss
 from titanlite.tools.estimate import estimate
 from titanlite.zoo import family_of
 

@@ -15,11 +15,11 @@ import torch
 
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config import Config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, OnDevice, Plan, read_batches
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
-from titanlite.loss import Batch
 
 SEQ_LEN, GLOBAL = 8, 12
 POLICIES = {

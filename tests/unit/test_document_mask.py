@@ -19,7 +19,8 @@ from models.blocks import positions_in_documents
 from models.head import IGNORE
 from tests.tiny import FLAVORS
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
-from titanlite.loss import Batch, summed_loss
+from titanlite.data.batch import Batch
+from titanlite.loss import summed_loss
 
 _SEQ = 32
 # Two rows a case: the lengths of their documents, and how many tokens of padding follow. They are seq + 1 tokens together.

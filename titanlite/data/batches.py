@@ -19,10 +19,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite import children
 from titanlite.config import Config, Dataloader
+from titanlite.data.batch import Batch
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
-from titanlite.loss import Batch
 
 log = logging.getLogger(__name__)
 

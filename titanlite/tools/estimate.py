@@ -31,9 +31,10 @@ from titanlite.checks import check
 from titanlite.communication import Transfer, lines, traffic
 from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
+from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial, materialize
-from titanlite.loss import Batch, summed_loss
+from titanlite.loss import summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.optimizer import state_bytes
 from titanlite.parallelize import DTYPES, parallelize

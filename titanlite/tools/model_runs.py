@@ -21,9 +21,9 @@ from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import run_tensors
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config, Optimizer
+from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial
-from titanlite.loss import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.optimizer import build_optimizer, create_state
 from titanlite.tools.verify import GRADIENT, Comparison, Trajectory, compare, follow, whole

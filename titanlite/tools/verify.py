@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from titanlite.checks import check
 from titanlite.config import Compile, Config, Model, Optimizer
 from titanlite.config_file import read_config
+from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
-from titanlite.loss import Batch
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.optimizer import build_optimizer
