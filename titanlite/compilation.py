@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from models.head import Head, Kernels
 from titanlite.config import Compile
-from titanlite.data.cache import cache_folder
+from titanlite.files import cache_folder
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config import Config
 from titanlite.errors import UserError
+from titanlite.files import replace_file
 from titanlite.mesh import data_degree
-from titanlite.run_folder import replace_file
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from models.blocks import Flops
-from titanlite.run_folder import replace_file
+from titanlite.files import replace_file
 
 log = logging.getLogger(__name__)
 

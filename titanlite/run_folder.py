@@ -24,6 +24,7 @@ import torch
 from titanlite.config import Config
 from titanlite.config_file import to_toml
 from titanlite.errors import UserError
+from titanlite.files import replace_file
 
 _LOCK = ".lock"
 _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "tyro", "numpy", "tqdm")
@@ -93,16 +94,6 @@ def record_start(folder: Path, config: Config, model_file: Path, facts: dict[str
         }
     )
     replace_file(path, json.dumps(starts, indent=2))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def _git_state() -> dict[str, str] | None:

@@ -9,10 +9,10 @@ import pytest
 
 from tests.token_files import write_file
 from titanlite.data import sources
-from titanlite.data.cache import cache_folder
 from titanlite.data.packing import Packing, best_fit, pack_file
 from titanlite.data.sources import open_packing
 from titanlite.errors import UserError
+from titanlite.files import cache_folder
 
 _SEEDS = range(25)
 

@@ -326,7 +326,7 @@ def test_whatever_the_instant_of_the_end_the_same_command_gives_the_same_files(t
 
     places = {
         "writing the index": ("titanlite.data.indexed.write_index", end),
-        "renaming a unit": ("titanlite.data.encode.sync_folder", end),
+        "renaming a unit": ("titanlite.data.encode.sync_contents", end),
         "assembling": ("titanlite.data.shards.write_index", end),
         "the manifest": ("titanlite.data.prepare._count_inputs", end),
         "handing over": ("titanlite.data.prepare._hand_over", end),

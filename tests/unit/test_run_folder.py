@@ -12,7 +12,8 @@ import pytest
 from titanlite.config import Config, Job, Training
 from titanlite.config_file import read_config
 from titanlite.errors import UserError
-from titanlite.run_folder import lock_run, other_run, record_start, replace_file
+from titanlite.files import replace_file
+from titanlite.run_folder import lock_run, other_run, record_start
 
 
 def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path):

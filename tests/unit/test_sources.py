@@ -15,11 +15,11 @@ import pytest
 from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config import Config
 from titanlite.data import prepare, sources
-from titanlite.data.cache import cache_folder
 from titanlite.data.indexed import path_of
 from titanlite.data.sources import Opened, find, key_of, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
+from titanlite.files import cache_folder
 
 _KEY = "training.dataset_path"
 _TEMPLATE = (

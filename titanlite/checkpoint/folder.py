@@ -16,6 +16,7 @@ from torch import nn
 from titanlite.config import Checkpoint as Keys
 from titanlite.config import Optimizer
 from titanlite.errors import UserError
+from titanlite.files import sync
 from titanlite.optimizer import state_bytes
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def try_out(folder: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             (folder / f"{_PROBE}.tmp").rename(folder / _PROBE)
-            sync_folder(folder)
+            sync(folder)
         except OSError as error:
             fault = f"{folder}: checkpoints cannot be written: {error}"
     dist.broadcast_object_list(token)
@@ -170,12 +171,3 @@ def retire(folder: Path, keys: Keys) -> None:
             shutil.rmtree(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.retired")))
         except OSError as error:  # it costs room, no checkpoint; the next save tries again
             log.warning("%s: cannot be deleted: %s", path, error)
-
-
-def sync_folder(folder: Path) -> None:
-    """Has the names in a folder reach the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

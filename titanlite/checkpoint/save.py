@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.folder import list_steps, retire, step_folder, sync_folder, unfinished_folder
+from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinished_folder
 from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.config import Checkpoint as Keys
 from titanlite.errors import UserError
+from titanlite.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +101,9 @@ class Saver:
         """Makes a written checkpoint one that exists; on rank 0, when all ranks have written and read back their files."""
         unfinished, final = unfinished_folder(self._folder, step), step_folder(self._folder, step)
         manifest.write(unfinished, Manifest(numbers, files))
-        sync_folder(unfinished)
+        sync(unfinished)
         unfinished.rename(final)  # a folder of that name is never there: see folder.clean_up
-        sync_folder(self._folder)
+        sync(self._folder)
         retire(self._folder, self._keys)
 
 

@@ -13,12 +13,6 @@ from titanlite.errors import UserError
 Made = TypeVar("Made")
 
 
-def cache_folder() -> Path:
-    """$TITANLITE_CACHE, else titanlite/ in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("TITANLITE_CACHE") or Path(base) / "titanlite")
-
-
 def once(path: Path, make: Callable[[Path], None], read: Callable[[Path], Made]) -> Made:
     """What `read` finds at `path`, which `make` makes if it is not there: one process does, others wait, whole or not at all.
 

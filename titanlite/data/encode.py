@@ -19,6 +19,7 @@ from titanlite import children
 from titanlite.data.indexed import Writer
 from titanlite.data.readers import Bad, BadDocument, Document, Part, describe_place, read, where
 from titanlite.errors import UserError
+from titanlite.files import sync, sync_contents
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
@@ -146,7 +147,7 @@ def _finish(job: Job, tokenizer: Tokenizer, unit: Unit) -> Record:
         making.mkdir()
         record = _Encoder(job, tokenizer, unit, making).run()
         (making / "record.json").write_text(json.dumps(record._asdict()), encoding="utf-8")
-        sync_folder(making)
+        sync_contents(making)
         # A worker of a command that was just killed may have finished it at this very moment; its folder holds the same.
         if not (job.folder / unit.name).exists():
             making.rename(job.folder / unit.name)
@@ -237,19 +238,3 @@ class _Encoder:
         if not self.job.skip:
             raise BadDocument(f"{describe_place(file, line)}: {found.reason}")
         self.record.skipped.append({"file": file, "line": line, "reason": found.reason})
-
-
-def sync_folder(folder: Path) -> None:
-    """Has the disk hold all files of a folder, and their names."""
-    for file in folder.iterdir():
-        sync(file)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Has the disk hold a file, or the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

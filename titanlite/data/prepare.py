@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from titanlite.data.documents import Input, group, list_inputs
-from titanlite.data.encode import KEPT, Job, Record, Unit, encode_all, open_record, sync, sync_folder
+from titanlite.data.encode import KEPT, Job, Record, Unit, encode_all, open_record
 from titanlite.data.indexed import smallest_type
 from titanlite.data.readers import BadDocument, describe_place
 from titanlite.data.shards import write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
+from titanlite.files import sync, sync_contents
 
 if TYPE_CHECKING:
     from titanlite.data.chat import ChatTemplate
@@ -228,7 +229,7 @@ def _assemble(
     if skipped:
         lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in skipped)
         (whole / "skipped.jsonl").write_text(lines, encoding="utf-8")
-    sync_folder(whole)
+    sync_contents(whole)
     manifest = {
         "format": _FORMAT,
         "tokenizer": plan["tokenizer"],

@@ -91,7 +91,7 @@ def rows_of(file: TokenFile, policy: str, seq_len: int, mask: bool, packing: Pac
 
 
 class Arrays(NamedTuple):
-    """A batch as it is filled in: arrays of (rows, seq_len + 1), `documents` of (rows, seq_len). See titanlite.data.batch.Batch."""
+    """A batch as it is filled in: arrays of (rows, seq_len + 1), `documents` of (rows, seq_len). See batch.py."""
 
     tokens: np.ndarray  # int64
     counted: np.ndarray | None  # bool: is to be predicted

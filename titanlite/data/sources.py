@@ -13,7 +13,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from titanlite.config import Config, Source
-from titanlite.data.cache import cache_folder, digest, making, once
+from titanlite.data.cache import digest, making, once
 from titanlite.data.chat import ChatTemplate, load_template
 from titanlite.data.documents import STDLIB, list_inputs, stdlib_files
 from titanlite.data.indexed import TokenFile, path_of
@@ -22,6 +22,7 @@ from titanlite.data.prepare import prepare
 from titanlite.data.readers import HUB, BadDocument, is_url
 from titanlite.data.tokenizer import LoadedTokenizer, describe, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
+from titanlite.files import cache_folder
 
 log = logging.getLogger(__name__)
 

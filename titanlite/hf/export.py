@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.folder import sync_folder
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
+from titanlite.files import replace_file, sync
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.lora import merged
-from titanlite.run_folder import replace_file
 from titanlite.zoo import load_family
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -164,9 +163,9 @@ def export(
                 total = sum(item.bytes for items in files for item in items)
                 _write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
             _describe(unfinished, exported, files, tokenizer)
-            sync_folder(unfinished)
+            sync(unfinished)
             unfinished.rename(output)
-            sync_folder(output.parent)
+            sync(output.parent)
 
     together(write)
     together(finish)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from titanlite.errors import UserError
+from titanlite.files import replace_file
 from titanlite.inference import open_checkpoint
-from titanlite.run_folder import replace_file
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.generate import command, require_positive
 from titanlite.tools.ranks import on_ranks

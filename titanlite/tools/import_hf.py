@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, empty
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.folder import sync_folder
 from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.errors import UserError
+from titanlite.files import sync
 from titanlite.hf.folder import find_weights, recognise
 from titanlite.hf.load import load_weights
 from titanlite.metrics import peak_memory_gib
@@ -112,9 +112,9 @@ def _import(_: torch.device, source: Path, output: Path, unfinished: Path, model
 
 def _commit(unfinished: Path, output: Path, numbers: dict, files: dict[str, Contents]) -> None:
     manifest.write(unfinished, Manifest(numbers, files))
-    sync_folder(unfinished)
+    sync(unfinished)
     unfinished.rename(output)
-    sync_folder(output.parent)
+    sync(output.parent)
 
 
 if __name__ == "__main__":

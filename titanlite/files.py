@@ -1,0 +1,36 @@
+"""Files and folders of our own: written atomically, synced to the disk, and where what is made once is cached."""
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a text file atomically: a reader, or a kill, finds the old text or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def sync(path: Path) -> None:
+    """Syncs a file's contents, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_contents(folder: Path) -> None:
+    """Syncs every file of a folder, and their names."""
+    for file in folder.iterdir():
+        sync(file)
+    sync(folder)
+
+
+def cache_folder() -> Path:
+    """$TITANLITE_CACHE, else titanlite/ in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("TITANLITE_CACHE") or Path(base) / "titanlite")
