@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from models.attention import TILES, Attention, Backend
 from titanlite.config import Config
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.parallelize import DTYPES
 from titanlite.zoo import Family
 
 

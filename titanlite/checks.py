@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from models.head import Head
-from titanlite import lora
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
 from titanlite.checkpoint.tensors import model_tensors
@@ -23,11 +22,12 @@ from titanlite.hf.folder import find_weights, their_names
 from titanlite.initialize import match_initial
 from titanlite.kernel_checks import kernel_faults
 from titanlite.mesh import resolve_degrees
+from titanlite.meta import on_meta
 from titanlite.optimizer import is_decayed
 from titanlite.optimizer_checks import has_compiler, optimizer_faults
 from titanlite.parallelize import needs_fsdp, sharding_faults
 from titanlite.resume import changeable, imported_fault
-from titanlite.zoo import Family, described, family_of, place_of, read_description
+from titanlite.zoo import Family, described, family_of, is_adapter, place_of, read_description
 
 # Dimensions of a model's Config that every tensor-parallel rank takes an equal share of, where a family has them.
 _SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
@@ -103,7 +103,7 @@ def _model_faults(config: Config, local_size: int | None) -> Iterator[str]:
             f"of {config.model.name} {config.model.flavor}"
         )
     try:
-        model = lora.on_meta(family, config)
+        model = on_meta(family, config)
         # the matrices' widths follow from the dimensions: one fault is enough
         yield from sharding_faults(model, family, 1 if undivided else tensor)
         yield from match_initial(model, family)[1]
@@ -138,7 +138,7 @@ def _hf_faults(config: Config, family: Family, model: torch.nn.Module) -> Iterat
         return
     try:
         if keys.last_save_in_hf:
-            their_names(family, [n.removeprefix("model.") for n in model_tensors(model) if not lora.is_adapter(n)])
+            their_names(family, [n.removeprefix("model.") for n in model_tensors(model) if not is_adapter(n)])
     except UserError as error:
         yield f"checkpoint.last_save_in_hf = true: {error}"
     if not keys.initial_load_in_hf or not keys.initial_load_path or begun:

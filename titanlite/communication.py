@@ -14,10 +14,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from models.attention import SeqInfo
 from models.head import SIZES, Head, chunk_of
-from titanlite import lora
 from titanlite.config import Config
+from titanlite.dtypes import DTYPES
 from titanlite.mesh import DATA_DIMENSIONS
-from titanlite.parallelize import DTYPES, STYLES, styles_of
+from titanlite.meta import on_meta
+from titanlite.parallelize import STYLES, styles_of
 from titanlite.zoo import Family
 
 _FP32, _INT64 = 4, 8  # bytes
@@ -60,7 +61,7 @@ def traffic(config: Config, family: Family, degrees: dict[str, int], device_type
     ranks by themselves: adapters, float8, a fork's own head and the "features" of a sharding table, under tensor parallelism;
     float8 gathers and Muon on any mesh.
     """
-    model = lora.on_meta(family, config)
+    model = on_meta(family, config)
     styles = styles_of(model, family)[0]
     if degrees["tp"] > 1 and not isinstance(model.head, Head):
         raise ValueError(f"what the head of {config.model.name} says between tensor-parallel ranks is its own affair")
@@ -203,7 +204,7 @@ def _recomputed(config: Config, family: Family, model: nn.Module, styles: dict[s
 
 def _last_called(family: Family, config: Config, names: list[str]) -> str:
     """Which of the first block's modules is called last."""
-    model = lora.on_meta(family, config)
+    model = on_meta(family, config)
     for name in list(model.layers)[1:]:
         del model.layers[name]
     called: list[str] = []

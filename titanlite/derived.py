@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite import lora
 from titanlite.attention import attention_sentence
 from titanlite.config import Config
 from titanlite.data.mixture import Data
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import data_degree
+from titanlite.meta import training_flops
 from titanlite.resume import Progress
 from titanlite.zoo import Family
 
@@ -26,7 +26,7 @@ def derived_values(
     global_batch = config.global_batch(data_degree(mesh))
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
-    flops = lora.training_flops(family, config, model)
+    flops = training_flops(family, config, model)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = f", of which {trained:,} are trained" if trained < total else ""

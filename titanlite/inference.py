@@ -7,16 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite import lora
 from titanlite.checkpoint import load
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial, materialize
 from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.parallelize import DTYPES, apply_tensor_parallel, sharding_faults
+from titanlite.meta import on_meta
+from titanlite.parallelize import apply_tensor_parallel, sharding_faults
 from titanlite.zoo import family_of
 
 
@@ -43,7 +44,7 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     if changed := family.changes_since(found.numbers["architecture"]):
         raise UserError("\n  ".join([f"{source}: {keys.name} {keys.flavor} was another model then:", *changed]))
     tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(keys.hf_assets_path)
-    model = lora.on_meta(family, config)
+    model = on_meta(family, config)
     tp = dist.get_world_size()
     if tp > 1:
         if faults := sharding_faults(model, family, tp):

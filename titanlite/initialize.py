@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import Constant, Normal
-from titanlite import lora
 from titanlite.errors import UserError
 from titanlite.positions import box_index, global_offset, key_of, local_part, splitmix64
 from titanlite.zoo import Family, every_layer, match_table, tie
@@ -43,10 +42,10 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
     A model is built without memory, so whatever a constructor computes into a buffer is lost: a buffer may only be constant.
     """
     named = dict(named_tensors(model))
-    adapters = lora.initial(model)
-    others = [name for name in named if name not in adapters]
+    own = {f"{path}.{name}": how for path, module in model.named_modules() for name, how in _own_initial(module).items()}
+    others = [name for name in named if name not in own]
     distributions, faults = match_table(family.module.initial(family.config), others, "initial")
-    distributions |= adapters
+    distributions |= own
     for name, tensor in named.items():
         if not isinstance(tensor, nn.Parameter) and isinstance(distributions.get(name), Normal):
             faults.append(
@@ -56,6 +55,11 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
         elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
             faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one, of size 1")
     return distributions, list(dict.fromkeys(faults))
+
+
+def _own_initial(module: nn.Module) -> dict[str, Normal | Constant]:
+    """How a module that the framework has put in place of the family's, such as one with an adapter, begins."""
+    return module.own_initial() if hasattr(module, "own_initial") else {}
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import torch
 
-from titanlite import lora
 from titanlite.attention import attention_faults
 from titanlite.config import Config, Float8
 from titanlite.errors import UserError
 from titanlite.float8 import MULTIPLE, linear_layers
+from titanlite.meta import on_meta
 from titanlite.parallelize import styles_of
 from titanlite.zoo import Family, every_layer, family_of
 
@@ -101,7 +101,7 @@ def _float8_sizes(config: Config, family: Family) -> Iterator[str]:
     """Layers whose share on a tensor-parallel rank float8 does not multiply, and patterns that match none."""
     tensor = config.parallelism.tensor_parallel_degree
     try:
-        model = lora.on_meta(family, config)
+        model = on_meta(family, config)
         layers = linear_layers(model, config)
     except UserError as error:
         yield from str(error).splitlines()

@@ -9,39 +9,36 @@ adapters as parameters of the linear layer itself, "layers.0.attention.wq.lora_a
 import difflib
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Constant, Flops, Normal
-from titanlite.config import Config, Lora
+from models.blocks import Constant, Normal
+from titanlite.config import Lora
 from titanlite.errors import UserError
-from titanlite.zoo import Family, every_layer
-
-A, B = "lora_a", "lora_b"
+from titanlite.zoo import A, B, every_layer, is_adapter
 
 
 class LoraLinear(nn.Linear):
     """A linear layer with an adapter; lora_a (rank, in), lora_b (out, rank). What `adapt` makes of an nn.Linear."""
 
+    SPLIT: ClassVar = {A: 1, B: 0}  # tensor parallelism splits an adapter along the dimension that it shares with the weight
     scale: float
+
+    def own_initial(self) -> dict[str, Normal | Constant]:
+        """How the adapter begins, by parameter; a family's own table does not list it.
+
+        B zero; A normal with variance 1 / in, so that A x is as large as x is (Hayou et al., arXiv:2406.08447: this choice
+        takes larger learning rates than A zero).
+        """
+        return {A: Normal(self.in_features**-0.5), B: Constant(0.0)}
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         # Under tensor parallelism these are DTensors, and that costs no collective here: split by rows ("column") both summands
         # are this rank's features, split by columns ("row") both are summands of a sum over ranks, which is taken once.
         return super().forward(x) + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
-
-
-def on_meta(family: Family, config: Config) -> nn.Module:
-    """A run's model without memory, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does."""
-    model = family.on_meta()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, config.training.dtype))
-    if config.lora.enable:
-        adapt(model, config.lora, getattr(torch, config.training.mixed_precision_param))
-    return model
 
 
 def adapt(model: nn.Module, keys: Lora, frozen: torch.dtype) -> None:
@@ -84,38 +81,7 @@ def _fault(pattern: str, names: Iterable[str]) -> str:
     return f'lora.modules: "{pattern}" matches no nn.Linear of the layers; {meant}'
 
 
-def initial(model: nn.Module) -> dict[str, Normal | Constant]:
-    """The initial distributions of a model's adapters by name; a family's own table says nothing of them.
-
-    B zero; A normal with variance 1 / in, so that A x is as large as x is (Hayou et al., arXiv:2406.08447, who find this way
-    round to take larger learning rates than A zero).
-    """
-    found: dict[str, Normal | Constant] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLinear):
-            found |= {f"{name}.{A}": Normal(module.in_features**-0.5), f"{name}.{B}": Constant(0.0)}
-    return found
-
-
-def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:
-    """FLOPs a token of a run. The family's are those of training every weight: 6 for each number of a matrix.
-
-    A frozen matrix costs 4 of them, since no gradient of it is computed, and an adapter 6 for each of its own.
-    """
-    flops = family.module.flops(family.config, config.training.seq_len)
-    if not config.lora.enable:
-        return flops
-    frozen = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Flops(*(value - 2 * frozen + 6 * trained for value in flops))
-
-
 # ------------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor of a model or a checkpoint is part of an adapter, as "model.layers.0.ffn.w1.lora_b"."""
-    return name.rpartition(".")[2] in (A, B)
 
 
 def merged(

@@ -29,8 +29,8 @@ from titanlite import float8
 from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations, set_memory_budget
 from titanlite.compilation import compile_model
 from titanlite.config import Config
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.lora import A, B, LoraLinear
 from titanlite.mesh import fsdp_mesh
 from titanlite.zoo import Family, every_layer, match_table, tie
 
@@ -95,11 +95,7 @@ STYLES: dict[str, Style] = {
 }
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
-_ADAPTER = {A: Shard(1), B: Shard(0)}  # split only along the dimension that they share with the weight
-
 _STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}  # the modules a style is for
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def parallelize(model: nn.Module, family: Family, config: Config, mesh: DeviceMesh) -> nn.Module:
@@ -169,7 +165,8 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
         for key, parameter in module.named_parameters(recurse=False):
             placement = style.weight if parameter.ndim > 1 else style.bias
-            if isinstance(module, LoraLinear) and placement != _ADAPTER.get(key, placement):
+            shared = getattr(module, "SPLIT", {}).get(key)  # of an adapter
+            if shared is not None and placement != Shard(shared):
                 placement = Replicate()
             split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)
             module.register_parameter(key, split)

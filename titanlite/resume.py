@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlite import lora
 from titanlite.checkpoint import load
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import Manifest
@@ -28,7 +27,7 @@ from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
-from titanlite.zoo import Family
+from titanlite.zoo import Family, is_adapter
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ def _to_begin_with(config: Config, source: Path, found: Manifest, model: nn.Modu
             "where they are merged, or set lora.enable = true with its rank and modules"
         )
     if config.lora.enable and not adapted:
-        return {name: tensor for name, tensor in tensors.items() if not lora.is_adapter(name)}
+        return {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
     return tensors
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite import children, float8, lora, process, profiling, stacks
+from titanlite import children, float8, process, profiling, stacks
 from titanlite.attention import choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
@@ -32,6 +32,7 @@ from titanlite.data.batches import OnDevice, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
 from titanlite.derived import derived_values
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.generate import Sampling, continue_texts
 from titanlite.hf.export import export
@@ -40,9 +41,10 @@ from titanlite.initialize import initialize
 from titanlite.loss import count_labels, summed_loss
 from titanlite.loss_scale import LossScale
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.meta import on_meta, training_flops
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
-from titanlite.parallelize import DTYPES, parallelize
+from titanlite.parallelize import parallelize
 from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start
 from titanlite.stop import EXIT_CODE, UNSAVED, Stop
@@ -63,7 +65,7 @@ _RECORDER_PATIENCE = 10.0
 
 def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
-    model = lora.on_meta(family, config)
+    model = on_meta(family, config)
     choose_attention(model, config, device)
     parallelize(model, family, config, mesh)
     if config.training.z_loss:
@@ -158,7 +160,7 @@ def train(
     process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)
     stacks.at(0, "building the model")
     model = build_model(family, config, mesh, device)
-    flops, peak = lora.training_flops(family, config, model), peak_flops(device, training.mixed_precision_param)
+    flops, peak = training_flops(family, config, model), peak_flops(device, training.mixed_precision_param)
     optimizer = build_optimizer(model, config.optimizer, DTYPES[training.mixed_precision_param])
     create_state(optimizer)
     loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None

@@ -24,6 +24,7 @@ from titanlite.errors import UserError
 _LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(__file__))
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # of a family that can be read and written in Hugging Face's format
+A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 
 
@@ -170,6 +171,11 @@ def tie(model: nn.Module) -> None:
     """Makes tied parameters one again, after something has replaced each by itself; for models that tie any."""
     if hasattr(model, "tie_weights"):
         model.tie_weights()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a model or a checkpoint is part of an adapter, as "model.layers.0.ffn.w1.lora_b"."""
+    return name.rpartition(".")[2] in (A, B)
 
 
 def every_layer(name: str) -> str:

@@ -18,12 +18,12 @@ from titanlite.attention import attention_faults, attention_sentence, choose_att
 from titanlite.config import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.loss import summed_loss
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.optimizer import build_optimizer, create_state
-from titanlite.parallelize import DTYPES
 from titanlite.tools.verify import Trajectory, compare, record
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of, load_family

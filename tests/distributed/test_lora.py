@@ -21,9 +21,10 @@ from titanlite import lora
 from titanlite.checkpoint import manifest
 from titanlite.config import Config
 from titanlite.loss import summed_loss
+from titanlite.meta import on_meta
 from titanlite.tools.verify import Trajectory, compare
 from titanlite.train import build_model
-from titanlite.zoo import load_family
+from titanlite.zoo import A, B, is_adapter, load_family
 
 HERE = "tests.distributed.test_lora"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
@@ -33,16 +34,13 @@ KEYS = {"enable": True, "rank": 4, "alpha": 6.0}
 # --------------------------------------------------------------------------------------------------------------- gradients
 
 
-def moved(model: torch.nn.Module) -> dict[str, Normal]:
+def moved(module: lora.LoraLinear) -> dict[str, Normal]:
     """Initial distributions as if B had been trained: while it is zero, A has no gradient to compare."""
-    return {name: Normal(0.1) for name in original(model)}
-
-
-original = lora.initial
+    return {A: Normal(0.1), B: Normal(0.1)}
 
 
 def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
-    with mock.patch.object(lora, "initial", moved):
+    with mock.patch.object(lora.LoraLinear, "own_initial", moved):
         return scenarios.trajectory(degrees, config)
 
 
@@ -66,7 +64,7 @@ def one_process(pools: dict[int, Pool]) -> dict[tuple[str, str], Trajectory]:
 def test_the_reference_learns_and_only_adapters_have_gradients_none_of_them_zero(one_process):
     for found in one_process.values():
         assert found.losses[-1] < found.losses[0]
-        assert found.gradients.keys() == {name for name in found.weights if lora.is_adapter(name)}
+        assert found.gradients.keys() == {name for name in found.weights if is_adapter(name)}
         assert len(found.gradients) == 2 * 7 * 2
         assert all(gradient.norm() > 1e-4 for gradient in found.gradients.values())
 
@@ -133,7 +131,7 @@ def test_frozen_weights_in_bfloat16_compute_what_float32_masters_would(pools, de
     assert found.losses == expected.losses
     assert {tensor.dtype for tensor in found.weights.values()} == {torch.float32}
     for name, tensor in expected.weights.items():
-        assert tensor.dtype == (torch.float32 if lora.is_adapter(name) else torch.bfloat16), name
+        assert tensor.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
     assert {gradient.dtype for gradient in expected.gradients.values()} == {torch.float32}
 
 
@@ -208,7 +206,7 @@ def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_unto
     found, before = stored(whole, 20), stored(base.parents[1], 5)
     frozen = {name for name in before if name.startswith("model.")}
     trained = {name for name in found if name.startswith("model.")} - frozen
-    assert {name.rpartition(".")[2] for name in trained} == {lora.A, lora.B}
+    assert {name.rpartition(".")[2] for name in trained} == {A, B}
     for name in frozen:
         assert torch.equal(found[name], before[name]), name
     assert all(found[name].norm() > 0 for name in trained)
@@ -241,7 +239,7 @@ def test_the_merged_checkpoint_gives_the_adapted_models_logits(whole, step):
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     keys = manifest.read(whole / f"checkpoint/step-{step:08d}").numbers["config"]["lora"]
     names, read = lora.merged(weights, weights.__getitem__, keys)
-    plain, adapted = family.on_meta(), lora.on_meta(family, config)
+    plain, adapted = family.on_meta(), on_meta(family, config)
     plain.load_state_dict({name.removeprefix("model."): read(name) for name in names}, assign=True)
     adapted.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, assign=True)
     tokens, seq = torch.arange(64).view(2, 32) * 7 % 512, SeqInfo(torch.arange(32).expand(2, 32))

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite import float8, kernel_checks, lora
+from titanlite import float8, kernel_checks
 from titanlite.communication import traffic
 from titanlite.config import Config
 from titanlite.errors import UserError
 from titanlite.float8 import convert, linear_layers
 from titanlite.kernel_checks import kernel_faults
 from titanlite.mesh import resolve_degrees
+from titanlite.meta import on_meta
 from titanlite.tools.estimate import estimate
 from titanlite.zoo import family_of
 
@@ -38,7 +39,7 @@ def config_of(keys: dict[str, Any] | None = None, **sections: dict[str, Any]) ->
 def layer_of(recipe: str) -> nn.Linear:
     """A layer of a small model, with weights."""
     config = config_of({"recipe_name": recipe})
-    model = lora.on_meta(family_of(config.model), config)
+    model = on_meta(family_of(config.model), config)
     convert(model, config)
     layer = model.layers["0"].ffn.w1.to_empty(device="cpu")
     nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
@@ -106,7 +107,7 @@ def test_a_part_of_the_tokens_is_rounded_as_in_the_whole(recipe):
 def test_names_and_types_of_parameters_stay_and_the_filtered_stay_what_they_are():
     config = config_of({"filter_fqns": ["layers.0.*", "*.w[kv]"]})
     family = family_of(config.model)
-    model, plain = lora.on_meta(family, config), lora.on_meta(family, config)
+    model, plain = on_meta(family, config), on_meta(family, config)
     convert(model, config)
     assert {name: (p.shape, p.dtype) for name, p in model.named_parameters()} == {
         name: (p.shape, p.dtype) for name, p in plain.named_parameters()
@@ -134,7 +135,7 @@ def test_a_forks_own_kind_of_linear_layer_stays_what_it_is():
 def test_without_it_nothing_is_changed_and_torchao_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # an import of it would fail
     config = config_of({"enable": False, "emulate": False})
-    model = lora.on_meta(family_of(config.model), config)
+    model = on_meta(family_of(config.model), config)
     convert(model, config)
     float8.measure_weights(model)
     assert all(type(each) is nn.Linear for each in model.modules() if isinstance(each, nn.Linear))
@@ -151,7 +152,7 @@ def test_without_it_nothing_is_changed_and_torchao_is_not_imported(monkeypatch):
 def test_patterns_that_make_no_sense_are_refused(patterns, expected):
     config = config_of({"filter_fqns": patterns})
     with pytest.raises(UserError) as refused:
-        linear_layers(lora.on_meta(family_of(config.model), config), config)
+        linear_layers(on_meta(family_of(config.model), config), config)
     assert expected in str(refused.value)
 
 

@@ -14,11 +14,12 @@ from titanlite.config import Config
 from titanlite.config import Lora as Keys
 from titanlite.errors import UserError
 from titanlite.initialize import initialize
-from titanlite.lora import A, B, LoraLinear, adapt, is_adapter, merged, on_meta, training_flops
+from titanlite.lora import LoraLinear, adapt, merged
+from titanlite.meta import on_meta, training_flops
 from titanlite.optimizer import build_optimizer, create_state, named_state
 from titanlite.resume import Progress, restore
 from titanlite.tools.estimate import estimate
-from titanlite.zoo import Family
+from titanlite.zoo import A, B, Family, is_adapter
 
 CPU = torch.device("cpu")
 MATRICES = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"ffn.{name}" for name in ("w1", "w2", "w3")]

@@ -14,8 +14,7 @@ from torch import nn
 
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.errors import UserError
-from titanlite.lora import is_adapter
-from titanlite.zoo import FROM_ASSETS, Family, described, family_names, load_module, read_description, require_hf
+from titanlite.zoo import FROM_ASSETS, Family, described, family_names, is_adapter, load_module, read_description, require_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them

@@ -25,19 +25,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.head import SIZES, Head
-from titanlite import lora
 from titanlite.attention import choose_attention
 from titanlite.checks import check
 from titanlite.communication import Transfer, lines, traffic
 from titanlite.config import Compile, Config
 from titanlite.config_file import read_config
 from titanlite.data.batch import Batch
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial, materialize
 from titanlite.loss import summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
+from titanlite.meta import on_meta
 from titanlite.optimizer import state_bytes
-from titanlite.parallelize import DTYPES, parallelize
+from titanlite.parallelize import parallelize
 from titanlite.tools.check import parse_command
 from titanlite.zoo import Family, family_of, tie
 
@@ -90,7 +91,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         begin = time.perf_counter()
-        model = lora.on_meta(family, config)
+        model = on_meta(family, config)
         parameters = sum(p.numel() for p in model.parameters())
         built = time.perf_counter()
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
@@ -138,7 +139,7 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     """
     keys = config.activation_checkpoint
     every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
-    model = lora.on_meta(family, config)
+    model = on_meta(family, config)
     if isinstance(model.head, Head):
         model.head.sizes = SIZES["cuda"]
     if config.model.attention == "math":  # the one kernel that keeps all scores

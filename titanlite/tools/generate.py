@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.generate import Sampling, continue_texts
 from titanlite.inference import open_checkpoint
-from titanlite.parallelize import DTYPES
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.ranks import on_ranks
 

@@ -35,13 +35,13 @@ from titanlite.config import Config, Parallelism, Profiling, Validation
 from titanlite.config_file import read_config
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.incidents import Step, Steps
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer, create_state
-from titanlite.parallelize import DTYPES
 from titanlite.resume import Progress, load_run, restore
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of

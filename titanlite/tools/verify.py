@@ -23,11 +23,11 @@ from titanlite.config_file import read_config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
+from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.optimizer import build_optimizer
-from titanlite.parallelize import DTYPES
 from titanlite.tools.ranks import on_ranks
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of
