@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 from models import llama3
 from titanlite.checkpoint.save import Saver
-from titanlite.checkpoint.tensors import run_tensors
 from titanlite.config import Config
 from titanlite.data.batch import Batch
 from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state, run_tensors
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import Family
 

@@ -36,7 +36,8 @@ from titanlite.data.prepare import prepare
 from titanlite.data.sources import open_tokenizer
 from titanlite.mesh import DIMENSIONS, build_mesh
 from titanlite.metrics import peak_flops_of
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import load_family
 

@@ -11,7 +11,7 @@ import torch
 
 from models.head import Head
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.folder import checkpoint_bytes, list_steps, room_fault, step_folder
+from titanlite.checkpoint.folder import list_steps, room_fault, step_folder
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import Checkpoint, Config, Dataloader, Lora, Source
 from titanlite.config_file import report
@@ -25,6 +25,7 @@ from titanlite.mesh import resolve_degrees
 from titanlite.meta import on_meta
 from titanlite.optimizer import is_decayed
 from titanlite.optimizer_checks import has_compiler, optimizer_faults
+from titanlite.optimizer_state import checkpoint_bytes
 from titanlite.parallelize import needs_fsdp, sharding_faults
 from titanlite.resume import changeable, imported_fault
 from titanlite.zoo import Family, described, family_of, is_adapter, place_of, read_description

@@ -83,13 +83,6 @@ def is_decayed(name: str, parameter: Tensor, keys: Keys) -> bool:
     return parameter.ndim >= 2
 
 
-def state_bytes(name: str, parameter: Tensor, keys: Keys) -> int:
-    """What the optimizer keeps of each value of a trained parameter, in bytes; its count of steps apart."""
-    moments = 1 if is_orthogonalised(name, parameter, keys) else 2  # kept as the parameter is
-    remainder = 2 if parameter.dtype == torch.bfloat16 and keys.rounding == "compensated" else 0
-    return moments * parameter.element_size() + remainder
-
-
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -139,35 +132,3 @@ def _holders(tensor: Tensor) -> int:
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         holders *= size if placement.is_replicate() else 1
     return holders
-
-
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the moments of every trained parameter, zero, as a first step would; one that never gets a gradient has them too.
-
-    So every checkpoint of a run holds the same tensors, and a new process can read them.
-    """
-    if isinstance(optimizer, Muon) and optimizer.rest is not None:
-        create_state(optimizer.rest)
-    if isinstance(optimizer, (Bfloat16Adam, Muon)):
-        return  # they have made theirs already
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    set_lr(optimizer, 0.0)  # with rate 0 neither update nor decay changes a weight
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
-
-
-def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimizer's tensors by name, such as "layers.0.ffn.w1.weight.exp_avg", for checkpoints."""
-    return {
-        f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint import load
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.tensors import model_tensors, run_tensors
+from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config import Checkpoint as Keys
 from titanlite.config import Config
 from titanlite.data.mixture import Data
@@ -27,6 +27,7 @@ from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule, build_schedule
+from titanlite.optimizer_state import run_tensors
 from titanlite.zoo import Family, is_adapter
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from titanlite import children, float8, process, profiling, stacks
 from titanlite.attention import choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
-from titanlite.checkpoint.tensors import run_tensors
 from titanlite.checks import check
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config
@@ -43,7 +42,8 @@ from titanlite.loss_scale import LossScale
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.meta import on_meta, training_flops
 from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
-from titanlite.optimizer import build_optimizer, clip_gradients, create_state, set_lr
+from titanlite.optimizer import build_optimizer, clip_gradients, set_lr
+from titanlite.optimizer_state import create_state, run_tensors
 from titanlite.parallelize import parallelize
 from titanlite.resume import Progress, numbers_of, restore
 from titanlite.run_folder import lock_run, record_start

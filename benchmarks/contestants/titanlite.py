@@ -21,7 +21,8 @@ from titanlite.config_file import read_config
 from titanlite.data.batch import Batch
 from titanlite.dtypes import DTYPES
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import Family, family_of
 

@@ -26,10 +26,10 @@ from titanlite.checkpoint import load, manifest, save
 from titanlite.checkpoint.folder import try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Writer
-from titanlite.checkpoint.tensors import run_tensors
 from titanlite.config import Checkpoint, Config
 from titanlite.errors import UserError
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state, run_tensors
 from titanlite.train import build_model
 from titanlite.zoo import load_family
 

@@ -23,7 +23,8 @@ from titanlite.errors import UserError
 from titanlite.loss import summed_loss
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state
 from titanlite.tools.verify import Trajectory, compare, record
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of, load_family

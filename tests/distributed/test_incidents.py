@@ -26,7 +26,8 @@ from titanlite.data.order import sample_at
 from titanlite.incidents import FILE, Steps, read_entries
 from titanlite.lr_schedule import build_schedule
 from titanlite.mesh import data_degree, data_rank, sum_over_data
-from titanlite.optimizer import build_optimizer, create_state, named_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state, named_state
 from titanlite.train import build_model, forward_backward, train, update
 from titanlite.zoo import load_family
 

@@ -13,7 +13,8 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.config import Config
 from titanlite.hf.export import Exported
 from titanlite.initialize import fill
-from titanlite.optimizer import build_optimizer, create_state, named_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state, named_state
 from titanlite.profiling import held_memory
 from titanlite.tools.estimate import estimate
 from titanlite.tools.verify import whole

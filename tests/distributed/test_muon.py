@@ -17,7 +17,8 @@ from titanlite import muon
 from titanlite.config import Config, Optimizer
 from titanlite.exchange import Exchange
 from titanlite.initialize import fill
-from titanlite.optimizer import build_optimizer, create_state, is_orthogonalised, named_state
+from titanlite.optimizer import build_optimizer, is_orthogonalised
+from titanlite.optimizer_state import create_state, named_state
 from titanlite.positions import local_part
 from titanlite.tools.estimate import estimate
 from titanlite.tools.verify import Trajectory, compare, whole

@@ -13,7 +13,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
 from titanlite import train
 from titanlite.errors import UserError
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state
 from titanlite.profiling import Memory, held_memory
 from titanlite.zoo import load_family
 

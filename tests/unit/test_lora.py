@@ -9,14 +9,14 @@ from torch import nn
 
 from models.attention import SeqInfo
 from tests import tiny, tiny_biased
-from titanlite.checkpoint.folder import checkpoint_bytes
 from titanlite.config import Config
 from titanlite.config import Lora as Keys
 from titanlite.errors import UserError
 from titanlite.initialize import initialize
 from titanlite.lora import LoraLinear, adapt, merged
 from titanlite.meta import on_meta, training_flops
-from titanlite.optimizer import build_optimizer, create_state, named_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import checkpoint_bytes, create_state, named_state
 from titanlite.resume import Progress, restore
 from titanlite.tools.estimate import estimate
 from titanlite.zoo import A, B, Family, is_adapter

@@ -8,7 +8,8 @@ from torch import nn
 
 from titanlite.config import Optimizer as Keys
 from titanlite.low_precision import Bfloat16Adam
-from titanlite.optimizer import build_optimizer, create_state, named_state, set_lr, state_bytes
+from titanlite.optimizer import build_optimizer, set_lr
+from titanlite.optimizer_state import create_state, named_state, state_bytes
 from titanlite.rounding import joined
 
 ROUNDINGS = ("stochastic", "compensated")

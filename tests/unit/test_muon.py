@@ -11,7 +11,8 @@ from titanlite.config import Optimizer as Keys
 from titanlite.errors import UserError
 from titanlite.low_precision import Bfloat16Adam
 from titanlite.muon import orthogonalised
-from titanlite.optimizer import build_optimizer, create_state, is_orthogonalised, named_state, set_lr, state_bytes
+from titanlite.optimizer import build_optimizer, is_orthogonalised, set_lr
+from titanlite.optimizer_state import create_state, named_state, state_bytes
 from titanlite.rounding import joined
 
 _CONFIG = llama3.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)

@@ -11,13 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
 
 from titanlite.config import Checkpoint as Keys
-from titanlite.config import Optimizer
 from titanlite.errors import UserError
 from titanlite.files import sync
-from titanlite.optimizer import state_bytes
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +49,6 @@ def list_steps(folder: Path) -> list[int]:
 
 
 # -------------------------------------------------------------------------------------------------------------- before a run
-
-
-def checkpoint_bytes(model: nn.Module, keys: Optimizer) -> int:
-    """About how large a checkpoint of a model is, which may be on the meta device: the tensors alone."""
-    state = {name: state_bytes(name, p, keys) if p.requires_grad else 0 for name, p in model.named_parameters()}
-    return sum(p.numel() * (p.element_size() + state[name]) for name, p in model.named_parameters())
 
 
 def room_fault(folder: Path, size: int, keys: Keys) -> str:

@@ -1,11 +1,6 @@
-"""What of a run is a tensor, under the names that it has in checkpoints."""
-
-from typing import Any
+"""What of a model is a tensor, under the names that it has in checkpoints."""
 
 from torch import Tensor, nn
-
-from titanlite.loss_scale import LossScale
-from titanlite.optimizer import named_state
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -17,9 +12,3 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {f"model.{name}": tensor.detach() for name, tensor in [*model.named_parameters(), *buffers.items()]}
-
-
-def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) -> dict[str, Tensor]:
-    """Everything of a run that is a tensor: the parameters, the optimizer's moments, and in float16 the loss scale."""
-    moments = {f"optimizer.{name}": tensor for name, tensor in named_state(optimizer, model).items()}
-    return model_tensors(model) | moments | (loss_scale.tensors() if loss_scale else {})

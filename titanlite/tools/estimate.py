@@ -37,7 +37,7 @@ from titanlite.initialize import fill, match_initial, materialize
 from titanlite.loss import summed_loss
 from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.meta import on_meta
-from titanlite.optimizer import state_bytes
+from titanlite.optimizer_state import state_bytes
 from titanlite.parallelize import parallelize
 from titanlite.tools.check import parse_command
 from titanlite.zoo import Family, family_of, tie

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.blocks import Constant, Normal
-from titanlite.checkpoint.folder import checkpoint_bytes, step_folder
+from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
-from titanlite.checkpoint.tensors import run_tensors
 from titanlite.compilation import RecompilationWatch
 from titanlite.config import Config, Optimizer
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.initialize import fill, match_initial
 from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import checkpoint_bytes, create_state, run_tensors
 from titanlite.tools.verify import GRADIENT, Comparison, Trajectory, compare, follow, whole
 from titanlite.train import build_model
 from titanlite.zoo import every_layer, family_of, place_of

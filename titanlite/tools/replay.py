@@ -29,7 +29,6 @@ from titanlite import children, incidents, process
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
-from titanlite.checkpoint.tensors import run_tensors
 from titanlite.checks import check
 from titanlite.config import Config, Parallelism, Profiling, Validation
 from titanlite.config_file import read_config
@@ -41,7 +40,8 @@ from titanlite.incidents import Step, Steps
 from titanlite.loss_scale import LossScale
 from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.optimizer import build_optimizer, create_state
+from titanlite.optimizer import build_optimizer
+from titanlite.optimizer_state import create_state, run_tensors
 from titanlite.resume import Progress, load_run, restore
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of
