@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.attention import Cache, SeqInfo
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.errors import UserError
-from titanlite.validation import evaluating
+from titanlite.evaluating import evaluating
 
 _PREFILL = 512  # tokens of a text that go through the model at a time, which bounds the memory of masks and logits
 

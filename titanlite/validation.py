@@ -1,37 +1,20 @@
 """Loss on text that is not trained on: the same samples at every round and on every mesh, by the training's own loss."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from models.head import IGNORE
 from titanlite.config import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import to_batch
 from titanlite.data.mixture import PADDING, Data
+from titanlite.evaluating import evaluating
 from titanlite.loss import summed_loss
 from titanlite.mesh import data_degree, data_rank, sum_over_data
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without gradients and dropout, and what FSDP keeps for a backward pass given back afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-    for module in model.modules():  # what is kept for a backward pass that does not come
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
