@@ -12,6 +12,7 @@ from titanlite.config import Optimizer as Keys
 from titanlite.errors import UserError
 from titanlite.low_precision import Bfloat16Adam
 from titanlite.muon import Muon
+from titanlite.positions import local_part
 
 
 def build_optimizer(model: nn.Module, keys: Keys, compute: torch.dtype = torch.float32) -> torch.optim.Optimizer:
@@ -102,8 +103,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Ten
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
-                local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                by_holders.setdefault(_holders(p.grad), []).append(local)
+                by_holders.setdefault(_holders(p.grad), []).append(local_part(p.grad))
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_holders.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt() if scale is None else total.sqrt() / scale

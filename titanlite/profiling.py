@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.config import Config
 from titanlite.errors import UserError
 from titanlite.metrics import Clock
+from titanlite.positions import local_part
 
 _COLLECTIVES = "comm_traces"  # where the flight recorder writes, inside job.dump_folder
 _RECORDED_ALLOCATIONS = 100_000  # events that a memory snapshot looks back on; some 100 MB of it as a file
@@ -131,7 +131,7 @@ class Watch:
 
 def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
     """Bytes that tensors take on a device; of a DTensor its local shard counts."""
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    local = [local_part(t) for t in tensors if t is not None]
     return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
 
 

@@ -24,6 +24,7 @@ from titanlite.checkpoint.storage import Writer
 from titanlite.config import Checkpoint as Keys
 from titanlite.errors import UserError
 from titanlite.files import sync
+from titanlite.positions import local_part
 
 log = logging.getLogger(__name__)
 
@@ -124,21 +125,17 @@ class _Stager(AsyncStager):
         if not self._copies:
             self._copies = {name: self._room(tensor) for name, tensor in tensors.items()}
         assert self._copies.keys() == tensors.keys()
-        sources = [_local(tensor) for tensor in tensors.values()]
-        torch._foreach_copy_([_local(copy) for copy in self._copies.values()], sources, non_blocking=self._pinned)
+        sources = [local_part(tensor) for tensor in tensors.values()]
+        torch._foreach_copy_([local_part(copy) for copy in self._copies.values()], sources, non_blocking=self._pinned)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self._copies
 
     def _room(self, tensor: Tensor) -> Tensor:
-        local = _local(tensor)
+        local = local_part(tensor)
         room = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._pinned)
         # The constructor: from_local would move the copy to the device of the mesh.
         return DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _free_space(folder: Path) -> str:

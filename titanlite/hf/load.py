@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.errors import UserError
 from titanlite.hf.folder import Entry
+from titanlite.positions import global_offset, local_part
 
 _CHUNK = 2**25  # bytes read at a time: what is mapped counts as memory until its file is closed
 
@@ -22,13 +21,10 @@ def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[E
     Raises UserError for a tied parameter that is stored twice with different values.
     """
     for name, entries in weights.items():
-        tensor = tensors[name].detach()
-        corner: Sequence[int] = (0,) * tensor.ndim
-        if isinstance(tensor, DTensor):
-            _, corner = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-            tensor = tensor.to_local()
-        if tensor.numel():
-            _read_box(tensor, entries, corner)
+        tensor = tensors[name]
+        local = local_part(tensor)
+        if local.numel():
+            _read_box(local, entries, global_offset(tensor))
 
 
 def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) -> None:

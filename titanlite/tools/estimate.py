@@ -39,6 +39,7 @@ from titanlite.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.meta import on_meta
 from titanlite.optimizer_state import state_bytes
 from titanlite.parallelize import parallelize
+from titanlite.positions import local_part
 from titanlite.tools.check import parse_command
 from titanlite.zoo import Family, family_of, tie
 
@@ -109,9 +110,11 @@ def estimate(config: Config, ranks: int) -> Estimate:
         microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         trained = list(named.values())
-        masters = 0 if offload else sum(_local(p).numel() * p.element_size() for p in model.parameters())
-        gradients = 0 if offload else sum(_local(p).numel() * p.element_size() for p in trained)
-        moments = 0 if offload else sum(_local(p).numel() * state_bytes(name, p, config.optimizer) for name, p in named.items())
+        masters = 0 if offload else sum(local_part(p).numel() * p.element_size() for p in model.parameters())
+        gradients = 0 if offload else sum(local_part(p).numel() * p.element_size() for p in trained)
+        moments = (
+            0 if offload else sum(local_part(p).numel() * state_bytes(name, p, config.optimizer) for name, p in named.items())
+        )
         if microbatches > 1 and not parallelism.reduce_every_microbatch:
             # kept whole until the last microbatch, in the precision that they are summed in
             reduced = DTYPES[config.training.mixed_precision_reduce].itemsize
@@ -194,11 +197,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _local_values(module: nn.Module) -> int:
-    return sum(_local(p).numel() for p in module.parameters())
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return sum(local_part(p).numel() for p in module.parameters())
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titanlite import children, incidents, process
 from titanlite.checkpoint import load, manifest
@@ -42,6 +41,7 @@ from titanlite.lr_schedule import Schedule
 from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.optimizer import build_optimizer
 from titanlite.optimizer_state import create_state, run_tensors
+from titanlite.positions import local_part
 from titanlite.resume import Progress, load_run, restore
 from titanlite.train import build_model, forward_backward, update
 from titanlite.zoo import family_of
@@ -245,7 +245,7 @@ def begin(
 @torch.no_grad()
 def norms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """Layer -> the L2 norm of its tensors together, over all shards, summed in float64; all ranks together."""
-    every = [(name, tensor.numel(), tensor.to_local() if isinstance(tensor, DTensor) else tensor) for name, tensor in tensors]
+    every = [(name, tensor.numel(), local_part(tensor)) for name, tensor in tensors]
     sums = [local.double().square().sum() for _, _, local in every]
     counts = torch.tensor([local.numel() for _, _, local in every], device=sums[0].device)
     both = torch.stack([torch.stack(sums), counts.double()])
