@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from models import llama3
 from titanlite.checkpoint.save import Saver
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state, run_tensors
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import Family
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import create_state, run_tensors
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.transforms.registry import Family
 
 _TOKENS = (1, 1, 129)  # of the step that is timed on a GPU: microbatches, sequences, length + 1
 

@@ -27,19 +27,19 @@ import torch.distributed as dist
 from models import llama3
 from tests import sparse_set
 from tests.token_files import mix_of, opened, write_file
-from titanlite.config import Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Plan, read_batches
-from titanlite.data.documents import stdlib_files
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare.documents import stdlib_files
+from titanlite.data.prepare.prepare import prepare
 from titanlite.data.sources import open_tokenizer
-from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.metrics import peak_flops_of
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import load_family
+from titanlite.loop.metrics import peak_flops_of
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import create_state
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.transforms.registry import load_family
 
 # Sequences of a rank's step, and their length: of llama_debug, in between, llama_8b, llama_1b.
 _SHAPES = ((8, 256), (8, 2048), (8, 8192), (64, 4096))

@@ -22,7 +22,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.hf.export import Item, split, write_file
 from titanlite.hf.folder import INDEX, stored_tensors, their_names
-from titanlite.zoo import Family, load_family
+from titanlite.transforms.registry import Family, load_family
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.attention import SeqInfo
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.loss import summed_loss
-from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.train import build_model
-from titanlite.zoo import Family, load_family
+from titanlite.loop.loss import summed_loss
+from titanlite.loop.step import build_model
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.transforms.registry import Family, load_family
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},

@@ -37,9 +37,9 @@ from benchmarks.processes import ROOT, Left, Process, base_environment, missing_
 from models import llama3
 from titanlite.errors import UserError
 from titanlite.hf.export import Item, write_file
-from titanlite.initialize import fill, match_initial
-from titanlite.metrics import peak_flops_of
-from titanlite.zoo import Family, every_layer
+from titanlite.loop.metrics import peak_flops_of
+from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.registry import Family, every_layer
 
 # How far the first losses of two contestants may be apart, relative. In float32 only the order of sums differs. In bfloat16
 # every matrix product rounds to 3 digits, and contestants differ in what else they keep in it: autocast leaves the residual

@@ -155,7 +155,7 @@ class Model(nn.Module):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: see titanlite/parallelize.py."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
     norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # works on this rank's heads
     return {
         "embed": "vocab",

@@ -98,7 +98,7 @@ class Model(nn.Module):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: see titanlite/parallelize.py."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",

@@ -13,9 +13,9 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.data.tokenizer import train_tokenizer
 from titanlite.hf.folder import INDEX, find_weights
 from titanlite.hf.load import load_weights
-from titanlite.initialize import materialize
 from titanlite.tools import import_hf
-from titanlite.zoo import Family, load_family
+from titanlite.transforms.initialize import materialize
+from titanlite.transforms.registry import Family, load_family
 
 NORM = "model.norm.weight"
 # (model.name, model.flavor) of every family, in sizes that a test can hold: a new family needs an entry, no test

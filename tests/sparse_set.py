@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batches import read_batches
 from titanlite.data.indexed import path_of, write_index
 

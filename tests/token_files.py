@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config import Config, Source
+from titanlite.config.schema import Config, Source
 from titanlite.data.indexed import TokenFile, Writer, smallest_type
 from titanlite.data.mixture import Data, mix
 from titanlite.data.sources import Opened

@@ -5,13 +5,13 @@ import os
 import signal
 import sys
 
-from titanlite import stop
+from titanlite.launch import stop
 
 COMMANDS = {
     "train": ("titanlite.train", "train in this process (run_train.sh starts several)"),
     "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
     "tokenize": ("titanlite.tools.tokenize", "turn text into the token files that training reads, with many processes"),
-    "launch": ("titanlite.launch", "torchrun, as run_train.sh starts it"),
+    "launch": ("titanlite.launch.launcher", "torchrun, as run_train.sh starts it"),
     "data": ("titanlite.tools.data", "show the text of a step, or what there is in each source and how much is used"),
     "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),

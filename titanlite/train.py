@@ -14,42 +14,38 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
-from titanlite import children, float8, process, profiling, stacks
-from titanlite.attention import choose_attention
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
-from titanlite.checks import check
-from titanlite.compilation import RecompilationWatch
-from titanlite.config import Config
-from titanlite.config_file import read_config
-from titanlite.data.batch import Batch
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.data.batches import OnDevice, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
-from titanlite.derived import derived_values
-from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.generate import Sampling, continue_texts
 from titanlite.hf.export import export
-from titanlite.incidents import Incidents, Steps, finite
-from titanlite.initialize import initialize
-from titanlite.loss import count_labels, summed_loss
-from titanlite.loss_scale import LossScale
-from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.meta import on_meta, training_flops
-from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
-from titanlite.optimizer import build_optimizer, clip_gradients, set_lr
-from titanlite.optimizer_state import create_state, run_tensors
-from titanlite.parallelize import parallelize
-from titanlite.resume import Progress, numbers_of, restore
-from titanlite.run_folder import lock_run, record_start
-from titanlite.stop import EXIT_CODE, UNSAVED, Stop
-from titanlite.validation import validate
-from titanlite.zoo import Family, family_of
+from titanlite.inference.generate import Sampling, continue_texts
+from titanlite.launch import children, process, stacks
+from titanlite.launch.run_folder import lock_run, record_start
+from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
+from titanlite.loop import profiling
+from titanlite.loop.checks import check
+from titanlite.loop.divergence import Incidents, Steps, finite
+from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.loop.resume import Progress, numbers_of, restore
+from titanlite.loop.step import build_model, forward_backward, update, warn_of_unused
+from titanlite.loop.summary import derived_values
+from titanlite.loop.validation import validate
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.state import create_state, run_tensors
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.transforms import float8
+from titanlite.transforms.compile import RecompilationWatch
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.meta import training_flops
+from titanlite.transforms.registry import family_of
 
 log = logging.getLogger("titanlite")
 
@@ -58,69 +54,6 @@ log = logging.getLogger("titanlite")
 _PATIENCE = 3.0
 # Where NCCL's flight recorder writes meanwhile: gloo, which the ranks agree on stopping with, loses patience when NCCL does.
 _RECORDER_PATIENCE = 10.0
-
-
-# ------------------------------------------------------------------------------------------------------------- the parts
-
-
-def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
-    model = on_meta(family, config)
-    choose_attention(model, config, device)
-    parallelize(model, family, config, mesh)
-    if config.training.z_loss:
-        model.head.z_loss = config.training.z_loss
-    home = torch.device("cpu") if config.parallelism.cpu_offload else device
-    initialize(model, family, config.training.seed, home)
-    return model
-
-
-def forward_backward(
-    model: nn.Module, batch: Batch, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
-) -> Tensor:
-    """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
-
-    batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
-    scale: what the loss is multiplied by for the gradients (float16).
-    """
-    labels = count_labels(batch, mesh)
-    share = torch.zeros((), device=batch.tokens.device)
-    microbatches = batch.microbatches()
-    for number, microbatch in enumerate(microbatches, 1):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
-        loss = summed_loss(model, microbatch) / labels
-        (loss if scale is None else loss * scale).backward()
-        share += loss.detach()
-    return share
-
-
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None
-) -> Tensor:
-    """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
-
-    A fused optimizer changes nothing where that norm is not finite: it sees to it on the device, and nobody waits. So does the
-    loss scale, which then gets smaller.
-    """
-    norm = clip_gradients(optimizer, max_norm, loss_scale and loss_scale.scale)
-    set_lr(optimizer, lr)
-    overflow = (~norm.isfinite()).float()
-    if optimizer.defaults["fused"]:
-        optimizer.found_inf = overflow
-    optimizer.step()
-    float8.measure_weights(model)
-    if loss_scale is not None:
-        loss_scale.update(overflow)
-    optimizer.zero_grad()
-    return norm
-
-
-def warn_of_unused(model: nn.Module) -> None:
-    """Names the trained parameters that the backward pass has not reached; they stay what they are, decay apart."""
-    unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
-    if unused:
-        log.info("no gradient reaches %s: not used in the forward pass?", ", ".join(unused))
 
 
 # -------------------------------------------------------------------------------------------------------------- the loop

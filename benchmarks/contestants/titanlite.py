@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.contestants.job import Job, Unfit
-from titanlite import parallelize, process
-from titanlite.config import Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.dtypes import DTYPES
-from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import Family, family_of
+from titanlite.launch import process
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import create_state
+from titanlite.parallel import parallelize as order
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import Family, family_of
 
 
 def config_of(job: Job) -> Config:
@@ -100,5 +101,5 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
 
 def _with_fsdp(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """`build_model` with FSDP2 on one rank too, which the framework itself leaves out there."""
-    with mock.patch.object(parallelize, "needs_fsdp", lambda *_: "asked for"):
+    with mock.patch.object(order, "needs_fsdp", lambda *_: "asked for"):
         return build_model(family, config, mesh, device)

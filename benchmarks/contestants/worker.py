@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestants.job import Job, Unfit
-from titanlite import children
+from titanlite.launch import children
 
 
 def main() -> None:

@@ -26,12 +26,12 @@ from titanlite.checkpoint import load, manifest, save
 from titanlite.checkpoint.folder import try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Writer
-from titanlite.config import Checkpoint, Config
+from titanlite.config.schema import Checkpoint, Config
 from titanlite.errors import UserError
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state, run_tensors
-from titanlite.train import build_model
-from titanlite.zoo import load_family
+from titanlite.loop.step import build_model
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import create_state, run_tensors
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.checkpoint_runs"
 SHARD = {"dp_shard": 2}

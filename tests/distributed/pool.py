@@ -114,7 +114,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite import children
+    from titanlite.launch import children
 
     children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.token_files import data_of
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data
-from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.verify import Trajectory, record
 from titanlite.train import train
-from titanlite.zoo import load_family
+from titanlite.transforms.registry import load_family
 
 # compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its slopes
 GRAPHS = 1 + 3

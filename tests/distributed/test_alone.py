@@ -15,10 +15,10 @@ from models import llama3
 from models.blocks import RMSNorm
 from models.head import IGNORE, Head
 from tests.distributed.scenarios import CPU, MODES, config_of, first_microbatch, mesh_of
-from titanlite import parallelize
-from titanlite.loss import summed_loss
-from titanlite.train import build_model
-from titanlite.zoo import Family, load_family
+from titanlite.loop.loss import summed_loss
+from titanlite.loop.step import build_model
+from titanlite.parallel import parallelize as order
+from titanlite.transforms.registry import Family, load_family
 
 HERE = "tests.distributed.test_alone"
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
@@ -31,7 +31,7 @@ def built(flavor: str, fsdp: bool, module: Any = None, **sections: Any) -> tuple
         styles = family.module.sharding(family.config) | ({"norm": "replicate"} if module is WithKeywords else {})
         own = {"Model": module, "sharding": lambda _: styles}
         family = Family(SimpleNamespace(**vars(family.module) | own), family.config)
-    with mock.patch.object(parallelize, "needs_fsdp", lambda *_: "asked for" if fsdp else ""):
+    with mock.patch.object(order, "needs_fsdp", lambda *_: "asked for" if fsdp else ""):
         model = build_model(family, config, mesh_of({}), CPU)
     assert isinstance(model, FSDPModule) == fsdp
     return model, first_microbatch(config, mesh_of({}))
@@ -48,9 +48,9 @@ def step(fsdp: bool, flavor: str = "plain", module: Any = None, **sections: Any)
 
 def bytes_between_passes(fsdp: bool, keep_casts: bool = False, **sections: Any) -> int:
     torch._dynamo.reset()
-    cast = parallelize.cast_where_used
+    cast = order.cast_where_used
     keeping = {"side_effect": lambda model, dtype, again: cast(model, dtype, again=again and not keep_casts)}
-    with mock.patch.object(parallelize, "cast_where_used", **keeping):
+    with mock.patch.object(order, "cast_where_used", **keeping):
         model, batch = built("deep", fsdp, **sections)
     return kept_bytes(model, batch.inputs())
 

@@ -21,10 +21,10 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
-from titanlite import parallelize
-from titanlite.config import Config
-from titanlite.train import build_model, forward_backward
-from titanlite.zoo import family_of
+from titanlite.config.schema import Config
+from titanlite.loop.step import build_model, forward_backward
+from titanlite.parallel import tensor
+from titanlite.transforms.registry import family_of
 
 TP = {"tp": 2}
 GATHER, SUM = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"
@@ -54,7 +54,7 @@ def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Coun
             stack.enter_context(symmetric._test_mode())
             stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
             stack.enter_context(patch.object(post_grad, "micro_pipeline_tp_pass", watched))
-            stack.enter_context(patch.object(parallelize, "enable_symm_mem_for_group", _checked))
+            stack.enter_context(patch.object(tensor, "enable_symm_mem_for_group", _checked))
         model = build_model(family_of(config.model), config, mesh, CPU)
         loss = forward_backward(model, next(rank_batches(config, mesh)), mesh)
         found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
@@ -95,5 +95,5 @@ def test_without_it_the_pass_stays_off(pools):
 
 def stays_off() -> None:
     with inductor.patch(_micro_pipeline_tp=True):  # as a model before this one in the process would leave it
-        parallelize.overlap_tensor_parallel(False, mesh_of(TP)["tp"])
+        tensor.overlap_tensor_parallel(False, mesh_of(TP)["tp"])
         assert inductor._micro_pipeline_tp is False

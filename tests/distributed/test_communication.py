@@ -1,4 +1,4 @@
-"""What a step sends is what `titanlite/communication.py` reckons: every collective, over every group, and every byte."""
+"""What a step sends is what `titanlite/plan/communication.py` reckons: every collective, over every group, and every byte."""
 
 import math
 from collections import Counter
@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, MODES, config_of, mesh_of, rank_batches
-from titanlite.communication import Transfer, lines, traffic
-from titanlite.config import Config
-from titanlite.mesh import resolve_degrees
-from titanlite.optimizer import build_optimizer
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import family_of
+from titanlite.config.schema import Config
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.parallel.mesh import resolve_degrees
+from titanlite.plan.communication import Transfer, lines, traffic
+from titanlite.transforms.registry import family_of
 
 # PyTorch's operations, of FSDP2 and of DTensor: what each is, and where the whole tensor stands among its arguments; None: it
 # is the result.

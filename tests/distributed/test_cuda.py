@@ -12,22 +12,23 @@ from models import llama3
 from models.attention import dense_mask
 from tests.distributed.scenarios import config_of, learnable_data
 from tests.tiny import FLAVORS
-from titanlite import activation_checkpoint, process
-from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
-from titanlite.attention import attention_faults, attention_sentence, choose_attention
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
-from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.loss import summed_loss
-from titanlite.lr_schedule import build_schedule
-from titanlite.mesh import DIMENSIONS, build_mesh
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state
+from titanlite.launch import process
+from titanlite.loop.loss import summed_loss
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.lr_schedule import build_schedule
+from titanlite.optim.state import create_state
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.tools.verify import Trajectory, compare, record
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import family_of, load_family
+from titanlite.transforms import activation_checkpoint
+from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
+from titanlite.transforms.attention_kernels import attention_faults, attention_sentence, choose_attention
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import family_of, load_family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

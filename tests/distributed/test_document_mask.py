@@ -15,13 +15,13 @@ from models import attention, llama3
 from models.attention import block_mask
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.loss import count_labels, summed_loss
-from titanlite.mesh import data_degree, data_rank, sum_over_data
+from titanlite.loop.loss import count_labels, summed_loss
+from titanlite.loop.step import build_model
+from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
 from titanlite.tools.verify import whole
-from titanlite.train import build_model
-from titanlite.zoo import load_family
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_document_mask"
 MESHES = {

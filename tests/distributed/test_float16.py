@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
-from titanlite.loss_scale import LossScale
-from titanlite.optimizer import build_optimizer
-from titanlite.positions import local_part
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import load_family
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.loss_scale import LossScale
+from titanlite.transforms.registry import load_family
+from titanlite.transforms.shards import local_part
 
 HERE = "tests.distributed.test_float16"
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}

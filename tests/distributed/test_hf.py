@@ -18,8 +18,8 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
 from titanlite.hf.folder import Entry, find_weights, their_names
-from titanlite.train import build_model
-from titanlite.zoo import load_family
+from titanlite.loop.step import build_model
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_hf"
 RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8), "shard 4": ({"dp_shard": 4}, 4)}

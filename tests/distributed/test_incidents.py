@@ -19,17 +19,18 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_ids, mesh_of
 from tests.token_files import data_of
 from titanlite.checkpoint import manifest
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
-from titanlite.incidents import FILE, Steps, read_entries
-from titanlite.lr_schedule import build_schedule
-from titanlite.mesh import data_degree, data_rank, sum_over_data
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state, named_state
-from titanlite.train import build_model, forward_backward, train, update
-from titanlite.zoo import load_family
+from titanlite.loop.divergence import FILE, Steps, read_entries
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.lr_schedule import build_schedule
+from titanlite.optim.state import create_state, named_state
+from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+from titanlite.train import train
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_incidents"
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}

@@ -17,14 +17,14 @@ from tests.distributed import scenarios
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, first_microbatch, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, run_config, stored
-from titanlite import lora
 from titanlite.checkpoint import manifest
-from titanlite.config import Config
-from titanlite.loss import summed_loss
-from titanlite.meta import on_meta
+from titanlite.config.schema import Config
+from titanlite.loop.loss import summed_loss
+from titanlite.loop.step import build_model
 from titanlite.tools.verify import Trajectory, compare
-from titanlite.train import build_model
-from titanlite.zoo import A, B, is_adapter, load_family
+from titanlite.transforms import lora
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import A, B, is_adapter, load_family
 
 HERE = "tests.distributed.test_lora"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}

@@ -10,16 +10,16 @@ from models.blocks import Normal
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, stored
 from titanlite.checkpoint.whole import Stored
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.hf.export import Exported
-from titanlite.initialize import fill
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state, named_state
-from titanlite.profiling import held_memory
+from titanlite.loop.profiling import held_memory
+from titanlite.loop.step import build_model, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import create_state, named_state
 from titanlite.tools.estimate import estimate
 from titanlite.tools.verify import whole
-from titanlite.train import build_model, update
-from titanlite.zoo import load_family
+from titanlite.transforms.initialize import fill
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_low_precision"
 EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}

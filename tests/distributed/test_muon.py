@@ -13,17 +13,17 @@ from models.blocks import Normal
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, stored
-from titanlite import muon
-from titanlite.config import Config, Optimizer
-from titanlite.exchange import Exchange
-from titanlite.initialize import fill
-from titanlite.optimizer import build_optimizer, is_orthogonalised
-from titanlite.optimizer_state import create_state, named_state
-from titanlite.positions import local_part
+from titanlite.config.schema import Config, Optimizer
+from titanlite.loop.step import build_model, update
+from titanlite.optim import muon
+from titanlite.optim.build import build_optimizer, is_orthogonalised
+from titanlite.optim.state import create_state, named_state
+from titanlite.optim.whole_matrices import Exchange
 from titanlite.tools.estimate import estimate
 from titanlite.tools.verify import Trajectory, compare, whole
-from titanlite.train import build_model, update
-from titanlite.zoo import load_family
+from titanlite.transforms.initialize import fill
+from titanlite.transforms.registry import load_family
+from titanlite.transforms.shards import local_part
 
 HERE = "tests.distributed.test_muon"
 EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.head import Sizes
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches
-from titanlite.loss import summed_loss
-from titanlite.parallelize import sharding_faults
-from titanlite.train import build_model, forward_backward
-from titanlite.zoo import Family, load_family
+from titanlite.loop.loss import summed_loss
+from titanlite.loop.step import build_model, forward_backward
+from titanlite.parallel.tensor import sharding_faults
+from titanlite.transforms.registry import Family, load_family
 
 HERE = "tests.distributed.test_parallelize"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import mesh_of
-from titanlite.config import Comm, Config, Training
-from titanlite.process import finish, rank_and_world, same_everywhere, seed_step, set_timeout, start
+from titanlite.config.schema import Comm, Config, Training
+from titanlite.launch.process import finish, rank_and_world, same_everywhere, seed_step, set_timeout, start
 
 HERE = "tests.distributed.test_process"
 

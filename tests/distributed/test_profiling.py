@@ -13,10 +13,10 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
 from titanlite import train
 from titanlite.errors import UserError
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state
-from titanlite.profiling import Memory, held_memory
-from titanlite.zoo import load_family
+from titanlite.loop.profiling import Memory, held_memory
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import create_state
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_profiling"
 SHARDED = {"dp_shard": 2}

@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, first_microbatch, mesh_of
-from titanlite.loss import summed_loss
+from titanlite.loop.loss import summed_loss
+from titanlite.loop.step import build_model
 from titanlite.tools.verify import Trajectory, compare
-from titanlite.train import build_model
-from titanlite.zoo import Family, load_family
+from titanlite.transforms.registry import Family, load_family
 
 HERE = "tests.distributed.test_recompute_matrix"
 MESHES = {"one process": {}, "shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}

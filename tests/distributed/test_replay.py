@@ -11,7 +11,7 @@ from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, mesh_of
 from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, ranks_of, reports, run
-from titanlite.incidents import FILE, read_entries
+from titanlite.loop.divergence import FILE, read_entries
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, on_mesh, replay, route_to, setting_of
 
 HERE = "tests.distributed.test_replay"

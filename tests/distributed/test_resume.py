@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import config_of
-from titanlite.config import Config
+from titanlite.config.schema import Config
 
 Degrees = dict[str, int]
 ONE, TWO_BY_TWO = {}, {"dp_shard": 2, "tp": 2}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.pool import Pool, WorkerFailure
-from titanlite import stop
-from titanlite.process import set_timeout
+from titanlite.launch import stop
+from titanlite.launch.process import set_timeout
 
 HERE = "tests.distributed.test_stop"
 

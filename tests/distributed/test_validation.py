@@ -12,9 +12,9 @@ from models.attention import SeqInfo
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of, mix_of
-from titanlite.train import build_model
-from titanlite.validation import rounds, validate
-from titanlite.zoo import load_family
+from titanlite.loop.step import build_model
+from titanlite.loop.validation import rounds, validate
+from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_validation"
 MESHES = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]

@@ -17,7 +17,7 @@ from titanlite.errors import UserError
 from titanlite.tools import check_model, model_facts, model_runs
 from titanlite.tools.check_model import ALONE, CHECKPOINT, MESHES, Row, choose_small, rows_of
 from titanlite.tools.model_runs import Alone, in_one_process, on_mesh
-from titanlite.zoo import Family, load_module
+from titanlite.transforms.registry import Family, load_module
 
 ROOT = Path(__file__).parents[2]
 FORKS = ROOT / "tests" / "forks"

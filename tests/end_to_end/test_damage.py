@@ -15,7 +15,7 @@ from tests.end_to_end.launcher import Ended, finish, launch, run
 from tests.end_to_end.test_run_train import reports, when_training, working_folder
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import step_folder
-from titanlite.stop import EXIT_CODE
+from titanlite.launch.stop import EXIT_CODE
 
 WORDS = ["--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "0", "--lr_scheduler.total_steps", "10"]
 

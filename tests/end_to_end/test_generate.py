@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.attention import Cache
 from tests.end_to_end.launcher import ROOT, run
 from tests.end_to_end.test_oracle import both_models, every_model, family
-from titanlite.generate import Sampling, generate
 from titanlite.hf.folder import their_name
+from titanlite.inference.generate import Sampling, generate
 
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 

@@ -21,7 +21,7 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.hf.export import Item, write_file
 from titanlite.hf.folder import their_names
-from titanlite.zoo import load_family
+from titanlite.transforms.registry import load_family
 
 RUN = """
 [job]

@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from models.attention import SeqInfo
 from models.blocks import rope_frequencies, rope_tables
 from tests.tiny import FLAVORS, Model
-from titanlite.checks import check
-from titanlite.config import Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
+from titanlite.loop.checks import check
 from titanlite.tools import estimate as tool
 from titanlite.tools.estimate import GIB, RESERVE, Estimate, estimate
 

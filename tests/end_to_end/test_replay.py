@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launcher import ROOT, run
-from titanlite.run_folder import lock_run
+from titanlite.launch.run_folder import lock_run
 
 RUN = """
 [job]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch, run
-from titanlite.config import Config
-from titanlite.config_file import read_config
-from titanlite.lr_schedule import build_schedule
-from titanlite.run_folder import other_run
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
+from titanlite.launch.run_folder import other_run
+from titanlite.optim.lr_schedule import build_schedule
 
 # Llama 3 with a layer norm in place of one RMSNorm, and with a size of its own.
 OWN_MODEL = """

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launcher import Ended, Launch, finish, launch
-from titanlite.data.documents import stdlib_files
 from titanlite.data.indexed import TokenFile
+from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.tokenizer import train_tokenizer
 
 
@@ -138,7 +138,7 @@ def test_an_option_that_cannot_be_is_refused_naming_it(text, tmp_path, options, 
 
 
 def test_neither_the_command_nor_a_worker_waits_for_pytorch(tmp_path):
-    code = "import sys, titanlite.tools.tokenize, titanlite.data.chat; sys.exit('torch' in sys.modules)"
+    code = "import sys, titanlite.tools.tokenize, titanlite.data.prepare.chat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
 
 

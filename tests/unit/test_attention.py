@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention as their
 from models.attention import TILES, SeqInfo, attend, block_mask, dense_mask
-from titanlite import attention
-from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
-from titanlite.attention import KERNELS, attention_faults, attention_sentence, choose_attention
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
-from titanlite.loss import summed_loss
+from titanlite.loop.loss import summed_loss
 from titanlite.tools.estimate import estimate
-from titanlite.zoo import family_of
+from titanlite.transforms import attention_kernels as attention
+from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
+from titanlite.transforms.attention_kernels import KERNELS, attention_faults, attention_sentence, choose_attention
+from titanlite.transforms.registry import family_of
 
 CPU = torch.device("cpu")
 ON_CPU = [name for name, kernel in KERNELS.items() if "cpu" in kernel.devices]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.token_files import mix_of, opened, write_file
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, OnDevice, Plan, read_batches
 from titanlite.data.mixture import Data

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from titanlite.data.chat import ChatTemplate, load_template
+from titanlite.data.prepare.chat import ChatTemplate, load_template
 from titanlite.errors import UserError
 
 # Written for these tests, in the style of well-known models.
@@ -319,7 +319,7 @@ def test_the_source_tells_templates_and_their_variables_apart(tmp_path):
 def test_workers_need_neither_torch_nor_transformers(tmp_path):
     write(tmp_path, CHATML, byte_level())
     program = (
-        "import sys; from titanlite.data.chat import load_template;"
+        "import sys; from titanlite.data.prepare.chat import load_template;"
         f"load_template({str(tmp_path)!r}).encode({CHATS['one turn']!r});"
         "print({'torch', 'transformers'} & {*sys.modules})"
     )

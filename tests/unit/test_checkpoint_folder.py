@@ -15,7 +15,6 @@ import torch.distributed as dist
 from titanlite.checkpoint import folder as folders
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import (
-    checkpoint_bytes,
     clean_up,
     list_steps,
     retire,
@@ -26,9 +25,10 @@ from titanlite.checkpoint.folder import (
     unfinished_folder,
 )
 from titanlite.checkpoint.save import Saver
-from titanlite.config import Checkpoint, Optimizer
+from titanlite.config.schema import Checkpoint, Optimizer
 from titanlite.errors import UserError
-from titanlite.zoo import load_family
+from titanlite.optim.state import checkpoint_bytes
+from titanlite.transforms.registry import load_family
 
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
 

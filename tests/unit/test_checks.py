@@ -10,11 +10,11 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests import tiny
-from titanlite import checks
-from titanlite.checks import check
-from titanlite.config import Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.loop import checks
+from titanlite.loop.checks import check
 
 TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
 REPLICATE, RESHARD = "parallelism.data_parallel_replicate_degree", "parallelism.fsdp_reshard_after_forward"

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from models import llama3
-from titanlite.compilation import RecompilationWatch, compile_model
-from titanlite.config import Compile
+from titanlite.config.schema import Compile
+from titanlite.transforms.compile import RecompilationWatch, compile_model
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from titanlite.config import Config
-from titanlite.config_file import read_config, to_toml
+from titanlite.config.read import read_config, to_toml
+from titanlite.config.renamed_keys import INSTEAD
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.torchtitan_keys import INSTEAD
 
 FIELDS = {
     f"{section}.{name}": field

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import curves, report
 from benchmarks.curves import LAST, REFERENCE, ROOT, RUNS
-from titanlite.checks import check
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.loop.checks import check
 
 # its model replaces kernels of the process that imports it; see below
 _REPLACES = "AdamW, float16"
@@ -29,8 +29,8 @@ import sys, torch
 torch.manual_seed(0)
 wide = [torch.randn(2, 3, 40, 40) for _ in range(2)]
 exact = [a.half().double() @ b.half().double() for a, b in wide]  # before any kernel is replaced
-from titanlite.checks import check
-from titanlite.config_file import read_config
+from titanlite.loop.checks import check
+from titanlite.config.read import read_config
 check(read_config(sys.argv[1], sys.argv[2:]), sys.argv[1], 1)
 for (a, b), product in zip(wide, exact):
     for one, two, expected in ((a.half(), b.half(), product), (a[0].half(), b[0].half(), product[0])):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import open_data
 from titanlite.data.sources import open_tokenizer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titanlite.derived import settings
+from titanlite.loop.summary import settings
 
 
 @pytest.fixture(autouse=True)

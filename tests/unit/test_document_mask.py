@@ -18,9 +18,9 @@ from models.attention import Attention, SeqInfo, block_mask, dense_mask
 from models.blocks import positions_in_documents
 from models.head import IGNORE
 from tests.tiny import FLAVORS
-from titanlite.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.data.batch import Batch
-from titanlite.loss import summed_loss
+from titanlite.loop.loss import summed_loss
+from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 
 _SEQ = 32
 # Two rows a case: the lengths of their documents, and how many tokens of padding follow. They are seq + 1 tokens together.

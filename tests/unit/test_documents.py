@@ -12,9 +12,9 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
-from titanlite.data import documents, readers
-from titanlite.data.documents import group, list_inputs, stdlib_files
-from titanlite.data.readers import Bad, Document, describe_place, read, where
+from titanlite.data.prepare import documents, readers
+from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
+from titanlite.data.prepare.readers import Bad, Document, describe_place, read, where
 from titanlite.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]

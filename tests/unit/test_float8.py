@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite import float8, kernel_checks
-from titanlite.communication import traffic
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.float8 import convert, linear_layers
-from titanlite.kernel_checks import kernel_faults
-from titanlite.mesh import resolve_degrees
-from titanlite.meta import on_meta
+from titanlite.loop import kernel_checks
+from titanlite.loop.kernel_checks import kernel_faults
+from titanlite.parallel.mesh import resolve_degrees
+from titanlite.plan.communication import traffic
 from titanlite.tools.estimate import estimate
-from titanlite.zoo import family_of
+from titanlite.transforms import float8
+from titanlite.transforms.float8 import convert, linear_layers
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import family_of
 
 pytest.importorskip("torchao", reason="needs torchao")
 

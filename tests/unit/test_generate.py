@@ -6,7 +6,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from models.attention import Cache, SeqInfo
 from tests.tiny import FLAVORS, Model
-from titanlite.generate import Sampling, draw, generate, score
+from titanlite.inference.generate import Sampling, draw, generate, score
 
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
 GREEDY = Sampling(temperature=0)
@@ -36,7 +36,7 @@ def test_prompts_of_any_lengths_are_continued_as_each_by_itself_without_a_cache(
 
 
 def test_long_prompts_go_through_the_model_in_parts(monkeypatch):
-    monkeypatch.setattr("titanlite.generate._PREFILL", 4)
+    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)
     model, widths = tiny(), []
     model.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
     found = generate(model, PROMPTS, 3, None, GREEDY)
@@ -63,7 +63,7 @@ def test_a_text_of_which_there_is_enough_goes_no_further_and_when_all_have_enoug
 
 
 def test_scores_are_the_log_probabilities_of_the_whole_text_and_tell_the_likeliest_one(monkeypatch):
-    monkeypatch.setattr("titanlite.generate._PREFILL", 4)  # contexts and continuations both go in parts
+    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)  # contexts and continuations both go in parts
     model = tiny()
     likeliest = generate(model, PROMPTS, 6, None, GREEDY)
     others = [[*new[:-1], (new[-1] + 1) % 512] for new in likeliest]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.incidents import FILE, Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
+from titanlite.loop.divergence import FILE, Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
 
 NAN, INF = math.nan, math.inf
 BATCH = 8

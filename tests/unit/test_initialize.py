@@ -14,7 +14,7 @@ from models import llama3
 from models.blocks import Constant, Normal
 from tests import tiny
 from titanlite.errors import UserError
-from titanlite.initialize import (
+from titanlite.transforms.initialize import (
     _normal,
     _normal_table,
     fill,
@@ -23,8 +23,8 @@ from titanlite.initialize import (
     materialize,
     named_tensors,
 )
-from titanlite.positions import box_index, splitmix64
-from titanlite.zoo import Family
+from titanlite.transforms.registry import Family
+from titanlite.transforms.shards import box_index, splitmix64
 
 _CPU = torch.device("cpu")
 _NORMAL = NormalDist()
@@ -182,7 +182,7 @@ def test_values_depend_on_seed_and_name_and_nothing_else():
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
 def test_values_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, chunk):
     whole = _filled(10, 4, 6)
-    monkeypatch.setattr("titanlite.initialize._CHUNK", chunk)
+    monkeypatch.setattr("titanlite.transforms.initialize._CHUNK", chunk)
     assert torch.equal(_filled(10, 4, 6), whole)
 
 

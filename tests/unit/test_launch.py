@@ -8,8 +8,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from titanlite import launch
-from titanlite.launch import Launcher, Ranks, describe, first_failure
+from titanlite.launch import launcher as launch
+from titanlite.launch.launcher import Launcher, Ranks, describe, first_failure
 
 KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGTERM
 

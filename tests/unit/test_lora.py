@@ -9,17 +9,17 @@ from torch import nn
 
 from models.attention import SeqInfo
 from tests import tiny, tiny_biased
-from titanlite.config import Config
-from titanlite.config import Lora as Keys
+from titanlite.config.schema import Config
+from titanlite.config.schema import Lora as Keys
 from titanlite.errors import UserError
-from titanlite.initialize import initialize
-from titanlite.lora import LoraLinear, adapt, merged
-from titanlite.meta import on_meta, training_flops
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import checkpoint_bytes, create_state, named_state
-from titanlite.resume import Progress, restore
+from titanlite.loop.resume import Progress, restore
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import checkpoint_bytes, create_state, named_state
 from titanlite.tools.estimate import estimate
-from titanlite.zoo import A, B, Family, is_adapter
+from titanlite.transforms.initialize import initialize
+from titanlite.transforms.lora import LoraLinear, adapt, merged
+from titanlite.transforms.meta import on_meta, training_flops
+from titanlite.transforms.registry import A, B, Family, is_adapter
 
 CPU = torch.device("cpu")
 MATRICES = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"ffn.{name}" for name in ("w1", "w2", "w3")]

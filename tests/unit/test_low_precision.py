@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.config import Optimizer as Keys
-from titanlite.low_precision import Bfloat16Adam
-from titanlite.optimizer import build_optimizer, set_lr
-from titanlite.optimizer_state import create_state, named_state, state_bytes
-from titanlite.rounding import joined
+from titanlite.config.schema import Optimizer as Keys
+from titanlite.optim.adam_bf16 import Bfloat16Adam
+from titanlite.optim.build import build_optimizer, set_lr
+from titanlite.optim.rounding import joined
+from titanlite.optim.state import create_state, named_state, state_bytes
 
 ROUNDINGS = ("stochastic", "compensated")
 

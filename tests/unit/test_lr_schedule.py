@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from titanlite.config import Config, LRScheduler, Optimizer, Training
-from titanlite.lr_schedule import Schedule, build_schedule
+from titanlite.config.schema import Config, LRScheduler, Optimizer, Training
+from titanlite.optim.lr_schedule import Schedule, build_schedule
 
 _SHAPES = {
     "linear": lambda progress: 1 - progress,

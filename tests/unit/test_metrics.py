@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from models.blocks import Flops
-from titanlite.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 
 
 class _Time:
@@ -16,7 +16,7 @@ class _Time:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr("titanlite.metrics.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("titanlite.loop.metrics.time.perf_counter", lambda: self.now)
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -147,7 +147,7 @@ def test_reports_stay_when_the_rewriting_fails(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr("titanlite.run_folder.os.fsync", refuse)
+    monkeypatch.setattr("titanlite.launch.run_folder.os.fsync", refuse)
     with pytest.raises(OSError, match="disk full"):
         Reporter(tmp_path, None, 2, active=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.token_files import TEXTS, mix_of, opened, write_file, write_jsonl
-from titanlite.config import Config
-from titanlite.data import prepare
+from titanlite.config.schema import Config
 from titanlite.data.mixture import USED_UP, check_epochs, open_data
+from titanlite.data.prepare.prepare import prepare
 from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
 

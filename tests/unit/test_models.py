@@ -19,7 +19,7 @@ from models import gemma3, llama3, olmo2, qwen3
 from models.attention import Cache, SeqInfo, with_mask
 from models.blocks import RopeScaling, apply_rope, rope_frequencies, rope_tables
 from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
-from titanlite.zoo import Family
+from titanlite.transforms.registry import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from models import llama3
-from titanlite.config import Optimizer as Keys
+from titanlite.config.schema import Optimizer as Keys
 from titanlite.errors import UserError
-from titanlite.low_precision import Bfloat16Adam
-from titanlite.muon import orthogonalised
-from titanlite.optimizer import build_optimizer, is_orthogonalised, set_lr
-from titanlite.optimizer_state import create_state, named_state, state_bytes
-from titanlite.rounding import joined
+from titanlite.optim.adam_bf16 import Bfloat16Adam
+from titanlite.optim.build import build_optimizer, is_orthogonalised, set_lr
+from titanlite.optim.muon import orthogonalised
+from titanlite.optim.rounding import joined
+from titanlite.optim.state import create_state, named_state, state_bytes
 
 _CONFIG = llama3.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
 _KEYS = Keys(name="Muon", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)

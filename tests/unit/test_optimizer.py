@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from models import llama3
-from titanlite.config import Optimizer as Keys
+from titanlite.config.schema import Optimizer as Keys
 from titanlite.errors import UserError
-from titanlite.optimizer import build_optimizer, clip_gradients, set_lr
-from titanlite.optimizer_state import create_state, named_state
+from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
+from titanlite.optim.state import create_state, named_state
 
 _CONFIG = llama3.Config(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
 _IMPLEMENTATIONS = ("fused", "foreach", "for-loop")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite import optimizer_checks
-from titanlite.config import Config
-from titanlite.optimizer_checks import optimizer_faults
+from titanlite.config.schema import Config
+from titanlite.loop import optimizer_checks
+from titanlite.loop.optimizer_checks import optimizer_faults
 
 MUON, BFLOAT16 = {"optimizer.name": "Muon"}, {"training.dtype": "bfloat16"}
 

@@ -15,10 +15,10 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from titanlite.data import documents, encode, prepare, shards
-from titanlite.data.documents import stdlib_files
 from titanlite.data.indexed import TokenFile
-from titanlite.data.readers import BadDocument
+from titanlite.data.prepare import documents, encode, prepare, shards
+from titanlite.data.prepare.documents import stdlib_files
+from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
 
@@ -326,10 +326,10 @@ def test_whatever_the_instant_of_the_end_the_same_command_gives_the_same_files(t
 
     places = {
         "writing the index": ("titanlite.data.indexed.write_index", end),
-        "renaming a unit": ("titanlite.data.encode.sync_contents", end),
-        "assembling": ("titanlite.data.shards.write_index", end),
-        "the manifest": ("titanlite.data.prepare._count_inputs", end),
-        "handing over": ("titanlite.data.prepare._hand_over", end),
+        "renaming a unit": ("titanlite.data.prepare.encode.sync_contents", end),
+        "assembling": ("titanlite.data.prepare.shards.write_index", end),
+        "the manifest": ("titanlite.data.prepare.prepare._count_inputs", end),
+        "handing over": ("titanlite.data.prepare.prepare._hand_over", end),
     }
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Interrupt):
         patch.setattr(*places[point])

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.metrics import Clock
-from titanlite.profiling import Memory, Watch, bytes_on, describe, held_memory, record_collectives, remedies
+from titanlite.loop.metrics import Clock
+from titanlite.loop.profiling import Memory, Watch, bytes_on, describe, held_memory, record_collectives, remedies
 
 CPU = torch.device("cpu")
 GIB = 2**30

@@ -15,12 +15,12 @@ from tests import tiny
 from tests.distributed.scenarios import learnable_data
 from tests.token_files import data_of
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.config import Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.lr_schedule import Schedule, build_schedule
-from titanlite.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, load_run, numbers_of
-from titanlite.zoo import Family, load_family
+from titanlite.loop.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, load_run, numbers_of
+from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.transforms.registry import Family, load_family
 
 TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
 DATA = learnable_data(Config.model_validate(TINY))

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titanlite.rounding import Places, _wrapped, joined, keys_of, places, random_bits, root, split, stochastic
+from titanlite.optim.rounding import Places, _wrapped, joined, keys_of, places, random_bits, root, split, stochastic
 
 
 def _bits(rows: int, columns: int, name: int = 1, step: int = 1, word: int = 0) -> torch.Tensor:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import Config, Job, Training
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config, Job, Training
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.run_folder import lock_run, other_run, record_start
+from titanlite.launch.run_folder import lock_run, other_run, record_start
 
 
 def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path):
@@ -40,7 +40,7 @@ def test_where_nobody_has_trained_there_is_no_other_run(tmp_path):
 _HOLD = """
 import sys, time
 from pathlib import Path
-from titanlite.run_folder import lock_run
+from titanlite.launch.run_folder import lock_run
 held = lock_run(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
@@ -94,7 +94,7 @@ def test_a_failure_while_replacing_leaves_the_old_file(tmp_path, monkeypatch, po
     def fail(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr(f"titanlite.run_folder.os.{point}", fail)
+    monkeypatch.setattr(f"titanlite.launch.run_folder.os.{point}", fail)
     with pytest.raises(OSError, match="disk full"):
         replace_file(path, "new")
     assert path.read_text() == "old"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.token_files import mix_of, opened, write_file
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.samples import Arrays

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from tests.token_files import TEXTS, write_file, write_jsonl
-from titanlite.config import Config
-from titanlite.data import prepare, sources
+from titanlite.config.schema import Config
+from titanlite.data import sources
 from titanlite.data.indexed import path_of
+from titanlite.data.prepare.prepare import prepare
 from titanlite.data.sources import Opened, find, key_of, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
 from titanlite.errors import UserError

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from titanlite import stacks
+from titanlite.launch import stacks
 
 # Where the launcher has held back SIGQUIT, as it does for every rank.
 RANK = """
 import ctypes, os, signal, sys
 from pathlib import Path
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGQUIT])
-from titanlite import stacks
+from titanlite.launch import stacks
 
 def somewhere_in_the_model():
     print("ready", flush=True)

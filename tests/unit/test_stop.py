@@ -9,12 +9,12 @@ import time
 import pytest
 import torch.distributed as dist
 
-from titanlite import stop
+from titanlite.launch import stop
 
 # Gets signals from itself, one after the other, and says what it has heard if it is still there.
 LISTENER = """
 import os, signal, sys
-from titanlite import stop
+from titanlite.launch import stop
 {before}
 stop.listen()
 for name in {signals}:

@@ -21,8 +21,8 @@ from benchmarks.processes import Left, Process, base_environment
 from benchmarks.throughput import Fault, Session, dimensions, line_up, parse, training_flops, write_model
 from models import llama3
 from models.blocks import apply_rope, rope_frequencies, rope_tables
-from titanlite.initialize import initialize
-from titanlite.zoo import Family
+from titanlite.transforms.initialize import initialize
+from titanlite.transforms.registry import Family
 
 TINY = "llama3:debug,dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=48"
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from titanlite.data import sources
-from titanlite.data.documents import stdlib_files
+from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import byte_lengths, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError

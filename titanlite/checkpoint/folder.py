@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.config import Checkpoint as Keys
+from titanlite.config.schema import Checkpoint as Keys
 from titanlite.errors import UserError
 from titanlite.files import sync
 

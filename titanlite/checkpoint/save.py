@@ -21,10 +21,10 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinished_folder
 from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
-from titanlite.config import Checkpoint as Keys
+from titanlite.config.schema import Checkpoint as Keys
 from titanlite.errors import UserError
 from titanlite.files import sync
-from titanlite.positions import local_part
+from titanlite.transforms.shards import local_part
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite import children
-from titanlite.config import Config, Dataloader
+from titanlite.config.schema import Config, Dataloader
 from titanlite.data.batch import Batch
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
+from titanlite.launch import children
 
 log = logging.getLogger(__name__)
 

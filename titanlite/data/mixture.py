@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titanlite.config import Config, Training
+from titanlite.config.schema import Config, Training
 from titanlite.data.cache import digest
 from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
 from titanlite.data.samples import Arrays, Rows, fill, rows_of
 from titanlite.data.sources import Opened, key_of, open_packing, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, tokenizer_digest
 from titanlite.errors import UserError
-from titanlite.zoo import family_of
+from titanlite.transforms.registry import family_of
 
 PADDING, USED_UP = -1, -2  # in place of a sample's number: a row of padding, and more than a source's `epochs` allow
 

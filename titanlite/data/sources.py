@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import xxhash
 from tokenizers import Tokenizer
 
-from titanlite.config import Config, Source
+from titanlite.config.schema import Config, Source
 from titanlite.data.cache import digest, making, once
-from titanlite.data.chat import ChatTemplate, load_template
-from titanlite.data.documents import STDLIB, list_inputs, stdlib_files
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.packing import Packing, pack_file
-from titanlite.data.prepare import prepare
-from titanlite.data.readers import HUB, BadDocument, is_url
+from titanlite.data.prepare.chat import ChatTemplate, load_template
+from titanlite.data.prepare.documents import STDLIB, list_inputs, stdlib_files
+from titanlite.data.prepare.prepare import prepare
+from titanlite.data.prepare.readers import HUB, BadDocument, is_url
 from titanlite.data.tokenizer import LoadedTokenizer, describe, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
 from titanlite.files import cache_folder

@@ -18,8 +18,8 @@ from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
 from titanlite.files import replace_file, sync
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
-from titanlite.lora import merged
-from titanlite.zoo import load_family
+from titanlite.transforms.lora import merged
+from titanlite.transforms.registry import load_family
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # What a tokenizer's folder may hold beside tokenizer.json, and what only describes how its model is used.

@@ -14,7 +14,16 @@ from torch import nn
 
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.errors import UserError
-from titanlite.zoo import FROM_ASSETS, Family, described, family_names, is_adapter, load_module, read_description, require_hf
+from titanlite.transforms.registry import (
+    FROM_ASSETS,
+    Family,
+    described,
+    family_names,
+    is_adapter,
+    load_module,
+    read_description,
+    require_hf,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them

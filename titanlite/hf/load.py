@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanlite.errors import UserError
 from titanlite.hf.folder import Entry
-from titanlite.positions import global_offset, local_part
+from titanlite.transforms.shards import global_offset, local_part
 
 _CHUNK = 2**25  # bytes read at a time: what is mapped counts as memory until its file is closed
 

@@ -7,10 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanlite.config import Config
-from titanlite.config_file import read_config, report, to_toml
+from titanlite.config.read import read_config, report, to_toml
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.run_folder import other_run
+from titanlite.launch.run_folder import other_run
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
         path, ranks, local_ranks, options = parse_command("check", sys.argv[1:])
         config = read_config(path, options)
         # Imported late: a fault of the file itself, or --help, should not wait for PyTorch.
-        from titanlite.checks import check
+        from titanlite.loop.checks import check
 
         check(config, path, ranks, local_ranks)
         if holder := other_run(Path(config.job.dump_folder)):

@@ -23,7 +23,7 @@ from titanlite.tools.model_facts import SMALL, size_of
 from titanlite.tools.model_runs import PATIENCE, Alone, differences, guarded, in_one_process, on_mesh
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.verify import compare
-from titanlite.zoo import BrokenModule, Family, load_module
+from titanlite.transforms.registry import BrokenModule, Family, load_module
 
 ALONE = ("loss and gradients", "parameters", "recomputation", "compile")
 MESHES = {"2 x 2": {"dp_shard": 2, "tp": 2}, "tp 2": {"tp": 2}, "shard 2": {"dp_shard": 2}}

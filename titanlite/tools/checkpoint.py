@@ -17,7 +17,7 @@ from typing import Any
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.storage import read_metadata
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
 from titanlite.errors import UserError
 
 

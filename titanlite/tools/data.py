@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from titanlite.checks import check
-from titanlite.config import Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config
 from titanlite.data.batches import Plan
 from titanlite.data.mixture import Data, Mixed, open_data
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
-from titanlite.mesh import resolve_degrees
+from titanlite.loop.checks import check
+from titanlite.parallel.mesh import resolve_degrees
 from titanlite.tools.check import parse_command
 
 _BAR = 40  # characters of the longest bar of a histogram

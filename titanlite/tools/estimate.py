@@ -25,23 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.head import SIZES, Head
-from titanlite.attention import choose_attention
-from titanlite.checks import check
-from titanlite.communication import Transfer, lines, traffic
-from titanlite.config import Compile, Config
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Compile, Config
 from titanlite.data.batch import Batch
-from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.initialize import fill, match_initial, materialize
-from titanlite.loss import summed_loss
-from titanlite.mesh import build_mesh, data_degree, resolve_degrees
-from titanlite.meta import on_meta
-from titanlite.optimizer_state import state_bytes
-from titanlite.parallelize import parallelize
-from titanlite.positions import local_part
+from titanlite.loop.checks import check
+from titanlite.loop.loss import summed_loss
+from titanlite.optim.state import state_bytes
+from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
+from titanlite.parallel.parallelize import parallelize
+from titanlite.plan.communication import Transfer, lines, traffic
 from titanlite.tools.check import parse_command
-from titanlite.zoo import Family, family_of, tie
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.initialize import fill, match_initial, materialize
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import Family, family_of, tie
+from titanlite.transforms.shards import local_part
 
 GIB = 2**30
 # What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.
@@ -87,7 +86,9 @@ def estimate(config: Config, ranks: int) -> Estimate:
     """
     offload = config.parallelism.cpu_offload
     parallelism = config.parallelism.model_copy(update={"cpu_offload": False})
-    config = config.model_copy(update={"compile": Compile(), "parallelism": parallelism})
+    attention = "math" if config.model.attention == "math" else "auto"  # the one kernel that keeps all scores
+    model_keys = config.model.model_copy(update={"attention": attention})
+    config = config.model_copy(update={"compile": Compile(), "parallelism": parallelism, "model": model_keys})
     family = family_of(config.model)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
@@ -96,7 +97,7 @@ def estimate(config: Config, ranks: int) -> Estimate:
         parameters = sum(p.numel() for p in model.parameters())
         built = time.perf_counter()
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
-        parallelize(model, family, config, mesh)
+        model = parallelize(family, config, mesh, torch.device("cpu"))
         sharded = time.perf_counter()
         name, layer = next(iter(model.layers.items()))
         names = [f"layers.{name}.{key}" for key, _ in layer.named_parameters()]
@@ -142,18 +143,13 @@ def measure_step(family: Family, config: Config, mesh: DeviceMesh) -> tuple[int,
     """
     keys = config.activation_checkpoint
     every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
-    model = on_meta(family, config)
-    if isinstance(model.head, Head):
-        model.head.sizes = SIZES["cuda"]
-    if config.model.attention == "math":  # the one kernel that keeps all scores
-        choose_attention(model, config, torch.device("cpu"))
-    depth = len(model.layers)
+    depth = len(on_meta(family, config).layers)
     every = min(every, depth - 1)
     first = min(int(config.lora.enable), depth - 1 - every)  # no gradient of a frozen embedding: block 0 keeps less
     shown = min(depth, max(first + every, config.parallelism.fsdp_prefetch) + 1)
-    for name in list(model.layers)[shown:]:
-        del model.layers[name]
-    parallelize(model, family, config, mesh)
+    model = parallelize(family, config, mesh, torch.device("cpu"), layers=shown)
+    if isinstance(model.head, Head):
+        model.head.sizes = SIZES["cuda"]
     follow, entered = Allocations(), []
     for layer in model.layers.values():
         layer.register_forward_pre_hook(lambda *_: entered.append(follow.live()))

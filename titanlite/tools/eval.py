@@ -18,7 +18,7 @@ import torch
 
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.inference import open_checkpoint
+from titanlite.inference.load import open_checkpoint
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.generate import command, require_positive
 from titanlite.tools.ranks import on_ranks
@@ -80,7 +80,7 @@ def _evaluate(device: torch.device, source: Path, asked: argparse.Namespace) -> 
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
-    from titanlite.harness import Harness
+    from titanlite.inference.harness import Harness
 
     opened = open_checkpoint(source, device, asked.dtype, asked.tokenizer)
     model = Harness(opened, asked.max_length or opened.seq_len, asked.batch_size)

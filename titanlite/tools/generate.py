@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.generate import Sampling, continue_texts
-from titanlite.inference import open_checkpoint
+from titanlite.inference.generate import Sampling, continue_texts
+from titanlite.inference.load import open_checkpoint
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.ranks import on_ranks
+from titanlite.transforms.dtypes import DTYPES
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from titanlite.errors import UserError
 from titanlite.files import sync
 from titanlite.hf.folder import find_weights, recognise
 from titanlite.hf.load import load_weights
-from titanlite.metrics import peak_memory_gib
-from titanlite.resume import imported_numbers
+from titanlite.loop.metrics import peak_memory_gib
+from titanlite.loop.resume import imported_numbers
 from titanlite.tools.ranks import on_ranks
 
 _PATIENCE = datetime.timedelta(hours=2)  # for a rank that reads and writes longer than the others

@@ -16,11 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.attention import SeqInfo
 from models.blocks import Constant
-from titanlite.checks import undivided_sizes
 from titanlite.hf.folder import their_name
-from titanlite.initialize import fill, match_initial
-from titanlite.parallelize import sharding_faults
-from titanlite.zoo import Family, every_layer, tie
+from titanlite.loop.checks import undivided_sizes
+from titanlite.parallel.tensor import sharding_faults
+from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.registry import Family, every_layer, tie
 
 SEQ_LEN = 32
 SMALL = 20_000_000  # parameters at most of what is made in memory

@@ -18,17 +18,17 @@ from models.blocks import Constant, Normal
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
-from titanlite.compilation import RecompilationWatch
-from titanlite.config import Config, Optimizer
+from titanlite.config.schema import Config, Optimizer
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
-from titanlite.initialize import fill, match_initial
-from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import checkpoint_bytes, create_state, run_tensors
+from titanlite.loop.step import build_model
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import checkpoint_bytes, create_state, run_tensors
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.verify import GRADIENT, Comparison, Trajectory, compare, follow, whole
-from titanlite.train import build_model
-from titanlite.zoo import every_layer, family_of, place_of
+from titanlite.transforms.compile import RecompilationWatch
+from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.registry import every_layer, family_of, place_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 PATIENCE = 60  # seconds that ranks wait for one which has failed
@@ -102,7 +102,7 @@ def compile_faults(name: str, flavor: str, reference: Trajectory, mesh: DeviceMe
     """Each block and the head must compile as one graph, change no gradient, and be done with it after two steps."""
     config = _config(name, flavor, {}, compile={"enable": True, "backend": "aot_eager"})
     watch = RecompilationWatch()
-    logger = logging.getLogger("titanlite.compilation")
+    logger = logging.getLogger("titanlite.transforms.compile")
     level, logger.level = logger.level, logging.ERROR  # its warnings are returned too
     try:
         model, optimizer = _built(config, mesh, device)

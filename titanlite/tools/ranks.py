@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from titanlite import children
 from titanlite.errors import UserError
+from titanlite.launch import children
 
 _FAULT = 2  # exit code of a rank that has met a fault of the user's
 

@@ -24,27 +24,28 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import children, incidents, process
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
-from titanlite.checks import check
-from titanlite.config import Config, Parallelism, Profiling, Validation
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Config, Parallelism, Profiling, Validation
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
-from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.incidents import Step, Steps
-from titanlite.loss_scale import LossScale
-from titanlite.lr_schedule import Schedule
-from titanlite.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.optimizer import build_optimizer
-from titanlite.optimizer_state import create_state, run_tensors
-from titanlite.positions import local_part
-from titanlite.resume import Progress, load_run, restore
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import family_of
+from titanlite.launch import children, process
+from titanlite.loop import divergence as incidents
+from titanlite.loop.checks import check
+from titanlite.loop.divergence import Step, Steps
+from titanlite.loop.resume import Progress, load_run, restore
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.lr_schedule import Schedule
+from titanlite.optim.state import create_state, run_tensors
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import family_of
+from titanlite.transforms.shards import local_part
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.prepare import prepare
-from titanlite.data.readers import BadDocument, describe_place
+from titanlite.data.prepare.prepare import prepare
+from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
@@ -96,7 +96,7 @@ def _processors() -> int:
 
 def _tokenize(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
-    from titanlite.data.chat import load_template
+    from titanlite.data.prepare.chat import load_template
 
     return prepare(
         options.input,

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.checks import check
-from titanlite.config import Compile, Config, Model, Optimizer
-from titanlite.config_file import read_config
+from titanlite.config.read import read_config
+from titanlite.config.schema import Compile, Config, Model, Optimizer
 from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
-from titanlite.dtypes import DTYPES
 from titanlite.errors import UserError
-from titanlite.lr_schedule import build_schedule
-from titanlite.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
-from titanlite.optimizer import build_optimizer
+from titanlite.loop.checks import check
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.lr_schedule import build_schedule
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank, sum_over_data
 from titanlite.tools.ranks import on_ranks
-from titanlite.train import build_model, forward_backward, update
-from titanlite.zoo import family_of
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import family_of
 
 # What float32 rounding explains, relative to the first mesh. Rounding grows with the steps, so later norms may differ more.
 LOSS, FIRST_NORM, LATER_NORMS, GRADIENT = 1e-5, 1e-5, 1e-3, 1e-5

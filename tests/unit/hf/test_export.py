@@ -20,7 +20,7 @@ from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.hf.export import Item, export, split, write_file
 from titanlite.hf.folder import recognise
-from titanlite.zoo import Family, load_family
+from titanlite.transforms.registry import Family, load_family
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

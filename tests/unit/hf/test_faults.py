@@ -8,9 +8,9 @@ import pytest
 
 from tests.hf_folders import NORM, remove
 from titanlite.__main__ import COMMANDS
-from titanlite.checks import check
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.loop.checks import check
 
 
 def case(words: str, *told: str) -> tuple[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ from tests.hf_folders import CASES, NORM, change, change_json, one_file, read, r
 from titanlite.errors import UserError
 from titanlite.hf import folder as folders
 from titanlite.hf.folder import recognise, their_names
-from titanlite.zoo import load_family
+from titanlite.transforms.registry import load_family
 
 # ------------------------------------------------------------------------------------------------------------- recognising
 

@@ -1,0 +1,239 @@
+"""Which inputs there are, and how they are split into parts that are read side by side."""
+
+import glob
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.data.prepare.readers import (
+    HUB,
+    Part,
+    is_url,
+    kind_of,
+    need,
+    open_bytes,
+    open_dataset,
+    open_hub,
+)
+from titanlite.errors import UserError
+
+STDLIB = "stdlib"
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_MIB = 2**20
+_SMALLEST, _LARGEST = _MIB // 2, 32 * _MIB  # bytes of a unit of work
+_UNITS = 128  # that there should be of a small input, so that every worker has some of them
+
+
+class Input(NamedTuple):
+    """A file, URL or dataset with documents."""
+
+    path: str  # absolute, if it is on this machine
+    size: int | None  # bytes, about; None for a URL that does not tell
+    stamp: str  # another one when the input was changed: time of modification, version or fingerprint
+    parts: list[Part]
+
+
+def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
+    """The inputs that files, folders, patterns, URLs and names of datasets stand for, in order; those of one name sorted.
+
+    A folder stands for all files under it that are not hidden, a pattern for the files that match, anything with "://" for
+    what fsspec finds there. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the
+    Hugging Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
+
+    key: what the user calls the names. Raises UserError for names that nothing can be found under, and for what is named twice.
+    """
+    found = [entry for name in names for entry in _find(name, key)]
+    seen: set[str] = set()
+    for path, _, _, _ in found:
+        if path in seen:
+            raise UserError(f"{key}: {path} is named twice; its documents would be in the data twice")
+        seen.add(path)
+    target = unit_size(sum(size or 0 for _, _, size, _ in found))
+    return [Input(path, size, stamp, list(_split(path, kind, size, target))) for path, kind, size, stamp in found]
+
+
+def unit_size(total: int) -> int:
+    """Bytes of a unit of work of so many bytes in all."""
+    return min(max(total // _UNITS, _SMALLEST), _LARGEST)
+
+
+def group(parts: list[Part]) -> list[list[Part]]:
+    """Units of work: parts that follow each other, together not much larger than `unit_size`."""
+    target = unit_size(sum(part.size for part in parts))
+    units: list[list[Part]] = []
+    size = 0
+    for part in parts:
+        if not units or size + part.size > target:
+            units.append([])
+            size = 0
+        units[-1].append(part)
+        size += part.size
+    return units
+
+
+def stdlib_files() -> list[Path]:
+    """The sources of the standard library of the Python that runs this, sorted."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        # lib2to3 and others keep samples in odd encodings under tests, all else is UTF-8; site-packages is the larger part
+        folders[:] = set(folders) - _LEFT_OUT
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
+
+
+# ------------------------------------------------------------------------------------------------------------- finding
+
+_Found = tuple[str, str, int | None, str]  # path, kind, size, stamp
+
+
+def _find(name: str, key: str) -> list[_Found]:
+    if name.startswith(HUB):
+        return [_find_hub(name)]
+    if is_url(name):
+        return _find_urls(name, key)
+    path = os.path.abspath(name)
+    try:
+        if os.path.isdir(path):
+            return _find_in_folder(Path(path), key)
+        if os.path.exists(path):
+            return [_find_file(path)]
+        # a folder among the matches is not walked: "**" gives its files anyway
+        matches = sorted(match for match in glob.glob(path, recursive=True) if _is_dataset(match) or os.path.isfile(match))
+        found = [_find_dataset(match) if os.path.isdir(match) else _find_file(match) for match in matches]
+    except OSError as error:
+        raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
+    if not found:
+        what = "no file matches this pattern" if glob.has_magic(name) else "no such file or folder"
+        raise UserError(f"{key} {name}: {what}")
+    return found
+
+
+def _find_in_folder(path: Path, key: str) -> list[_Found]:
+    if _is_dataset(str(path)):
+        return [_find_dataset(str(path))]
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if _is_dataset(str(folder)))
+        raise UserError(
+            f"{key} {path}: holds the splits {', '.join(splits)}; name the folder of one, such as {path / splits[0]}"
+        )
+    found = [_find_file(str(file)) for file in _visible_files(path)]
+    if not found:
+        raise UserError(f"{key} {path}: the folder holds no files")
+    return found
+
+
+def _visible_files(path: Path) -> list[Path]:
+    # hidden folders too: a clone brings .git, a download .cache
+    visible = (file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return sorted(file for file in visible if file.is_file())
+
+
+def _find_file(path: str) -> _Found:
+    status = os.stat(path)
+    return path, _kind(path), status.st_size, str(status.st_mtime_ns)
+
+
+def _kind(path: str) -> str:
+    """What a file is read as; the optional package for it is looked for here, before any work."""
+    kind = kind_of(path)
+    if kind in ("parquet", "zstd"):
+        need("pyarrow" if kind == "parquet" else "zstandard", path)
+    return kind
+
+
+def _is_dataset(folder: str) -> bool:
+    return all(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_info.json"))
+
+
+def _find_dataset(folder: str) -> _Found:
+    files = sorted(Path(folder).glob("*.arrow"))
+    times = [file.stat().st_mtime_ns for file in files]
+    stamp = f"{json.loads(Path(folder, 'state.json').read_text()).get('_fingerprint')} {max(times, default=0)}"
+    return folder, "dataset", sum(file.stat().st_size for file in files), stamp
+
+
+def _find_hub(name: str) -> _Found:
+    stream, version = open_hub(name)
+    return name, "hub", stream.info.dataset_size or stream.num_shards * _LARGEST, version
+
+
+def _find_urls(name: str, key: str) -> list[_Found]:
+    fsspec = need("fsspec", f"{key} {name}")
+    try:
+        system, path = fsspec.core.url_to_fs(name)
+        if "*" in path or "[" in path:
+            names = sorted(system.unstrip_protocol(match) for match in system.glob(path) if system.isfile(match))
+        else:
+            names = [name] if system.exists(path) else []
+        found = [_find_url(system, url) for url in names]
+    except UserError:
+        raise
+    except Exception as error:  # every file system raises its own
+        raise UserError(f"{key} {name}: cannot be listed: {type(error).__name__}: {error}") from None
+    if not found:
+        raise UserError(f"{key} {name}: nothing is there")
+    return found
+
+
+def _find_url(system: Any, url: str) -> _Found:
+    info = system.info(system._strip_protocol(url))
+    names = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
+    stamp = next((str(info[name]) for name in names if info.get(name)), "")
+    return url, _kind(url), info.get("size"), stamp
+
+
+# ----------------------------------------------------------------------------------------------------------- splitting
+
+
+def _split(path: str, kind: str, size: int | None, target: int) -> Iterator[Part]:
+    if kind == "jsonl" and size is None:
+        yield Part(path, kind, 0, sys.maxsize, target)
+    elif kind in _SPLITTERS:
+        yield from _SPLITTERS[kind](path, target if size is None else size, target)
+    else:
+        yield Part(path, kind, 0, 0, target if size is None else size)
+
+
+def _split_lines(path: str, size: int, target: int) -> Iterator[Part]:
+    for begin in range(0, size, target):
+        end = min(begin + target, size)
+        yield Part(path, "jsonl", begin, end, end - begin)
+
+
+def _split_row_groups(path: str, size: int, target: int) -> Iterator[Part]:
+    pyarrow, parquet = need("pyarrow", path), need("pyarrow.parquet", path)
+    with open_bytes(path) as file:
+        try:
+            about = parquet.ParquetFile(file).metadata
+            sizes = [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
+        except (pyarrow.ArrowException, OSError):
+            yield Part(path, "parquet", 0, 0, size)  # who reads it will say what is wrong
+            return
+    first = total = 0
+    for number, one in enumerate(sizes):
+        if total and total + one > target:
+            yield Part(path, "parquet", first, number, total)
+            first, total = number, 0
+        total += one
+    yield Part(path, "parquet", first, len(sizes), total)
+
+
+def _split_rows(path: str, size: int, target: int) -> Iterator[Part]:
+    rows = len(open_dataset(path))
+    step = max(1, rows * target // max(size, 1))
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        yield Part(path, "dataset", begin, end, size * (end - begin) // rows)
+
+
+def _split_shards(path: str, size: int, _target: int) -> Iterator[Part]:
+    shards = open_hub(path)[0].num_shards
+    for number in range(shards):
+        yield Part(path, "hub", number, number + 1, size // shards)
+
+
+_SPLITTERS = {"jsonl": _split_lines, "parquet": _split_row_groups, "dataset": _split_rows, "hub": _split_shards}

@@ -1,0 +1,97 @@
+"""This process among the others: its rank, device, process group, timeouts, random state, and who logs."""
+
+import datetime
+import hashlib
+import logging
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of processes, as torchrun tells them; (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def set_up_logging() -> None:
+    """Messages to standard error from the ranks that LOG_RANK lists (default 0); warnings from every rank.
+
+    Standard output is left to what a command is asked to print.
+    """
+    rank, world = rank_and_world()
+    chosen = os.environ.get("LOG_RANK") or "0"
+    prefix = f"[rank {rank}] " if (world > 1 and chosen != "0") or str(rank) not in chosen.split(",") else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    logger = logging.getLogger("titanlite")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if str(rank) in chosen.split(",") else logging.WARNING)
+
+
+def is_echo(error: Exception) -> bool:
+    """Whether an error is likely to be what another rank's failure looks like from here: a lost connection or a timeout.
+
+    gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
+    """
+    words = ("connection", "gloo", "timed out", "timeout", "socket")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def start(config: Config) -> torch.device:
+    """Picks the device and joins the process group; -> the device. `finish` must follow.
+
+    Raises UserError where there are more ranks on this machine than GPUs.
+    """
+    rank, world = rank_and_world()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"rank {rank} needs GPU {local_rank}, and {torch.cuda.device_count()} are visible")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
+        # A process without torchrun is a group of one and needs no address.
+        **({} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}),
+    )
+    return device
+
+
+def finish() -> None:
+    """Leaves the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def set_timeout(seconds: int, but: dist.ProcessGroup | None = None) -> None:
+    """The patience of every process group from now on, but for one that has a patience of its own."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not but]:
+        _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+def seed_step(seed: int, step: int, part: int) -> None:
+    """Random state of a step, for dropout and the like: a function of seed, step and the rank's part of the batch.
+
+    So nothing about it needs saving, and a resumed run draws what the uninterrupted one would have drawn.
+    """
+    digest = hashlib.blake2b(f"step {seed}/{step}/{part}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def same_everywhere(value: str) -> bool:
+    """Whether all processes hold the same text."""
+    values: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return len(set(values)) == 1

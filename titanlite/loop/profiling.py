@@ -1,0 +1,195 @@
+"""Everything behind [profiling] and comm.trace_buf_size: traces of a step's time, snapshots of a GPU's memory, a record of
+collectives, and what to say when memory runs out."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.loop.metrics import Clock
+from titanlite.transforms.shards import local_part
+
+_COLLECTIVES = "comm_traces"  # where the flight recorder writes, inside job.dump_folder
+_RECORDED_ALLOCATIONS = 100_000  # events that a memory snapshot looks back on; some 100 MB of it as a file
+
+
+class Memory(NamedTuple):
+    """What one rank holds on its device, in bytes."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+
+
+class Watch:
+    """Watches the steps of a run; each is taken inside `with watch.step(number):`.
+
+    Every rank writes <save_traces_folder>/step-00000010/rank-0.json.gz and <save_memory_snapshot_folder>/step-00000010/
+    rank-0.pickle in the run directory, at the steps that `profile_freq` divides. What that takes is no training time, and
+    the clock is told so.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        global_batch: int,
+        clock: Clock,
+    ):
+        self.config, self.device, self.clock = config, device, clock
+        self.model, self.optimizer, self.global_batch = model, optimizer, global_batch
+        self.profiler: profile | None = None
+        if device.type == "cpu":
+            # PyTorch 2.13 writes two lines a trace on standard error, at a level above that of its errors. Those concern GPUs.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        if config.profiling.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Raises UserError in place of torch.OutOfMemoryError; its text says what holds the memory, and what helps."""
+        self._begin(step)
+        try:
+            with record_function(f"step {step}"):
+                yield
+        except torch.OutOfMemoryError as error:
+            if self.config.profiling.enable_memory_snapshot:
+                self._snapshot(step, "-out-of-memory")
+            raise UserError(self._out_of_memory(step, error)) from None
+        self._end(step)
+
+    def close(self) -> None:
+        """After the last step; a trace that was prepared for the step to come is not written."""
+        if self.profiler is not None:
+            self.profiler.start_trace()
+            self.profiler.stop_trace()
+            self.profiler = None
+        if self.config.profiling.enable_memory_snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _begin(self, step: int) -> None:
+        keys = self.config.profiling
+        # The step before is the warm-up: the profiler is set up then, so that it does not show in the trace.
+        if keys.enable_profiling and self.profiler is None and step % keys.profile_freq in (0, keys.profile_freq - 1):
+            with self.clock.pause("profile"):
+                on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+                # acc_events: one profiler makes one trace, so this only silences PyTorch 2.11's warning of the next ones
+                self.profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True, acc_events=True)
+                self.profiler.prepare_trace()
+        if self.profiler is not None and step % keys.profile_freq == 0:
+            self.profiler.start_trace()
+
+    def _end(self, step: int) -> None:
+        keys = self.config.profiling
+        if step % keys.profile_freq or not (keys.enable_profiling or keys.enable_memory_snapshot):
+            return
+        with self.clock.pause("profile"):
+            if self.profiler is not None:
+                self.profiler.stop_trace()  # waits for the GPU
+                self.profiler.export_chrome_trace(str(self._file(keys.save_traces_folder, step, "", "json.gz")))
+                self.profiler = None
+            if keys.enable_memory_snapshot:
+                self._snapshot(step)
+
+    def _snapshot(self, step: int, suffix: str = "") -> None:
+        path = self._file(self.config.profiling.save_memory_snapshot_folder, step, suffix, "pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+
+    def _file(self, folder: str, step: int, suffix: str, kind: str) -> Path:
+        path = Path(self.config.job.dump_folder) / folder / f"step-{step:08d}{suffix}" / f"rank-{dist.get_rank()}.{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _out_of_memory(self, step: int, error: torch.OutOfMemoryError) -> str:
+        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        held = held_memory(self.model, self.optimizer, self.device)
+        allocated = reserved = None
+        if self.device.type == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
+        lines = [
+            f"step {step}: out of memory" + (f", {asked[1]} more were asked for" if asked else ""),
+            f"held by this rank: {describe(held, allocated, reserved)}",
+            "what helps, the cheapest first:",
+            *(f"{number}. {remedy}" for number, remedy in enumerate(remedies(self.config, self.global_batch), 1)),
+        ]
+        return "\n  ".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
+    """Bytes that tensors take on a device; of a DTensor its local shard counts."""
+    local = [local_part(t) for t in tensors if t is not None]
+    return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
+
+
+def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:
+    """What stays from step to step on `device`; what was moved off it, as by cpu_offload, does not count."""
+    parameters = list(model.parameters())
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    return Memory(bytes_on(device, parameters), bytes_on(device, (p.grad for p in parameters)), bytes_on(device, state))
+
+
+def describe(held: Memory, allocated: int | None = None, reserved: int | None = None) -> str:
+    """A sentence on what holds a device's memory; allocated and reserved: bytes by PyTorch's allocator, where it has one."""
+    parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in held._asdict().items()]
+    if allocated is not None and reserved is not None:
+        parts.append(f"activations and all else {_gib(max(0, allocated - sum(held)))}")
+        parts.append(f"reserved but unused {_gib(max(0, reserved - allocated))}")
+    return ", ".join(parts)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def remedies(config: Config, global_batch: int) -> list[str]:
+    """What saves memory and is not in use yet, the cheapest first. global_batch: sequences of a step over all ranks."""
+    found = []
+    mode, local, parallelism = config.activation_checkpoint.mode, config.training.local_batch_size, config.parallelism
+    if mode != "full":
+        stronger = "selective" if mode == "none" else "full"
+        found.append(f'activation_checkpoint.mode = "{stronger}": some of the forward pass is computed twice')
+    if local > 1:
+        smaller = local // next(n for n in range(2, local + 1) if local % n == 0)
+        found.append(
+            f"training.local_batch_size = {smaller} with training.global_batch_size = {global_batch}: "
+            "more microbatches a step, the same mathematics"
+        )
+    shard = "a larger parallelism.data_parallel_shard_degree, on more GPUs"
+    if parallelism.data_parallel_replicate_degree > 1:
+        shard += " or with a smaller data_parallel_replicate_degree"
+    found.append(shard + ("" if parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- collectives
+
+
+def record_collectives(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets up NCCL's flight recorder, before the process group starts; a hang then leaves comm_traces/rank_N, a pickle.
+
+    PyTorch 2.11 to 2.13 record 2,000 collectives and write them outside of the run directory unless told otherwise. The names
+    are read in torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.cpp; the older names would be warned of.
+    """
+    size = config.comm.trace_buf_size
+    if size == 0:
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        return
+    folder = Path(config.job.dump_folder).resolve() / _COLLECTIVES
+    folder.mkdir(parents=True, exist_ok=True)
+    environment["TORCH_FR_BUFFER_SIZE"] = str(size)
+    environment["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "rank_")  # the rank's number is added to it
+    environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"

@@ -1,0 +1,327 @@
+"""Where a run begins: at step 0, at the newest sound checkpoint, or as a branch of another run; what may have changed since.
+
+A resumed run is to be the uninterrupted one. So its configuration is compared with the stored one, key by key: most keys
+change no step that is to come, some do and must be allowed by name, a few make no sense together with the old state.
+"""
+
+import fnmatch
+import itertools
+import logging
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.checkpoint import load
+from titanlite.checkpoint.folder import step_folder
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config.schema import Checkpoint as Keys
+from titanlite.config.schema import Config
+from titanlite.data.mixture import Data
+from titanlite.errors import UserError
+from titanlite.hf.folder import find_weights
+from titanlite.hf.load import load_weights
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.state import run_tensors
+from titanlite.transforms.registry import Family, is_adapter
+
+log = logging.getLogger(__name__)
+
+# Keys that change no number of the steps to come, but for rounding. Every other key changes the mathematics.
+HARMLESS = (
+    "job.*",
+    "model.flavor",  # the dimensions are compared
+    "model.attention",
+    "model.hf_assets_path",  # as are text and tokenizer, by fingerprint
+    "training.dataset",
+    "training.dataset_path",
+    "training.sources",  # weights are compared as parts of all samples
+    "dataloader.*",
+    "training.local_batch_size",
+    "training.steps",
+    "training.on_nonfinite",
+    "training.gc_freq",
+    "training.deterministic",
+    "parallelism.*",
+    "activation_checkpoint.*",
+    "compile.*",
+    "optimizer.implementation",
+    "float8.emulate",
+    "checkpoint.*",
+    "metrics.*",
+    "profiling.*",
+    "comm.*",
+    "validation.*",
+)
+# What an old state cannot go on with, and why.
+IMPOSSIBLE = {
+    "training.seq_len": "a position in the data counts samples of that length",
+    **dict.fromkeys(("lora.enable", "lora.rank", "lora.modules"), "the optimizer's state is that of other parameters"),
+}
+_DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
+
+
+class Progress(NamedTuple):
+    """How far a run has come; all there is to know of its position in data and schedule."""
+
+    step: int = 0
+    samples: int = 0
+
+
+class Change(NamedTuple):
+    """A key whose value is not that of the checkpoint."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.now!r}, was {self.before!r}"
+
+
+def numbers_of(
+    config: Config, family: Family, data: Data, schedule: Schedule, progress: Progress, global_batch: int
+) -> dict[str, Any]:
+    """What of a run's state is no tensor; a checkpoint's manifest keeps it."""
+    return {
+        "step": progress.step,
+        "samples": progress.samples,
+        "global_batch": global_batch,
+        "data": data.describe(),
+        "schedule": schedule._asdict(),
+        "architecture": family.dimensions(),
+        "config": config.model_dump(),
+    }
+
+
+def imported_numbers(family: Family, model: dict[str, str]) -> dict[str, Any]:
+    """The same for weights that no run of ours has trained. model: the keys of [model] that describe them."""
+    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
+    return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
+
+
+def restore(
+    config: Config,
+    family: Family,
+    data: Data,
+    global_batch: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+    folder: Path,
+) -> tuple[Progress, Schedule]:
+    """Loads what the run begins with, and says where it stands and which schedule it follows; all ranks together.
+
+    In this order: the checkpoint that `load_step` names, the newest sound one of this run in `folder`, what
+    `initial_load_path` names, the initial weights, which the model has. Raises UserError for a checkpoint that does not fit
+    the run, with all that is wrong with it.
+    """
+    keys = config.checkpoint
+    begin = _own_checkpoint(keys, folder) if keys.enable else None
+    if begin is None and not (keys.enable and keys.initial_load_path):
+        if config.lora.enable:
+            # not refused: speed and memory, and what `titanlite verify` compares, do not depend on the weights
+            log.warning("lora.enable = true: the weights that are adapted are RANDOM, set checkpoint.initial_load_path")
+        return Progress(), build_schedule(config)
+    if begin is None:
+        source = Path(keys.initial_load_path)
+        if keys.initial_load_in_hf:
+            weights = find_weights(source, family, model, keys.exclude_from_loading)
+            load_weights(model_tensors(model), weights)
+            log.info("weights read from %s", source)
+            return Progress(), build_schedule(config)
+        begin = source, load.verified(source)
+        if keys.initial_load_model_only:
+            for change in family.changes_since(begin[1].numbers["architecture"]):
+                log.info("the model is not that of the weights: %s", change)
+            load.load_tensors(*begin, _to_begin_with(config, *begin, model), keys.exclude_from_loading, "model.")
+            log.info("weights read from %s", source)
+            return Progress(), build_schedule(config)
+    start = load_run(*begin, config, family, data, global_batch, run_tensors(model, optimizer, loss_scale))
+    log.info("resumed from %s", begin[0])
+    return start
+
+
+def _to_begin_with(config: Config, source: Path, found: Manifest, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a new run takes from another's weights: adapters only where that one had some."""
+    tensors, adapted = model_tensors(model), found.numbers.get("config", {}).get("lora", {}).get("enable")
+    if adapted and not config.lora.enable:
+        raise UserError(
+            f"{source}: its weights have adapters, which lora.enable = false has no place for; begin from an export, "
+            "where they are merged, or set lora.enable = true with its rank and modules"
+        )
+    if config.lora.enable and not adapted:
+        return {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    return tensors
+
+
+def load_run(
+    source: Path,
+    found: Manifest,
+    config: Config,
+    family: Family,
+    data: Data,
+    global_batch: int,
+    tensors: dict[str, Tensor],
+) -> tuple[Progress, Schedule]:
+    """Goes on from one checkpoint, into `tensors`. Raises UserError for one that does not fit."""
+    _refuse_foreign(source, found)
+    schedule = check_changes(config, family, data, global_batch, source, found)
+    load.load_tensors(source, found, tensors, excluded(config, found))
+    return Progress(found.numbers["step"], found.numbers["samples"]), schedule
+
+
+def imported_fault(source: Path, found: Manifest) -> str:
+    """Why a run cannot go on from a checkpoint, where it is one of `titanlite import-hf`; else nothing."""
+    if not found.numbers.get("imported"):
+        return ""
+    return (
+        f"{source}: holds weights alone, made by import-hf: there is no optimizer state, step or position in the data; begin "
+        "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
+    )
+
+
+def _refuse_foreign(source: Path, found: Manifest) -> None:
+    """Raises UserError for a checkpoint that is whole, but whose numbers are not those that `numbers_of` gives."""
+    numbers = found.numbers
+    if fault := imported_fault(source, found):
+        raise UserError(fault)
+    tables = numbers["config"].get("checkpoint"), numbers["config"].get("training"), numbers["data"].get("sources")
+    if not all(isinstance(table, dict) for table in numbers["config"].values()) or None in tables:
+        raise UserError(f"{source}: its manifest is whole, but does not describe a run of titanlite")
+    if not isinstance(numbers["schedule"].get("total_steps"), int):
+        raise UserError(f"{source}: its manifest is whole, but has no schedule")
+
+
+def excluded(config: Config, found: Manifest) -> list[str]:
+    """What of a checkpoint is not loaded: nothing where the run that wrote it has left out the same already."""
+    patterns = config.checkpoint.exclude_from_loading
+    return [] if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == patterns else patterns
+
+
+def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:
+    """The checkpoint of this run to go on from: the newest sound one, or what `load_step` names.
+
+    That counts once: what a run with the same load_step has saved since is gone on from, so that one which is stopped and
+    started again by a scheduler does not go back every time.
+    """
+    newest = load.newest_sound(folder)
+    if newest is not None:
+        _refuse_foreign(*newest)
+    if newest is None or keys.load_step < 0:
+        return newest
+    numbers = newest[1].numbers
+    if numbers["step"] >= keys.load_step == numbers["config"]["checkpoint"].get("load_step"):
+        log.info(
+            "checkpoint.load_step = %d was followed before; to go back again, rename the later checkpoints", keys.load_step
+        )
+        return newest
+    source = step_folder(folder, keys.load_step)
+    return source, load.verified(source)
+
+
+def check_changes(config: Config, family: Family, data: Data, global_batch: int, source: Path, found: Manifest) -> Schedule:
+    """The schedule that a resumed run follows: the stored one, as long as nothing else is asked for and allowed.
+
+    Raises UserError that lists every change which is impossible or not allowed.
+    """
+    numbers = found.numbers
+    if reshaped := family.changes_since(numbers["architecture"]):
+        raise UserError(
+            "\n  ".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
+            + "\nA changed model is another run: give it a job.dump_folder of its own; checkpoint.initial_load_path and "
+            "checkpoint.exclude_from_loading give it what still fits of these weights"
+        )
+    different = list(changes(config, data, global_batch, numbers))
+    if impossible := [change for change in different if change.key in IMPOSSIBLE]:
+        raise UserError(
+            "\n".join([f"{source}: cannot be resumed from with", *(f"  {c}: {IMPOSSIBLE[c.key]}" for c in impossible)])
+            + "\nSet it back, or begin another run from the weights alone: checkpoint.initial_load_path"
+        )
+    allowed = config.checkpoint.allow_changes
+    refused = [c for c in different if not any(fnmatch.fnmatchcase(c.key, pattern) for pattern in allowed)]
+    if refused:
+        raise UserError(
+            "\n".join(
+                [
+                    f"{source}: the steps to come would be computed otherwise than before:",
+                    *(f"  {change}" for change in refused),
+                    *(
+                        f"The batch follows from the mesh; to keep it: --training.global_batch_size {change.before}"
+                        for change in refused
+                        if change.key == "training.global_batch_size" and config.training.global_batch_size == -1
+                    ),
+                    f"Set it back, or allow it: {_allow(config, [change.key for change in refused])}",
+                ]
+            )
+        )
+    for change in different:
+        log.info("changed since that checkpoint, as allowed: %s", change)
+    schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
+    if config.training.steps > schedule.total_steps and schedule.at(schedule.total_steps + 1) == 0.0:
+        raise UserError(
+            f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, with a "
+            f"learning rate of 0. To stretch it: --lr_scheduler.total_steps {config.training.steps} "
+            f"{_allow(config, ['lr_scheduler.total_steps'])}"
+        )
+    return schedule
+
+
+def _allow(config: Config, keys: list[str]) -> str:
+    """The option that allows keys besides those which are allowed already."""
+    return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
+
+
+def changes(config: Config, data: Data, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:
+    """What differs between a checkpoint's numbers and a run in a way that changes the mathematics of the steps to come."""
+    # A key that there was not yet had no effect then, which is what its default says.
+    before, now = _flat(Config().model_dump()) | _flat(numbers["config"]), _flat(config.model_dump())
+    # -1 and an unset length mean what followed from them.
+    before["training.global_batch_size"], now["training.global_batch_size"] = numbers["global_batch"], global_batch
+    planned = numbers["schedule"]["total_steps"]
+    before["lr_scheduler.total_steps"] = planned
+    now["lr_scheduler.total_steps"] = config.lr_scheduler.total_steps or planned
+    for key, then, value in _differences(before, now):
+        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in HARMLESS):
+            yield Change(key, then, value)
+    yield from _data_changes(numbers["data"], data.describe())
+
+
+def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
+    """What differs between two descriptions of data (`Data.describe`); names of sources and places of files do not matter."""
+    if before["tokenizer"] != now["tokenizer"]:
+        yield Change(_DATA, f"tokenizer {before['tokenizer']}", f"tokenizer {now['tokenizer']}")
+    for then, source in itertools.zip_longest(before["sources"], now["sources"]):
+        if then is None or source is None or {**then, "name": ""} != {**source, "name": ""}:
+            yield Change(_DATA, _source_sentence(then), _source_sentence(source))
+
+
+def _source_sentence(source: dict[str, Any] | None) -> str:
+    if source is None:
+        return "no such source"
+    return (
+        f"{source['name']}: {source['tokens']:,} tokens in {source['documents']:,} documents, fingerprint "
+        f"{source['fingerprint'][:12]}, {source['share']:.4%} of samples"
+    )
+
+
+def changeable(config: Config) -> list[str]:
+    """What checkpoint.allow_changes can name."""
+    keys = [key for key in _flat(config.model_dump()) if not any(fnmatch.fnmatchcase(key, p) for p in HARMLESS)]
+    return [*(key for key in keys if key not in IMPOSSIBLE), _DATA]
+
+
+def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value before, value now) of what is not the same; a name that was not there yet is no change."""
+    for name, value in now.items():
+        if name in before and before[name] != value:
+            yield name, before[name], value

@@ -1,0 +1,75 @@
+"""One optimizer step: the model, the gradients of a global batch, the update."""
+
+import logging
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.config.schema import Config
+from titanlite.data.batch import Batch
+from titanlite.loop.loss import count_labels, summed_loss
+from titanlite.optim.build import clip_gradients, set_lr
+from titanlite.optim.loss_scale import LossScale
+from titanlite.parallel.parallelize import parallelize
+from titanlite.transforms import float8
+from titanlite.transforms.initialize import initialize
+from titanlite.transforms.registry import Family
+
+log = logging.getLogger("titanlite")
+
+
+def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
+    model = parallelize(family, config, mesh, device)
+    initialize(model, family, config.training.seed, torch.device("cpu") if config.parallelism.cpu_offload else device)
+    return model
+
+
+def forward_backward(
+    model: nn.Module, batch: Batch, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
+) -> Tensor:
+    """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
+
+    batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
+    scale: what the loss is multiplied by for the gradients (float16).
+    """
+    labels = count_labels(batch, mesh)
+    share = torch.zeros((), device=batch.tokens.device)
+    microbatches = batch.microbatches()
+    for number, microbatch in enumerate(microbatches, 1):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
+        loss = summed_loss(model, microbatch) / labels
+        (loss if scale is None else loss * scale).backward()
+        share += loss.detach()
+    return share
+
+
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None
+) -> Tensor:
+    """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
+
+    A fused optimizer changes nothing where that norm is not finite: it sees to it on the device, and nobody waits. So does the
+    loss scale, which then gets smaller.
+    """
+    norm = clip_gradients(optimizer, max_norm, loss_scale and loss_scale.scale)
+    set_lr(optimizer, lr)
+    overflow = (~norm.isfinite()).float()
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = overflow
+    optimizer.step()
+    float8.measure_weights(model)
+    if loss_scale is not None:
+        loss_scale.update(overflow)
+    optimizer.zero_grad()
+    return norm
+
+
+def warn_of_unused(model: nn.Module) -> None:
+    """Names the trained parameters that the backward pass has not reached; they stay what they are, decay apart."""
+    unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if unused:
+        log.info("no gradient reaches %s: not used in the forward pass?", ", ".join(unused))

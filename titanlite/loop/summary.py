@@ -1,0 +1,82 @@
+"""What follows from a configuration, for the start of the log: what a run does, in words and numbers."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.config.schema import Config
+from titanlite.data.mixture import Data
+from titanlite.loop.resume import Progress
+from titanlite.optim.lr_schedule import Schedule
+from titanlite.parallel.mesh import data_degree
+from titanlite.transforms.attention_kernels import attention_sentence
+from titanlite.transforms.meta import training_flops
+from titanlite.transforms.registry import Family
+
+
+def derived_values(
+    config: Config, family: Family, data: Data, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
+) -> dict[str, str]:
+    """What follows from the configuration, for the start of the log: name -> sentence."""
+    training = config.training
+    global_batch = config.global_batch(data_degree(mesh))
+    accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
+    used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
+    flops = training_flops(family, config, model)
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = f", of which {trained:,} are trained" if trained < total else ""
+    held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
+    rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
+    masters = f"masters and moments {training.dtype}{rounding}"
+    products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
+    reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    keys = config.activation_checkpoint
+    detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
+    graphs = {"model": "blocks" if config.compile.unit == "block" else "all blocks as one graph", "loss": "loss"}
+    compiled = " and ".join(graphs[part] for part in config.compile.components) + f" by {config.compile.backend}"
+    compiled = compiled if config.compile.enable else "nothing"
+    recomputed = "nothing" if keys.mode == "none" else keys.mode + detail
+    decay = schedule.total_steps - schedule.decay_start
+    stable = schedule.decay_start - schedule.warmup_steps
+    return {
+        "run": config.job.description or "(no description)",
+        "folder": str(Path(config.job.dump_folder).resolve()),
+        "model": f"{config.model.name} {config.model.flavor}, {total:,} parameters{frozen}",
+        "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads a rank",
+        "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
+        "attention": attention_sentence(model, config),
+        "settings": settings(training.gc_freq),
+        "again in backward": recomputed,
+        "compiled": compiled,
+        "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
+        if isinstance(model, FSDPModule)
+        else "whole",
+        "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
+        "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
+        **data.derived_values(training.steps * global_batch),
+        "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
+        f"{schedule.min_factor:g} x {schedule.lr:g}",
+        "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",
+        "position": f"step {progress.step}, {progress.samples:,} samples consumed",
+    }
+
+
+def settings(gc_freq: int) -> str:
+    """What is set for the whole process: collection of garbage, allocator, products of float32 matrices."""
+    if torch.cuda.is_available():
+        memory = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "PyTorch's default"
+    elif "malloc" in (preloaded := Path(os.environ.get("LD_PRELOAD", "")).name):
+        memory = preloaded
+    else:
+        memory = "freed blocks are kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "the system's default"
+    precision = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
+    return f"garbage collected every {gc_freq} steps; memory: {memory}; float32 products: {precision}"

@@ -1,0 +1,65 @@
+"""Loss on text that is not trained on: the same samples at every round and on every mesh, by the training's own loss."""
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.head import IGNORE
+from titanlite.config.schema import Config
+from titanlite.data.batch import Batch
+from titanlite.data.batches import to_batch
+from titanlite.data.mixture import PADDING, Data
+from titanlite.loop.loss import summed_loss
+from titanlite.parallel.fsdp import evaluating
+from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+
+
+def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
+    """One round over the first samples of each source; -> validation_loss (nats a token) and validation_bits_per_byte.
+
+    Of several sources each has its own, such as validation_loss/web; those without a name are of all labels together.
+    Every rank makes as many forward passes as every other; where samples run out, it is given labels that do not count.
+    """
+    lengths = torch.from_numpy(data.byte_lengths).to(device)
+    sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
+    with evaluating(model):
+        for source, total in enumerate(sums):
+            for batch in range(rounds(data, source, config, data_degree(mesh))):
+                part = part_of_batch(data, source, config, batch, data_rank(mesh), data_degree(mesh)).to(device)
+                for microbatch in part.microbatches():
+                    labels = microbatch.labels()
+                    counted = labels != IGNORE
+                    text = lengths[torch.where(counted, labels, 0)] * counted
+                    total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
+    sums = sum_over_data(sums, mesh).cpu()
+    found = _figures("", sums.sum(0))
+    if len(data.sources) > 1:
+        for source, total in zip(data.sources, sums, strict=True):
+            found |= _figures(f"/{source.source.name}", total)
+    return found
+
+
+def _figures(suffix: str, total: torch.Tensor) -> dict[str, float]:
+    loss, labels, text = total.tolist()
+    # where no label counts, or no text stands behind them, there is nothing to tell
+    figures = {f"validation_loss{suffix}": loss / labels} if labels else {}
+    return figures | ({f"validation_bits_per_byte{suffix}": loss / math.log(2) / text} if text else {})
+
+
+def rounds(data: Data, source: int, config: Config, parts: int) -> int:
+    """How many batches of a source a round has: `validation.steps`, or fewer where its samples end before."""
+    every = math.ceil(data.sources[source].count / config.global_batch(parts))
+    return every if config.validation.steps == -1 else min(config.validation.steps, every)
+
+
+def part_of_batch(data: Data, source: int, config: Config, batch: int, part: int, parts: int) -> Batch:
+    """One rank's part of a batch, (microbatches, local_batch, ...); beyond the last sample there is padding."""
+    size = config.global_batch(parts)
+    share = size // parts
+    first = batch * size + part * share
+    samples = np.arange(first, first + share)
+    samples[samples >= data.sources[source].count] = PADDING
+    return to_batch(data.read(np.full(share, source), samples), config.training.local_batch_size)

@@ -1,0 +1,134 @@
+"""Adam and AdamW for a model whose parameters, gradients and moments are all bfloat16 (`training.dtype`).
+
+The arithmetic is float32: an update reads a parameter, its gradient and its moments, and rounds what it writes (rounding.py).
+Moments are always rounded stochastically. To nearest, the second one would stop short of its mean: with beta2 = 0.999 it moves
+by at most a thousandth of the difference, which bfloat16 loses unless a gradient's square is several times the mean.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.optim.rounding import (
+    Places,
+    any_shape,
+    apply,
+    each_row,
+    flat,
+    joined,
+    keys_of,
+    places,
+    random_bits,
+    root,
+    stochastic,
+    store,
+)
+from titanlite.transforms.shards import key_of, local_part
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+REMAINDER = "remainder"  # the optimizer's state that `optimizer.rounding = "compensated"` keeps
+
+
+class Part:
+    """A group of parameters, its state, and what of a step is computed for all of them at once.
+
+    group: of torch.optim, with names. kept: of each parameter, the names of its state's tensors, which are of its own kind.
+    """
+
+    def __init__(self, group: dict[str, Any], state: dict[Tensor, Any], kept: tuple[str, ...], compensated: bool):
+        self.group, self.parameters = group, group["params"]
+        device = local_part(self.parameters[0]).device
+        self.keys = torch.tensor([key_of(name) for name in group["param_names"]], device=device)
+        self.counts = torch.zeros(len(self.parameters), device=device)
+        self.longest = torch.tensor([max(p.shape) for p in self.parameters], dtype=torch.float64, device=device)
+        self.places = [places(p) for p in self.parameters]
+        self._reached: tuple[list[bool], Tensor] | None = None
+        for p, count in zip(self.parameters, self.counts.unbind(), strict=True):
+            state[p] = {"step": count, **{name: torch.zeros_like(p, requires_grad=False) for name in kept}}
+            if compensated:
+                state[p][REMAINDER] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
+
+    def count(self, skip: Tensor) -> list[int]:
+        """Counts a step of every parameter that has a gradient, unless it is skipped; which these are."""
+        having = [p.grad is not None for p in self.parameters]
+        if self._reached is None or self._reached[0] != having:  # a tensor made from numbers is waited for
+            self._reached = having, torch.tensor(having, dtype=torch.float32, device=self.counts.device)
+        self.counts += torch.where(skip, 0.0, self._reached[1])
+        return [number for number, has in enumerate(having) if has]
+
+
+def signals(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Whether a step is skipped, () bool, and what gradients are divided by, () float32: `found_inf` and `grad_scale`, which
+    the loop sets as for the fused optimizers of torch, without waiting for the device."""
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    skip = torch.zeros((), dtype=torch.bool, device=device) if found_inf is None else found_inf > 0
+    return skip, torch.ones((), device=device) if scale is None else scale.float()
+
+
+class Bfloat16Adam(torch.optim.Optimizer):
+    """torch.optim's Adam or AdamW, in bfloat16. Takes `found_inf` and `grad_scale`, as the fused ones of torch do.
+
+    groups: as of torch.optim, with pairs (name, parameter). decoupled: AdamW. compensated: keep of each parameter the bits that
+    bfloat16 lacks; otherwise it is rounded stochastically. compiled: one kernel a parameter, by torch.compile; otherwise one
+    an operation, a few rows at a time. Both give the same values on a CPU.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        decoupled: bool,
+        compensated: bool,
+        compiled: bool,
+    ):
+        super().__init__(groups, {"lr": lr, "fused": True})  # "fused": it takes found_inf
+        self._betas, self._eps, self._decoupled, self._compiled = betas, eps, decoupled, compiled
+        self._update = torch.compile(self._of_matrix, dynamic=True, fullgraph=True) if compiled else self._of_matrix
+        self._parts = [Part(group, self.state, MOMENTS, compensated) for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        skip, scale = signals(self, self._parts[0].counts.device)
+        with any_shape():
+            for part in self._parts:
+                self._step(part, skip, scale)
+
+    def _step(self, part: Part, skip: Tensor, scale: Tensor) -> None:
+        reached = part.count(skip)
+        lr, decay = part.group["lr"], part.group["weight_decay"]
+        counts = part.counts.double()
+        decays = torch.full_like(counts, lr * decay if self._decoupled else decay)
+        corrections = (1 - self._betas[1] ** counts).rsqrt()
+        numbers = torch.stack([lr / (1 - self._betas[0] ** counts), decays, corrections, counts], dim=1)
+        rows, keys = each_row(numbers.float()), each_row(keys_of(part.keys, part.counts))
+        for index in reached:
+            p = part.parameters[index]
+            if not local_part(p).numel():  # more ranks than rows
+                continue
+            state = self.state[p]
+            tensors = [flat(p), flat(p.grad), flat(state["exp_avg"]), flat(state["exp_avg_sq"])]
+            tensors += [flat(state[REMAINDER])] if REMAINDER in state else []
+            apply(self._update, self._compiled, tensors, part.places[index], keys[index], rows[index], skip, scale)
+
+    def _of_matrix(
+        self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor, scale: Tensor
+    ) -> None:
+        """One step of one parameter. numbers: (4,) float32, the rate over its bias correction, the decay, the second moment's
+        correction."""
+        (p, grad, exp_avg, exp_avg_sq), remainder = tensors[:4], tensors[4] if len(tensors) > 4 else None
+        beta1, beta2 = self._betas
+        value, g = joined(p, remainder), grad.float() / scale
+        if self._decoupled:
+            value = value - value * numbers[1]
+        else:
+            g = g + value * numbers[1]
+        first = exp_avg.float() * beta1 + g * (1 - beta1)
+        second = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
+        value = value - numbers[0] * first / (root(second) * numbers[2] + self._eps)
+        bits = random_bits(place, key, 0)
+        exp_avg.copy_(torch.where(skip, exp_avg, stochastic(first, bits)))
+        exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, stochastic(second, bits >> 16)))
+        store(p, remainder, value, random_bits(place, key, 1), skip)

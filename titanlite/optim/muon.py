@@ -1,0 +1,120 @@
+"""Muon: momentum whose matrices are made orthogonal, so that an update changes all directions of a matrix alike.
+
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), for the orthogonalisation; Liu et al., "Muon is
+scalable for LLM training", arXiv:2502.16982, for the size of an update, 0.2 sqrt(max(rows, columns)), with which it is as large
+as one of AdamW: learning rate and weight decay carry over. Everything but the matrices of the blocks is left to AdamW.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.optim.adam_bf16 import REMAINDER, Part, signals
+from titanlite.optim.rounding import Places, any_shape, apply, each_row, flat, joined, keys_of, random_bits, stochastic, store
+from titanlite.optim.whole_matrices import Exchange, Round
+
+MOMENTUM = "momentum_buffer"
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values above 0.01 come near to 1 in five steps
+_AS_LARGE_AS_ADAMW = 0.2  # root mean square of an update, arXiv:2502.16982, section 2.2
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for `groups`, together with an optimizer for the rest, as one optimizer: their parameters, state and steps.
+
+    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
+    of what travels between ranks for it. compensated, compiled: as of `Bfloat16Adam`, for bfloat16 parameters. Takes
+    `found_inf` and `grad_scale` if the optimizer of the rest does. All ranks make it together.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rest: torch.optim.Optimizer | None,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        ns_steps: int,
+        precision: torch.dtype,
+        compensated: bool,
+        compiled: bool,
+    ):
+        super().__init__(groups, {"lr": lr, "fused": rest is None or rest.defaults["fused"]})
+        self._momentum, self._nesterov, self._ns_steps, self._precision = momentum, nesterov, ns_steps, precision
+        self._compiled = compiled
+        self._gather = torch.compile(self._momentum_of, dynamic=True, fullgraph=True) if compiled else self._momentum_of
+        self._update = torch.compile(self._updated, dynamic=True, fullgraph=True) if compiled else self._updated
+        self._parts = [Part(group, self.state, (MOMENTUM,), compensated) for group in self.param_groups]
+        self._exchange = Exchange([p for part in self._parts for p in part.parameters])
+        self.rest = rest
+        if rest is not None:
+            self.state.update(rest.state)
+            rest.state = self.state
+            self.param_groups += rest.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        if self.rest is not None:
+            for name in ("found_inf", "grad_scale"):
+                setattr(self.rest, name, getattr(self, name, None))
+            self.rest.step()
+        skip, scale = signals(self, self._parts[0].counts.device)
+        parameters, places, used, keys, numbers = [], [], [], [], []
+        for part in self._parts:
+            used += [len(parameters) + number for number in part.count(skip)]
+            parameters += part.parameters
+            places += part.places
+            keys += each_row(keys_of(part.keys, part.counts))
+            numbers += each_row(self._numbers(part))
+        with any_shape():
+            for one in self._exchange.rounds(used):
+                work = [(parameters[n], places[n], keys[n], numbers[n]) for n in one.matrices]
+                self._round(one, work, skip, scale)
+
+    def _numbers(self, part: Part) -> Tensor:
+        """For each parameter the rate and the decay of this step, (n, 4) float32."""
+        lr, decay = part.group["lr"], part.group["weight_decay"]
+        rates = part.longest.sqrt() * _AS_LARGE_AS_ADAMW * lr
+        return torch.stack([rates, torch.full_like(rates, lr * decay), rates, rates], dim=1).float()
+
+    def _round(self, one: Round, work: list[tuple[Tensor, Places, Tensor, Tensor]], skip: Tensor, scale: Tensor) -> None:
+        wanted = []
+        for p, place, key, _ in work:
+            wanted.append(torch.empty_like(flat(p), dtype=self._precision))
+            tensors = [flat(p.grad), flat(self.state[p][MOMENTUM]), wanted[-1]]
+            if wanted[-1].numel():
+                apply(self._gather, self._compiled, tensors, place, key, skip, scale)
+        directions = self._exchange.map(one, wanted, lambda whole: orthogonalised(whole, self._ns_steps))
+        for (p, place, key, numbers), direction in zip(work, directions, strict=True):
+            tensors = [flat(p), direction]
+            tensors += [flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
+            if direction.numel():
+                apply(self._update, self._compiled, tensors, place, key, numbers, skip)
+
+    def _momentum_of(self, tensors: list[Tensor], place: Places, key: Tensor, skip: Tensor, scale: Tensor) -> None:
+        """Adds a gradient to the momentum, and writes what is to be orthogonalised."""
+        grad, kept, wanted = tensors
+        g = grad.float() / scale
+        mean = kept.float() * self._momentum + g * (1 - self._momentum)
+        wanted.copy_(g * (1 - self._momentum) + mean * self._momentum if self._nesterov else mean)
+        narrow = kept.dtype == torch.bfloat16
+        kept.copy_(torch.where(skip, kept, stochastic(mean, random_bits(place, key, 0)) if narrow else mean))
+
+    def _updated(self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor) -> None:
+        """Decays a parameter and moves it against its direction."""
+        (p, direction), remainder = tensors[:2], tensors[2] if len(tensors) > 2 else None
+        value = joined(p, remainder)
+        value = value - value * numbers[1] - direction.float() * numbers[0]
+        store(p, remainder, value, random_bits(place, key, 1) if p.dtype == torch.bfloat16 else None, skip)
+
+
+def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+    """About U V^T of a matrix U S V^T, in its own precision: singular values between 0.7 and 1.2, by Newton-Schulz iterations
+    of a polynomial that has no fixed point at 1 but grows fast from 0."""
+    a, b, c = _COEFFICIENTS
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = wide / torch.linalg.vector_norm(wide, dtype=torch.float32).clamp(min=1e-7).to(wide.dtype)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T.contiguous() if matrix.shape[0] > matrix.shape[1] else x

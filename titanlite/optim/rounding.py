@@ -1,0 +1,136 @@
+"""Writing float32 results into bfloat16 tensors without losing what is small: stochastic rounding, and kept remainders.
+
+bfloat16 has 8 bits of mantissa. Rounded to nearest, a weight does not move by steps smaller than 1/512 of it, and most steps
+of a training are. Two remedies:
+
+- stochastic rounding (Gupta et al., "Deep learning with limited numerical precision", arXiv:1502.02551): up or down by chance,
+  so that the mean is right. Chance is a hash of (name, step, position in the whole parameter): every mesh rounds alike.
+- a remainder: the 16 bits that bfloat16 lacks of a float32, kept beside it. Both together are the float32, exactly.
+
+Tensors here are local and have two dimensions; every operation is a single one of IEEE or of integers, so that a value is the
+same in whichever shard it is. A function that is to be compiled takes numbers that change as tensors.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+import torch.fx.experimental._config
+from torch import Tensor
+
+from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
+
+_LOW = 0xFFFF
+_TILE = 2**20  # values worked on at a time where nothing is compiled: what an operation returns is no larger
+
+
+class Places(NamedTuple):
+    """Where a shard's values stand in the whole parameter, modulo 2**32: the sum of its row's and its column's number."""
+
+    rows: Tensor  # (rows, 1) int32
+    columns: Tensor  # (columns,) int32
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor as a matrix that shares its memory, (rows, columns); of a vector (1, columns)."""
+    local = local_part(tensor)
+    return local[None] if local.ndim == 1 else local.flatten(1)
+
+
+def places(tensor: Tensor) -> Places:
+    """Of the values of `flat(tensor)`."""
+    local = local_part(tensor)
+    first, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
+    if local.ndim == 1:
+        first, inner = inner, first
+    return Places(_wrapped(first)[:, None], _wrapped(inner))
+
+
+def _wrapped(index: Tensor) -> Tensor:
+    """int64 -> int32, modulo 2**32."""
+    return ((index + 2**31) % 2**32 - 2**31).int()
+
+
+def each_row(table: Tensor) -> list[Tensor]:
+    """The rows of a table, for a compiled function. To the compiler a tensor that begins where its memory does is of a kind of
+    its own; none of these does."""
+    return list(torch.cat([table[:1], table]).unbind()[1:])
+
+
+def keys_of(names: Tensor, counts: Tensor) -> Tensor:
+    """What decides the random bits of a step, (n, 4) int32, for n parameters.
+
+    names: (n,) int64, a hash of each name. counts: (n,) how many steps each has taken.
+    """
+    first = splitmix64(counts.long(), names)
+    return torch.stack([first, splitmix64(first, names)], dim=1).view(torch.int32)
+
+
+def random_bits(place: Places, key: Tensor, word: int) -> Tensor:
+    """32 random bits for each value, (rows, columns) int32; key: (4,) of `keys_of`; word: 0 or 1, for two independent ones.
+
+    The mixing function is "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018), with a second key in between.
+    """
+    x = (place.rows + place.columns) ^ key[2 * word]
+    x = (x ^ ((x >> 16) & _LOW)) * 0x7FEB352D + key[2 * word + 1]
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & _LOW)
+
+
+def stochastic(value: Tensor, bits: Tensor) -> Tensor:
+    """float32 -> bfloat16, up with the probability that makes the mean right; of `bits`, int32, the lower 16 decide."""
+    return ((value.view(torch.int32) + (bits & _LOW)) & ~_LOW).view(torch.float32).bfloat16()
+
+
+def split(value: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 -> the nearest bfloat16 (halves away from zero) and the remainder, int16, that `joined` takes."""
+    whole = value.view(torch.int32)
+    high = (whole + 0x8000) & ~_LOW
+    return high.view(torch.float32).bfloat16(), (whole - high).short()
+
+
+def joined(value: Tensor, remainder: Tensor | None) -> Tensor:
+    """The float32 that `split` was given; without a remainder the value itself, as float32."""
+    if remainder is None:
+        return value.float()
+    return (value.float().view(torch.int32) + remainder.int()).view(torch.float32)
+
+
+def store(target: Tensor, remainder: Tensor | None, value: Tensor, bits: Tensor | None, skip: Tensor) -> None:
+    """Writes float32 values into `target` where `skip`, () bool, is false: as they are into float32, into bfloat16 with their
+    remainder where there is one, or else rounded by `bits`."""
+    if target.dtype == torch.float32:
+        target.copy_(torch.where(skip, target, value))
+    elif remainder is not None:
+        high, low = split(value)
+        target.copy_(torch.where(skip, target, high))
+        remainder.copy_(torch.where(skip, remainder, low))
+    else:
+        assert bits is not None
+        target.copy_(torch.where(skip, target, stochastic(value, bits)))
+
+
+def root(value: Tensor) -> Tensor:
+    """The square root of float32 values, rounded as IEEE says: as compiled kernels do it, but not PyTorch's own on a CPU, which
+    is off by one in the last digit of every fifth value."""
+    return value.sqrt() if torch.compiler.is_compiling() else value.double().sqrt().float()
+
+
+def apply(update: Callable[..., None], compiled: bool, tensors: list[Tensor], place: Places, *rest: Tensor) -> None:
+    """Calls update(tensors, place, *rest) for a whole matrix at once where that is compiled, or else for a few rows at a time.
+
+    tensors: all (rows, columns) of one shape; the update works on each value by itself.
+    """
+    if compiled:
+        update(tensors, place, *rest)
+        return
+    height = max(1, _TILE // max(1, tensors[0].shape[1]))
+    for first in range(0, tensors[0].shape[0], height):
+        rows = slice(first, first + height)
+        update([tensor[rows] for tensor in tensors], Places(place.rows[rows], place.columns), *rest)
+
+
+def any_shape() -> AbstractContextManager:
+    """While something is compiled for matrices of any shape: that rows and columns are equally many is no rule for the next."""
+    return torch.fx.experimental._config.patch(use_duck_shape=False)

@@ -1,0 +1,64 @@
+"""What an optimizer keeps of each parameter: made before the first step, named for checkpoints, and its size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config.schema import Optimizer as Keys
+from titanlite.optim.adam_bf16 import Bfloat16Adam
+from titanlite.optim.build import is_orthogonalised, set_lr
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.muon import Muon
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the moments of every trained parameter, zero, as a first step would; one that never gets a gradient has them too.
+
+    So every checkpoint of a run holds the same tensors, and a new process can read them.
+    """
+    if isinstance(optimizer, Muon) and optimizer.rest is not None:
+        create_state(optimizer.rest)
+    if isinstance(optimizer, (Bfloat16Adam, Muon)):
+        return  # they have made theirs already
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    set_lr(optimizer, 0.0)  # with rate 0 neither update nor decay changes a weight
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's tensors by name, such as "layers.0.ffn.w1.weight.exp_avg", for checkpoints."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) -> dict[str, Tensor]:
+    """Everything of a run that is a tensor: the parameters, the optimizer's moments, and in float16 the loss scale."""
+    moments = {f"optimizer.{name}": tensor for name, tensor in named_state(optimizer, model).items()}
+    return model_tensors(model) | moments | (loss_scale.tensors() if loss_scale else {})
+
+
+def state_bytes(name: str, parameter: Tensor, keys: Keys) -> int:
+    """What the optimizer keeps of each value of a trained parameter, in bytes; its count of steps apart."""
+    moments = 1 if is_orthogonalised(name, parameter, keys) else 2  # kept as the parameter is
+    remainder = 2 if parameter.dtype == torch.bfloat16 and keys.rounding == "compensated" else 0
+    return moments * parameter.element_size() + remainder
+
+
+def checkpoint_bytes(model: nn.Module, keys: Keys) -> int:
+    """About how large a checkpoint of a model is, which may be on the meta device: the tensors alone."""
+    state = {name: state_bytes(name, p, keys) if p.requires_grad else 0 for name, p in model.named_parameters()}
+    return sum(p.numel() * (p.element_size() + state[name]) for name, p in model.named_parameters())

@@ -1,0 +1,118 @@
+"""Whole matrices for what shards cannot be computed on: each rank gathers some, computes, and gives all others their shards.
+
+Of N ranks each owns every N-th matrix. For N matrices at a time the shards travel to the owners by one all-to-all, and what the
+owners make of them travels back by another. So no matrix is computed twice, not even where there are replicas of it, no rank
+holds more than one whole matrix, and each sends and receives about as much as it holds of the matrices.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.transforms.shards import global_offset, local_part
+
+
+class Box(NamedTuple):
+    """Which part of a matrix a rank holds."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole[self.row : self.row + self.rows, self.column : self.column + self.columns]
+
+
+class Round(NamedTuple):
+    """What this rank does for up to N matrices; number j of them is owned by rank j."""
+
+    matrices: list[int]
+    sent: list[int]  # values of mine that each rank is sent on the way there
+    gathered: list[tuple[int, Box]]  # rank and box of what I am sent: together they are my matrix
+    returned: list[Box]  # the box of each rank in my matrix
+    mine: list[Box]  # my box in each of the matrices
+
+
+class Exchange:
+    """The rounds for the same matrices at every step. All ranks make one, and call `map`, together.
+
+    matrices: parameters of two dimensions, DTensors on any meshes or plain tensors that every rank has whole.
+    """
+
+    def __init__(self, matrices: list[Tensor]):
+        self._shapes = [tuple(matrix.shape) for matrix in matrices]
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        own = torch.tensor([[*global_offset(matrix), *local_part(matrix).shape] for matrix in matrices])
+        every = own[None]
+        if self._world > 1:
+            device = local_part(matrices[0]).device
+            parts = [torch.empty_like(own, device=device) for _ in range(self._world)]
+            dist.all_gather(parts, own.to(device))
+            every = torch.stack(parts).cpu()
+        self._boxes = [[Box(*numbers) for numbers in of_rank] for of_rank in every.tolist()]
+        self._rounds: tuple[list[int], list[Round]] = [], []
+
+    def rounds(self, used: list[int]) -> list[Round]:
+        """Which matrices go together, of those that are used in a step: such of one shape, so that owners have equal work."""
+        if self._rounds[0] != used:
+            ordered = sorted(used, key=lambda number: self._shapes[number])
+            groups = [ordered[first : first + self._world] for first in range(0, len(ordered), self._world)]
+            self._rounds = list(used), [self._planned(group) for group in groups]
+        return self._rounds[1]
+
+    def _planned(self, group: list[int]) -> Round:
+        me = dist.get_rank() if self._world > 1 else 0
+        mine = [self._boxes[me][number] for number in group]
+        senders = [self._senders(number, owner) for owner, number in enumerate(group)]
+        sent = [mine[owner].size if me in senders[owner] else 0 for owner in range(len(group))]
+        sent += [0] * (self._world - len(group))
+        if me >= len(group):
+            return Round(group, sent, [], [], mine)
+        gathered = [(rank, self._boxes[rank][group[me]]) for rank in sorted(senders[me])]
+        return Round(group, sent, gathered, [boxes[group[me]] for boxes in self._boxes], mine)
+
+    def _senders(self, number: int, owner: int) -> set[int]:
+        """The ranks that send the owner their part of a matrix: of those that hold the same part the nearest one."""
+        nearest: dict[Box, int] = {}
+        for rank, boxes in enumerate(self._boxes):
+            box = boxes[number]
+            if box.size and (box not in nearest or abs(rank - owner) < abs(nearest[box] - owner)):
+                nearest[box] = rank
+        return set(nearest.values())
+
+    def map(self, one: Round, shards: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """This rank's parts of function(whole matrix), for the matrices of a round; shards: its parts of the matrices."""
+        if self._world == 1:
+            return [function(shard) for shard in shards]
+        kind, rank = shards[0], dist.get_rank()
+        counts = [0] * self._world
+        for sender, box in one.gathered:
+            counts[sender] = box.size
+        sending = [shard.flatten() for shard, count in zip(shards, one.sent, strict=False) if count]
+        received = _all_to_all(sending, one.sent, counts, kind)
+        back: list[Tensor] = []
+        if one.gathered:
+            whole = kind.new_empty(self._shapes[one.matrices[rank]])
+            for values, (_, box) in zip(received.split([box.size for _, box in one.gathered]), one.gathered, strict=True):
+                box.of(whole).copy_(values.view(box.rows, box.columns))
+            result = function(whole)
+            back = [box.of(result).flatten() for box in one.returned]
+        sizes = [box.size for box in one.returned] or [0] * self._world
+        expected = [box.size for box in one.mine]
+        parts = _all_to_all(back, sizes, expected + [0] * (self._world - len(expected)), kind)
+        return [part.view(box.rows, box.columns) for part, box in zip(parts.split(expected), one.mine, strict=True)]
+
+
+def _all_to_all(sending: list[Tensor], sent: list[int], received: list[int], kind: Tensor) -> Tensor:
+    """What all ranks have sent to this one, in their order. sent, received: values for and from each rank."""
+    output = kind.new_empty(sum(received))
+    dist.all_to_all_single(output, torch.cat(sending) if sending else kind.new_empty(0), received, sent)
+    return output

@@ -1,0 +1,65 @@
+"""Degrees -> one DeviceMesh with named dimensions. The code asks the mesh, never the number of processes.
+
+The dimensions `pp, dp_replicate, dp_shard, cp, tp` are always all there, of size 1 where unused. Batches are split over
+dp_replicate x dp_shard; parameters are sharded over dp_shard (FSDP2) and tp.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanlite.config.schema import Parallelism
+from titanlite.errors import UserError
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+
+
+def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
+    """The size of every mesh dimension, with -1 replaced. Raises UserError where the product is not `world_size`."""
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    tensor = parallelism.tensor_parallel_degree
+    fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
+    if shard == 0:
+        raise UserError("parallelism.data_parallel_shard_degree = 0: must be -1 (what is left) or at least 1")
+    if shard > 0:
+        fixed["data_parallel_shard_degree"] = shard
+    product = 1
+    for degree in fixed.values():
+        product *= degree
+    names = " x ".join(f"{name} = {degree}" for name, degree in fixed.items())
+    if shard > 0 and product != world_size:
+        raise UserError(f"parallelism: {names} needs {product} processes, and there are {world_size}")
+    if world_size % product:
+        raise UserError(f"parallelism: {names} does not divide the number of processes, {world_size}")
+    shard = world_size // (replicate * tensor)
+    return {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tensor}
+
+
+def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
+    """The mesh of `resolve_degrees`; every process takes part, tensor-parallel neighbours are adjacent ranks."""
+    return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What `fully_shard` takes: (dp_shard,), or (dp_replicate, dp_shard) where there are replicas."""
+    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+def data_degree(mesh: DeviceMesh) -> int:
+    """Into how many parts a global batch is split."""
+    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+
+
+def data_rank(mesh: DeviceMesh) -> int:
+    """Which of these parts this process reads."""
+    return mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
+
+
+def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of a tensor over all data-parallel parts, in place, on every rank."""
+    for name in DATA_DIMENSIONS:
+        if mesh[name].size() > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(name))
+    return tensor

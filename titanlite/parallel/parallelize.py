@@ -1,0 +1,54 @@
+"""The order in which a model is changed before it has memory: one list, and why the order matters."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.parallel.fsdp import apply_fsdp, needs_fsdp
+from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel, sharding_faults
+from titanlite.transforms import activation_checkpoint as recompute
+from titanlite.transforms import float8
+from titanlite.transforms.attention_kernels import choose_attention
+from titanlite.transforms.cast import cast_where_used
+from titanlite.transforms.compile import compile_model
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import Family
+
+
+def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.device, layers: int | None = None) -> nn.Module:
+    """A run's model on the meta device, changed for training on `mesh`; `transforms.initialize` gives it memory and weights.
+
+    device: of the kernels. layers: as of `on_meta`. Raises UserError as each step does.
+    """
+    # Adapters come first: what splits, casts, saves or initialises parameters then finds theirs like any other.
+    model = on_meta(family, config, layers)
+    # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
+    float8.convert(model, config)
+    choose_attention(model, config, device)
+    if config.training.z_loss:
+        model.head.z_loss = config.training.z_loss
+    # FSDP2 shards what tensor parallelism has left to a rank, so that comes before it.
+    if faults := sharding_faults(model, family, mesh["tp"].size()):
+        raise UserError("\n".join(faults))
+    if mesh["tp"].size() > 1:
+        apply_tensor_parallel(model, family, mesh["tp"])
+    # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
+    sharded = needs_fsdp(config, mesh.size())
+    if not sharded:
+        mode = config.activation_checkpoint.mode
+        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=mode == "none")
+    # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
+    recompute.checkpoint_operations(model, config, getattr(family.module, "KEEP", ()))
+    if config.compile.enable:
+        recompute.set_memory_budget(config.activation_checkpoint)
+        overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
+        compile_model(model, config.compile)
+    # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
+    recompute.checkpoint_blocks(model, config.activation_checkpoint)
+    # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
+    if sharded:
+        apply_fsdp(model, config, mesh)
+    return model

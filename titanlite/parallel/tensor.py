@@ -1,0 +1,147 @@
+"""Tensor and sequence parallelism: what the names of a sharding table mean, and their faults.
+
+Between modules flow plain local tensors: (batch, seq / tp, dim) on the residual path, (batch, seq, heads / tp, ...) inside
+attention. Splitting the sequence outside of the matrices is sequence parallelism (Korthikanti et al., arXiv:2205.05198).
+All redistributions are synchronous: an AsyncCollectiveTensor that enters a compiled block loses its gradient.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from titanlite.errors import UserError
+from titanlite.transforms.registry import Family, every_layer, match_table, tie
+
+_SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
+
+
+class Style(NamedTuple):
+    """What one name of a sharding table means."""
+
+    weight: Placement  # of parameters with two dimensions, on the tp mesh
+    bias: Placement  # of parameters with one
+    before: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # (module's name, its first argument, tp mesh)
+    after: Callable[[Tensor, DeviceMesh], Tensor] | None = None  # (its output, tp mesh)
+
+
+def _expect_gathered(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    if not isinstance(x, DTensor):
+        raise UserError(f"sharding: {name} is 'column' and must read what a 'sequence' module returns, the whole sequence")
+    return x
+
+
+def _wrap_features(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    if isinstance(x, DTensor):
+        raise UserError(f"sharding: {name} is 'row' and must read what 'column' modules return, this rank's features")
+    return DTensor.from_local(x, tp, [Shard(-1)], run_check=False)
+
+
+def _wrap_tokens(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    return DTensor.from_local(x, tp, [Replicate()], run_check=False)
+
+
+def _unwrap(x: Tensor, tp: DeviceMesh) -> Tensor:
+    return x.to_local()
+
+
+def _scatter_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
+    return x.redistribute(tp, [Shard(_SEQUENCE)]).to_local()
+
+
+def _scatter_embedded(x: Tensor, tp: DeviceMesh) -> Tensor:
+    # FSDP hangs its backward hook on what its module returns, and warns of views, which an in-place operation would unhook
+    return _scatter_sequence(x, tp).clone()
+
+
+def _gather_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
+    return DTensor.from_local(x, tp, [Shard(_SEQUENCE)], run_check=False).redistribute(tp, [Replicate()])
+
+
+STYLES: dict[str, Style] = {
+    # Linear, output features split; reads the whole sequence, returns this rank's features
+    "column": Style(Shard(0), Shard(0), before=_expect_gathered, after=_unwrap),
+    # Linear, input features split; reads this rank's features, sums over ranks, returns this rank's slice of the sequence
+    "row": Style(Shard(1), Replicate(), before=_wrap_features, after=_scatter_sequence),
+    # Embedding or output projection, vocabulary split, evenly or not
+    "vocab": Style(Shard(0), Shard(0)),
+    # works on this rank's slice of the sequence with whole weights, and returns the gathered sequence
+    "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
+    # whole weights applied to whatever comes (this rank's heads, or its slice of the sequence); gradients are summed over ranks
+    "replicate": Style(Replicate(), Replicate()),
+    # weights of features, split as the features that a "column" module returns; what is between the ranks is the module's own
+    "features": Style(Shard(0), Shard(0)),
+}
+_EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
+
+_STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}  # the modules a style is for
+
+
+def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
+    """What is wrong with a family's sharding table: parameters without a style, unknown styles, sizes tp does not divide."""
+    styles, faults = styles_of(model, family)
+    for name, style in styles.items():
+        if style not in STYLES:
+            faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
+            continue
+        module = model.get_submodule(name)
+        kinds = _STYLE_OF.get(style)
+        if kinds and not isinstance(module, kinds):
+            allowed = " or ".join(kind.__name__ for kind in kinds)
+            faults.append(
+                f"sharding: {every_layer(name)} is {style!r}, which is for {allowed}, and is a {type(module).__name__}"
+            )
+        elif style in ("column", "row"):
+            size = module.weight.shape[0 if style == "column" else 1]
+            if size % tp:
+                where = f"{every_layer(name)}.weight, {size} {'rows' if style == 'column' else 'columns'}"
+                faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")
+    return list(dict.fromkeys(faults))
+
+
+def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
+    """The style name of every module that has parameters of its own, and the faults of the table.
+
+    An nn.Identity marks a place in the flow of data, and the table says what happens there.
+    """
+    holders = [name for name, module in model.named_modules() if module._parameters or isinstance(module, nn.Identity)]
+    return match_table(family.module.sharding(family.config), holders, "sharding")
+
+
+def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> None:
+    """Turns each parameter into a DTensor on the tp mesh and hangs each style's redistributions on its module."""
+    for name, style_name in styles_of(model, family)[0].items():
+        module = model.get_submodule(name)
+        style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
+        for key, parameter in module.named_parameters(recurse=False):
+            placement = style.weight if parameter.ndim > 1 else style.bias
+            shared = getattr(module, "SPLIT", {}).get(key)  # of an adapter
+            if shared is not None and placement != Shard(shared):
+                placement = Replicate()
+            split = nn.Parameter(distribute_tensor(parameter, tp, [placement]), requires_grad=parameter.requires_grad)
+            module.register_parameter(key, split)
+        if style.before is not None:
+            module.register_forward_pre_hook(
+                lambda _, args, before=style.before, name=name: (before(name, args[0], tp), *args[1:])
+            )
+        if style.after is not None:
+            module.register_forward_hook(lambda _, args, out, after=style.after: after(out, tp))
+    tie(model)
+
+
+def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
+    """Has the compiler turn gather -> products and product -> sum into operations that do both at once, piece by piece.
+
+    Its pass looks for these patterns in each graph ("async TP", the setting is one a process). In the backward pass of a gather
+    whose sequence several matrices read, the sum of their products is no product: that one stays as it is.
+    """
+    torch._inductor.config._micro_pipeline_tp = enable
+    if enable:
+        with warnings.catch_warnings():  # 2.13 calls it needless; its own pass still asks whether it was done
+            warnings.simplefilter("ignore", FutureWarning)
+            enable_symm_mem_for_group(tp.get_group().group_name)

@@ -1,0 +1,156 @@
+"""Which kernel computes attention: the best one of the device by a rule, or the one that `model.attention` names.
+
+What is forced is all that may run: PyTorch refuses with an error what that kernel cannot do, and takes no other.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl
+
+from models.attention import TILES, Attention, Backend
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import Family
+
+
+class Kernel(NamedTuple):
+    """What one value of `model.attention` stands for."""
+
+    backend: Backend
+    devices: tuple[str, ...]
+    masks: tuple[str, ...]  # the devices on which it takes a mask of documents or of a window
+    half: bool = False  # only 16-bit precisions
+
+
+KERNELS = {
+    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), (), half=True),
+    "flash3": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda",), (), half=True),
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), half=True),  # a CPU's takes float32 too
+    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",)),
+    "tiles": Kernel(TILES, ("cpu",), ()),
+    "math": Kernel(SDPBackend.MATH, ("cuda", "cpu"), ("cuda", "cpu")),
+}
+# cuDNN's kernels are the fastest on Hopper (compute capability 9), and slower than FlashAttention's on Ampere and no faster on
+# Ada (six GPUs measured in huggingface/transformers pull request 48163). FlashAttention 3 is used where it is named.
+_ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
+# Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
+# sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
+_LONGEST_FOR_TILES = 512
+_ABLE = {
+    "cudnn": cuda.can_use_cudnn_attention,
+    "flash3": cuda.can_use_flash_attention,
+    "flash": cuda.can_use_flash_attention,
+    "efficient": cuda.can_use_efficient_attention,
+}
+
+
+def choose_attention(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Tells every attention module of a model its kernel. Call it before anything is compiled.
+
+    Raises UserError for a forced one that the device cannot run with this model's shapes.
+    """
+    name, modules = config.model.attention, _modules(model)
+    precision = config.training.mixed_precision_param
+    if name != "auto" and not modules:
+        raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/attention.py to tell')
+    if name == "auto" and device.type == "cpu":
+        for each in modules:
+            # otherwise it is PyTorch's choice, which goes over to the mathematics where a fork asks for more than flash can do
+            each.backends = (TILES if _tiles_win(config) and each.softcap is None else None, None)
+        return
+    for each in modules:
+        if name != "auto":
+            if device.type == "cuda" and not _able(name, each, precision, device, told=True):
+                raise UserError(
+                    f'model.attention = "{name}": {torch.cuda.get_device_name(device)} cannot run it with head_dim = '
+                    f"{each.head_dim} in {precision}; the warnings above say why"
+                )
+            each.backends = (KERNELS[name].backend, KERNELS[name].backend)
+        else:
+            if each.softcap is not None:
+                continue  # FlexAttention caps scores, and no other kernel
+            order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
+            found = next(kernel for kernel in order if _able(kernel, each, precision, device, told=False))
+            each.backends = (KERNELS[found].backend, None)
+    if name == "flash3":
+        activate_flash_attention_impl("FA3")
+
+
+def attention_sentence(model: nn.Module, config: Config) -> str:
+    """What the log says of `choose_attention`."""
+    modules = _modules(model)
+    if not modules:
+        return "the model's own"
+    if config.model.attention != "auto":
+        return f"{config.model.attention}, forced"
+    backend = next((each.backends[0] for each in modules if each.backends[0] is not None), None)
+    if backend in (None, TILES):
+        return backend or ("FlexAttention" if torch.cuda.is_available() else "flash")
+    name = next(name for name in _ORDER_ON_HOPPER if KERNELS[name].backend == backend)
+    return f"{name}, and FlexAttention where masked or capped"
+
+
+def attention_faults(config: Config, family: Family) -> Iterator[str]:
+    """Why a forced kernel cannot run, as far as it can be known without the device's own answer."""
+    name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        return
+    key, kernel = f'model.attention = "{name}"', KERNELS[name]
+    if device not in kernel.devices:
+        there = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.devices)
+        yield f"{key}: is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}"
+        return
+    if name == "flash3" and (fault := _flash3_fault()):
+        yield f"{key}: {fault}"
+    if kernel.half and device == "cuda" and config.training.mixed_precision_param == "float32":
+        yield f'{key}: computes in 16 bits, and training.mixed_precision_param = "float32"; use "efficient" or "math"'
+    window = getattr(family.config, "window", None)
+    if device not in kernel.masks:
+        others = 'use "efficient", "math", or "auto", which takes FlexAttention there'
+        others = others if device == "cuda" else 'use "flash", "math" or "auto"'
+        if config.training.document_mask:
+            yield f"{key}: takes no mask, which training.document_mask = true makes; {others}"
+        if window is not None and window < config.training.seq_len:
+            yield f"{key}: takes no mask, which the window of {config.model.name} {config.model.flavor} makes; {others}"
+    if name != "math" and getattr(family.config, "attention_softcap", None) is not None:
+        yield f'{key}: cannot cap scores, as {config.model.name} {config.model.flavor} does; use "auto" or "math"'
+
+
+def _modules(model: nn.Module) -> list[Attention]:
+    return [each for each in model.modules() if isinstance(each, Attention)]
+
+
+def _tiles_win(config: Config) -> bool:
+    """Whether this training on a CPU is faster with tiles."""
+    compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
+    narrow = config.training.mixed_precision_param == "bfloat16"
+    return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES
+
+
+def _able(name: str, attention: Attention, precision: str, device: torch.device, told: bool) -> bool:
+    """Whether a GPU runs a kernel on this module's shapes, by PyTorch's own checks; told: they warn of what is in the way."""
+    if name == "math":
+        return True
+    heads, kv_heads = (part.out_features // attention.head_dim for part in (attention.wq, attention.wk))
+    if name == "efficient":
+        kv_heads = heads  # it knows no groups of queries: `attend` repeats the others
+    q, k, v = (
+        torch.empty(1, count, 128, attention.head_dim, dtype=DTYPES[precision], device=device, requires_grad=True)
+        for count in (heads, kv_heads, kv_heads)
+    )
+    return _ABLE[name](cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=told)
+
+
+def _flash3_fault() -> str:
+    """Why FlashAttention 3 is not to be had here, or nothing."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return f"FlashAttention 3 is made for Hopper, and this is {torch.cuda.get_device_name()}"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "FlashAttention 3 is a package of its own, flash_attn_interface, which is not installed"
+    return ""

@@ -1,0 +1,83 @@
+"""Mixed precision without FSDP2, for one process: parameters are cast where they are used."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from models.head import Head
+
+
+def cast_where_used(model: nn.Module, dtype: torch.dtype, again: bool) -> None:
+    """Has a model compute in `dtype` with parameters that stay what they are: FSDP2's mixed precision, for one process.
+
+    Call it before what recomputes or compiles, so that casts are done again, or are parts of other kernels. Embeddings are cast
+    after the look-up, the output projection by the head: the same numbers, but no cast copy of either is kept, and their
+    gradients arrive in the precision of the masters.
+
+    again: where nothing is compiled, cast anew in the backward pass, as FSDP2 gathers anew, instead of keeping what was cast.
+    Recomputation does so by itself.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    apart = set()
+    if type(model.embed) is nn.Embedding:
+        model.embed.register_forward_hook(lambda module, args, out: out.to(dtype))
+        apart.add("embed.weight")
+    if model.head is not None and type(model.head).forward is Head.forward:
+        apart.add("head.output.weight")
+    left = {name for name, p in named.items() if p.dtype != dtype} - apart
+    units = {f"layers.{index}.": layer for index, layer in model.layers.items()}
+    if model.head is not None:
+        units["head."] = model.head
+    for prefix, unit in [*units.items(), ("", model)]:  # last what is in no unit, a table of positions, say
+        names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
+        left -= {prefix + name for name in names}
+        if names:
+            vars(unit)["_as_it_was"] = _AsItWas(unit, type(unit).forward)  # not as a submodule: it holds the unit
+            unit.__class__ = _casting_class(type(unit), tuple(sorted(names)), dtype, again)
+
+
+class _AsItWas(nn.Module):
+    """A module before it casts, in the form that `functional_call` wants."""
+
+    def __init__(self, unit: nn.Module, inner: Callable[..., Any]):
+        super().__init__()
+        self.unit, self.inner = unit, inner
+
+    def forward(self, *args: Any, **keys: Any) -> Any:
+        return self.inner(self.unit, *args, **keys)
+
+
+@functools.cache
+def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype, again: bool) -> type[nn.Module]:
+    """The class of modules that see parameters of these names cast; one class for all blocks, so that one graph serves all."""
+
+    def forward(self: Any, *args: Any, **keys: Any) -> Any:
+        cast = {f"unit.{name}": self.get_parameter(name).to(dtype) for name in names}
+        if torch.compiler.is_compiling() or not again:
+            return functional_call(self._as_it_was, cast, args, keys)
+        with _kept_as_masters(self, cast):
+            return functional_call(self._as_it_was, cast, args, keys)
+
+    return type(f"Casting{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _kept_as_masters(unit: nn.Module, cast: dict[str, Tensor]) -> saved_tensors_hooks:
+    """While it lasts, autograd keeps no cast parameter for the backward pass, but the master, to cast it anew."""
+    masters = {part.untyped_storage().data_ptr(): name.removeprefix("unit.") for name, part in cast.items()}
+
+    def pack(tensor: Tensor) -> Any:
+        name = masters.get(tensor.untyped_storage().data_ptr())
+        return tensor if name is None else (name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        name, dtype, *view = kept
+        return unit.get_parameter(name).to(dtype).as_strided(*view)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,120 @@
+"""Initial weights as a function of (seed, parameter name, position in the whole parameter).
+
+Every rank computes just its own shard, and the values do not depend on how many ranks there are or on the device: a hash of
+positions (titanlite/transforms/shards.py), a table look-up, and single IEEE operations, which CPU and CUDA carry out alike.
+"""
+
+import functools
+from collections.abc import Iterator
+from statistics import NormalDist
+
+import torch
+from torch import Tensor, nn
+
+from models.blocks import Constant, Normal
+from titanlite.errors import UserError
+from titanlite.transforms.registry import Family, every_layer, match_table, tie
+from titanlite.transforms.shards import box_index, global_offset, key_of, local_part, splitmix64
+
+_TABLE_BITS = 14  # steps of the tabulated inverse distribution; between them it is interpolated
+_FRACTION_BITS = 24  # as many as a float32 holds
+_CHUNK = 2**17  # values made at a time: int64 temporaries stay in the cache
+
+
+def initialize(model: nn.Module, family: Family, seed: int, device: torch.device) -> None:
+    """Gives a sharded meta-device model memory on `device` and its initial weights.
+
+    Raises UserError naming each parameter or buffer that the family's `initial` table does not cover.
+    """
+    materialize(model, device)
+    distributions, faults = match_initial(model, family)
+    if faults:
+        raise UserError("\n".join(faults))
+    for name, tensor in named_tensors(model):
+        fill(tensor, name, distributions[name], seed)
+    unset = [name for name, tensor in named_tensors(model) if local_part(tensor).isnan().any()]
+    assert not unset, f"not initialised: {unset}"
+
+
+def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | Constant], list[str]]:
+    """The distribution of every parameter and buffer by name, and what is wrong with the family's `initial` table.
+
+    A model is built without memory, so whatever a constructor computes into a buffer is lost: a buffer may only be constant.
+    """
+    named = dict(named_tensors(model))
+    own = {f"{path}.{name}": how for path, module in model.named_modules() for name, how in _own_initial(module).items()}
+    others = [name for name in named if name not in own]
+    distributions, faults = match_table(family.module.initial(family.config), others, "initial")
+    distributions |= own
+    for name, tensor in named.items():
+        if not isinstance(tensor, nn.Parameter) and isinstance(distributions.get(name), Normal):
+            faults.append(
+                f"initial: {every_layer(name)} is a buffer, and must be a Constant: what a constructor computes is lost when "
+                "a model is built on the meta device; compute it in forward"
+            )
+        elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
+            faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one, of size 1")
+    return distributions, list(dict.fromkeys(faults))
+
+
+def _own_initial(module: nn.Module) -> dict[str, Normal | Constant]:
+    """How a module that the framework has put in place of the family's, such as one with an adapter, begins."""
+    return module.own_initial() if hasattr(module, "own_initial") else {}
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory for a meta-device module, filled with NaN so that what nobody sets is found out."""
+    module.to_empty(device=device)
+    tie(module)
+    for _, tensor in named_tensors(module):
+        if tensor.is_floating_point():
+            local_part(tensor).fill_(float("nan"))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent or other buffers, a tied one once, under its first name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, name: str, distribution: Normal | Constant, seed: int) -> None:
+    """Writes a parameter's initial values, of a DTensor those of the local shard; rounded where it is of less than float32."""
+    local = local_part(tensor)
+    if isinstance(distribution, Constant):
+        local.fill_(distribution.value)
+        return
+    key = key_of(f"{seed}/{name}")
+    steps, heights = (part.to(local.device) for part in _normal_table(distribution.cutoff))
+    # A shard is a box of the whole parameter. It is filled a few rows at a time; a row is all but the first dimension.
+    base, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
+    rows = max(1, _CHUNK // max(1, inner.numel()))
+    flat = local.view(local.shape[0], -1) if local.numel() else local
+    for start in range(0, local.shape[0] if local.numel() else 0, rows):
+        index = base[start : start + rows, None] + inner
+        flat[start : start + rows] = _normal(index, key, steps, heights) * distribution.std
+
+
+def _normal(index: Tensor, key: int, steps: Tensor, heights: Tensor) -> Tensor:
+    """Standard normal values, float32, for int64 positions."""
+    bits = splitmix64(index, key)
+    step = (bits >> _FRACTION_BITS) & (2**_TABLE_BITS - 1)
+    fraction = (bits & (2**_FRACTION_BITS - 1)).float() * 2.0**-_FRACTION_BITS
+    # One operation at a time: a fused multiply-add would round once, and only on some devices.
+    return fraction.mul_(heights[step]).add_(steps[step])
+
+
+@functools.cache
+def _normal_table(cutoff: float) -> tuple[Tensor, Tensor]:
+    """The inverse of the cut-off normal distribution at equal steps of probability, and the height of each step.
+
+    Values are rounded to multiples of 2**-20, so that a last-digit difference between mathematical libraries is no
+    difference here.
+    """
+    normal = NormalDist()
+    low, high = normal.cdf(-cutoff), normal.cdf(cutoff)
+    count = 2**_TABLE_BITS
+    inside = [normal.inv_cdf(low + (high - low) * i / count) for i in range(1, count)]
+    values = torch.tensor([-cutoff, *inside, cutoff], dtype=torch.float64)
+    values = ((values * 2**20).round() / 2**20).float()
+    return values[:-1].contiguous(), values.diff().contiguous()

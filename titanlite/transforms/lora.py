@@ -1,0 +1,106 @@
+"""Low-rank adapters (Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685): y = W x + s B A x.
+
+The weights of a model are frozen; beside those of the chosen linear layers stand two thin matrices that are trained, A with
+`rank` rows and B with `rank` columns, s = alpha / rank. B begins at zero, so the adapted model begins as the one it adapts.
+The surgery is done on the meta device, before anything is sharded: whatever splits, initialises or saves a model finds the
+adapters as parameters of the linear layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weight".
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.blocks import Constant, Normal
+from titanlite.config.schema import Lora
+from titanlite.errors import UserError
+from titanlite.transforms.registry import A, B, every_layer, is_adapter
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter; lora_a (rank, in), lora_b (out, rank). What `adapt` makes of an nn.Linear."""
+
+    SPLIT: ClassVar = {A: 1, B: 0}  # tensor parallelism splits an adapter along the dimension that it shares with the weight
+    scale: float
+
+    def own_initial(self) -> dict[str, Normal | Constant]:
+        """How the adapter begins, by parameter; a family's own table does not list it.
+
+        B zero; A normal with variance 1 / in, so that A x is as large as x is (Hayou et al., arXiv:2406.08447: this choice
+        takes larger learning rates than A zero).
+        """
+        return {A: Normal(self.in_features**-0.5), B: Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        # Under tensor parallelism these are DTensors, and that costs no collective here: split by rows ("column") both summands
+        # are this rank's features, split by columns ("row") both are summands of a sum over ranks, which is taken once.
+        return super().forward(x) + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
+
+
+def adapt(model: nn.Module, keys: Lora, frozen: torch.dtype) -> None:
+    """Freezes a model and gives the linear layers that `keys.modules` matches an adapter, in place.
+
+    frozen: the dtype that the weights are kept in. What computes reads them in that precision in any case, and they take no
+    steps that only a float32 master could hold. Adapters are float32.
+
+    Raises UserError that lists the patterns which match no linear layer of the blocks, and for a model with parameters of
+    such names of its own.
+    """
+    if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
+        raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; call it something else")
+    # Of the blocks alone: a head multiplies by its weight in chunks and never calls its projection. Of a subclass nobody
+    # knows what it computes.
+    linears = {
+        name: module for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith("layers.")
+    }
+    if faults := [_fault(pattern, linears) for pattern in keys.modules if not _matches(pattern, linears)]:
+        raise UserError("\n".join(faults))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(frozen)
+    for name in {name for pattern in keys.modules for name in _matches(pattern, linears)}:
+        module = linears[name]
+        module.__class__ = LoraLinear
+        module.scale = keys.alpha / keys.rank
+        module.lora_a = nn.Parameter(torch.empty(keys.rank, module.in_features, device="meta"))
+        module.lora_b = nn.Parameter(torch.empty(module.out_features, keys.rank, device="meta"))
+
+
+def _matches(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _fault(pattern: str, names: Iterable[str]) -> str:
+    known = list(dict.fromkeys(every_layer(name) for name in names))
+    close = difflib.get_close_matches(every_layer(pattern), known, 1)
+    meant = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known) or 'none'}"
+    return f'lora.modules: "{pattern}" matches no nn.Linear of the layers; {meant}'
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def merged(
+    names: Iterable[str], read: Callable[[str], Tensor], lora: dict[str, Any]
+) -> tuple[list[str], Callable[[str], Tensor]]:
+    """A checkpoint's tensors as those of a model without adapters: their names, and what reads one of them.
+
+    read: the whole tensor of a name. lora: that section of the configuration that is stored with them; where it is not
+    enabled nothing changes. A weight with an adapter is W + alpha / rank * B A, computed in float32 and rounded to W's dtype.
+    """
+    every = dict.fromkeys(names)
+    if not lora.get("enable"):
+        return list(every), read
+
+    def read_merged(name: str) -> Tensor:
+        weight, path = read(name), name.rpartition(".")[0]
+        if not name.endswith(".weight") or f"{path}.{A}" not in every:
+            return weight
+        a, b = read(f"{path}.{A}").float(), read(f"{path}.{B}").float()
+        return torch.addmm(weight.float(), b, a, alpha=lora["alpha"] / lora["rank"]).to(weight.dtype)
+
+    return [name for name in every if not is_adapter(name)], read_merged

@@ -1,0 +1,39 @@
+"""A run's model without memory, and the FLOPs of training it."""
+
+from torch import nn
+
+from models.blocks import Flops
+from titanlite.config.schema import Config
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import Family
+
+
+def on_meta(family: Family, config: Config, layers: int | None = None) -> nn.Module:
+    """A run's model on the meta device, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does.
+
+    layers: how many blocks are kept, from the first; predictions measure a few and extrapolate. None: all.
+    """
+    model = family.on_meta()
+    for name in list(model.layers)[layers:] if layers is not None else ():
+        del model.layers[name]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[config.training.dtype])
+    if config.lora.enable:
+        from titanlite.transforms import lora
+
+        lora.adapt(model, config.lora, DTYPES[config.training.mixed_precision_param])
+    return model
+
+
+def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:
+    """FLOPs a token of a run. The family's are those of training every weight: 6 for each number of a matrix.
+
+    A frozen matrix costs 4 of them, since no gradient of it is computed, and what is trained beside frozen matrices, such as
+    adapters, costs 6 for each number.
+    """
+    flops = family.module.flops(family.config, config.training.seq_len)
+    if not config.lora.enable:
+        return flops
+    frozen = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Flops(*(value - 2 * frozen + 6 * trained for value in flops))

@@ -1,0 +1,183 @@
+"""`[model] name` and `flavor` -> the module that defines the model, and its dimensions. The folder models/ is the registry."""
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import re
+import traceback
+from fnmatch import fnmatchcase
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import models
+from titanlite.config.schema import Model
+from titanlite.errors import UserError
+
+# Where a model's code never is: an error that is raised there was made somewhere else.
+_LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
+OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # of a family that can be read and written in Hugging Face's format
+A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
+FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
+
+
+class Family(NamedTuple):
+    """A model module and the flavour that was chosen of it."""
+
+    module: ModuleType
+    config: Any  # the module's own Config
+
+    def on_meta(self) -> nn.Module:
+        """The model without memory: every parameter on the meta device, in float32."""
+        with torch.device("meta"):
+            return self.module.Model(self.config)
+
+    def dimensions(self) -> dict[str, Any]:
+        """The fields of `config` as JSON gives them back."""
+        return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
+
+    def changes_since(self, before: dict[str, Any]) -> list[str]:
+        """A sentence for each of the dimensions `before` that is another one now; one that was not there yet is no change."""
+        now = self.dimensions()
+        return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
+
+
+class BrokenModule(UserError):
+    """The module is there, and what is in it is wrong."""
+
+
+def load_family(name: str, flavor: str, assets: str = "") -> Family:
+    """The family `models.<name>`, or with dots in its name any importable module, and its flavour.
+
+    assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". Raises UserError where there is no
+    such module, where it lacks a part of the interface, or has no such flavour.
+    """
+    module = load_module(name)
+    if flavor == FROM_ASSETS:
+        if not assets:
+            raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
+        return Family(module, described(module, read_description(Path(assets))))
+    if flavor not in module.FLAVORS:
+        have = ", ".join(module.FLAVORS) or "(none)"
+        raise UserError(
+            f'model.flavor = {flavor!r}: {name} has the flavours {have}; "{FROM_ASSETS}" stands for the dimensions of the '
+            "config.json in model.hf_assets_path"
+        )
+    return Family(module, module.FLAVORS[flavor])
+
+
+def family_of(keys: Model) -> Family:
+    """The family and flavour that [model] names. Raises UserError as `load_family` does."""
+    return load_family(keys.name, keys.flavor, keys.hf_assets_path)
+
+
+def family_names() -> list[str]:
+    """The families of the folder models/."""
+    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in ("attention", "blocks", "head")]
+
+
+def load_module(name: str) -> ModuleType:
+    """The module of a family, with all parts of the interface. Raises UserError, or BrokenModule, which is one."""
+    families = ", ".join(family_names())
+    dotted = name if "." in name else f"models.{name}"
+    if not all(part.isidentifier() for part in dotted.split(".")):
+        raise UserError(f"model.name = {name!r}: must be one of {families}, or a dotted module name")
+    try:
+        module = importlib.import_module(dotted)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{dotted}.".startswith(f"{error.name}."):
+            raise BrokenModule(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
+        here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
+        raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+        raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
+    lacking = [part for part in OFFERS if not hasattr(module, part)]
+    if lacking:
+        raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
+    if FROM_ASSETS in module.FLAVORS:
+        raise BrokenModule(
+            f'model.name = {name!r}: its flavour "{FROM_ASSETS}" needs another name; that one stands for config.json'
+        )
+    return module
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder in Hugging Face's format. Raises UserError."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        raise UserError(f"{path}: does not describe a model: it has no model_type")
+    return found
+
+
+def require_hf(module: ModuleType) -> None:
+    """Raises UserError for a family that has no place in Hugging Face's format."""
+    if missing := [part for part in OFFERS_HF if not hasattr(module, part)]:
+        raise UserError(f"{module.__name__}: lacks {', '.join(missing)}, which Hugging Face's format needs")
+
+
+def described(module: ModuleType, description: dict[str, Any]) -> Any:
+    """The family's own Config for a config.json. Raises UserError for what the family does not have."""
+    require_hf(module)
+    try:
+        return module.from_hf(description)
+    except KeyError as error:
+        raise UserError(f"config.json: has no {error}, which {module.__name__} needs") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"config.json: {module.__name__} cannot be built from it: {error}") from None
+
+
+def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:
+    """For each name the value of the first pattern that matches it, and a list of faults.
+
+    A name that no pattern matches is a fault, and so is a pattern that matches no name: it is a misspelt one.
+    """
+    found: dict[str, Any] = {}
+    used = set()
+    for name in names:
+        matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
+        used.update(matches)
+        if matches:
+            found[name] = table[matches[0]]
+    # one fault for all layers: layers.0.x, layers.1.x, ... are told as layers.*.x
+    unmatched = dict.fromkeys(every_layer(name) for name in names if name not in found)
+    faults = [f"{what}: no pattern matches {name}" for name in unmatched]
+    faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if pattern not in used]
+    return found, faults
+
+
+def place_of(error: BaseException) -> str:
+    """File and line where an error was raised, in a model's code where any was running, or where a file's syntax is wrong."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    # The compiler reads code that it does not call, and tells itself where it was.
+    frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"
+
+
+def tie(model: nn.Module) -> None:
+    """Makes tied parameters one again, after something has replaced each by itself; for models that tie any."""
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a model or a checkpoint is part of an adapter, as "model.layers.0.ffn.w1.lora_b"."""
+    return name.rpartition(".")[2] in (A, B)
+
+
+def every_layer(name: str) -> str:
+    """The name with its layer's number replaced by a star."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
