@@ -17,7 +17,7 @@ def main() -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2), dpi=110)
     axes.plot([r["tokens_seen"] for r in reports], [r["loss"] for r in reports], marker=".", color="#1f5fa8")
     axes.axhline(math.log(4096), color="#999999", linewidth=0.8, linestyle="--")
-    axes.annotate("ln 4096: knows nothing", (reports[-1]["tokens_seen"], math.log(4096)), ha="right", va="top", fontsize=8)
+    axes.annotate("ln 4096: loss of a uniform guess", (reports[-1]["tokens_seen"], math.log(4096)), ha="right", va="top", fontsize=8)
     axes.set_xlabel("tokens seen")
     axes.set_ylabel("loss (nats a token)")
     axes.set_title(f"llama_debug, {reports[-1]['step']} steps; each point is one batch", fontsize=10)

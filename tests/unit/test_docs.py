@@ -1,0 +1,90 @@
+"""The pages are true as far as a test can see: links, paths, modules, commands, options and keys that they name exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from titanlite.__main__ import COMMANDS
+from titanlite.config.schema import Config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")) + [ROOT / "benchmarks" / "README.md"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
+EXAMPLES = {"models/mine.py"}  # what a reader of docs/fork.md makes
+FILES = {"metrics.jsonl", "model.safetensors"}  # not keys of sections
+
+PATH = re.compile(r"(?<![\w./-])(?<!--output )(?:titanlite|models|docs|tests|benchmarks|train_configs|\.ci|\.github)/[\w./-]*")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+MODULE = re.compile(r"python3? -m ((?:titanlite|benchmarks|tests)[\w.]*)")
+COMMAND = re.compile(r"(?:`|^ {4})titanlite ([a-z][\w-]*)", re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)(?:\.(\w+))?")
+KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.(\w+)")
+
+page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's anchors of the headings."""
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+def keys_of_examples(text: str) -> set[tuple[str, str]]:
+    """(section, key) of the indented TOML examples; those of [[section.sources]] are left out."""
+    keys, section = set(), ""
+    for line in text.splitlines():
+        if header := re.match(r" {4}\[([\w.]+)\]$", line):
+            section = header[1]
+        elif re.match(r"\S| {4}\[\[", line):
+            section = ""
+        elif section and (key := re.match(r" {4}(\w+) *=", line)):
+            keys.add((section, key[1]))
+    return keys
+
+
+@page
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        file = page.parent / path.replace("\\", "") if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), target
+
+
+@page
+def test_paths_and_modules_exist(page):
+    text = page.read_text(encoding="utf-8")
+    paths = {path.rstrip(".") for path in PATH.findall(text)} - EXAMPLES
+    modules = {module.rstrip(".").replace(".", "/") for module in MODULE.findall(text)}
+    assert {path for path in paths if not (ROOT / path).exists()} == set()
+    assert {m for m in modules if not (ROOT / m).is_dir() and not (ROOT / f"{m}.py").exists()} == set()
+
+
+@page
+def test_commands_options_and_keys_exist(page):
+    text = page.read_text(encoding="utf-8")
+    assert set(COMMAND.findall(text)) <= set(COMMANDS)
+    named = set(KEY.findall(text)) | {(name, key) for name, key in OPTION.findall(text) if key} | keys_of_examples(text)
+    unknown = {f"{s}.{key}" for s, key in named if s not in SECTIONS or key not in SECTIONS[s].model_fields}
+    assert unknown - FILES == set()
+
+
+def test_options_of_titanlites_commands_exist():
+    sources = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "titanlite").rglob("*.py"))
+    lines = [line for page in PAGES for line in re.findall(r"titanlite [a-z][\w-]* [^`\n]*", page.read_text(encoding="utf-8"))]
+    options = {name for line in lines for name, key in OPTION.findall(line) if not key} - {"help", "nproc-per-node"}
+    assert {name for name in options if f'"--{name}"' not in sources} == set()
+
+
+def test_every_recipe_is_in_the_table():
+    table = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
+
+
+def test_the_readme_is_short_and_shows_every_package():
+    assert len(README.splitlines()) <= 200
+    folders = {folder.name for folder in (ROOT / "titanlite").iterdir() if (folder / "__init__.py").exists()}
+    assert {name for name in folders if f"\n      {name}/ " not in README} == set()
