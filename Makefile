@@ -20,6 +20,7 @@ test: .venv/installed lint
 lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports --no-logo
 
 install: .venv/installed
 
