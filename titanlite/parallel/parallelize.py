@@ -23,6 +23,7 @@ def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.
 
     device: of the kernels. layers: as of `on_meta`. Raises UserError as each step does.
     """
+    cfg = config.activation_checkpoint
     # Adapters come first: what splits, casts, saves or initialises parameters then finds theirs like any other.
     model = on_meta(family, config, layers)
     # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
@@ -38,16 +39,19 @@ def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.
     # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
     sharded = needs_fsdp(config, mesh.size())
     if not sharded:
-        mode = config.activation_checkpoint.mode
-        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=mode == "none")
+        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=cfg.mode == "none")
     # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
-    recompute.checkpoint_operations(model, config, getattr(family.module, "KEEP", ()))
+    option = {"full": 1, "selective": cfg.selective_ac_option}.get(cfg.mode)  # "op", every how many blocks, or None
+    if option == "op":
+        rank = config.lora.rank if config.lora.enable else None
+        recompute.checkpoint_operations(model, getattr(family.module, "KEEP", ()), rank)
     if config.compile.enable:
-        recompute.set_memory_budget(config.activation_checkpoint)
+        recompute.set_memory_budget(cfg)
         overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
         compile_model(model, config.compile)
     # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
-    recompute.checkpoint_blocks(model, config.activation_checkpoint)
+    if isinstance(option, int):
+        recompute.checkpoint_blocks(model, option)
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
     if sharded:
         apply_fsdp(model, config, mesh)

@@ -15,7 +15,7 @@ from torch import nn
 from torch._functorch import config as partitioner
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.config.schema import ActivationCheckpoint, Config
+from titanlite.config.schema import ActivationCheckpoint
 
 _aten, _c10d, _higher = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 
@@ -36,22 +36,19 @@ KEPT_OPERATIONS = (
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.linear.default)
 
 
-def checkpoint_operations(model: nn.Module, config: Config, kept: tuple[Any, ...]) -> None:
-    """In each block keeps the results of `kept` operations and of every second matrix product, where the mode says so; call
-    it before compiling. The products of adapters are cheap, and computed again."""
-    cfg = config.activation_checkpoint
-    if cfg.mode == "selective" and cfg.selective_ac_option == "op":
-        rank = config.lora.rank if config.lora.enable else None
-        for block in model.layers.values():
-            block.__class__ = _checkpointed_class(type(block), (*KEPT_OPERATIONS, *kept), rank)
+def checkpoint_operations(model: nn.Module, kept: tuple[Any, ...], rank: int | None = None) -> None:
+    """In each block keeps the results of `kept` operations and of every second matrix product; call it before compiling.
+
+    rank: of adapters, whose products are cheap and computed again.
+    """
+    for block in model.layers.values():
+        block.__class__ = _checkpointed_class(type(block), (*KEPT_OPERATIONS, *kept), rank)
 
 
-def checkpoint_blocks(model: nn.Module, cfg: ActivationCheckpoint) -> None:
-    """Of every block, or every n-th beginning with the n-th, keeps the input alone, where the mode says so; call it after
-    compiling."""
-    every = {"full": 1, "selective": cfg.selective_ac_option}.get(cfg.mode)
+def checkpoint_blocks(model: nn.Module, every: int) -> None:
+    """Of every n-th block keeps the input alone, beginning with the n-th; call it after compiling."""
     for number, block in enumerate(model.layers.values(), 1):
-        if isinstance(every, int) and number % every == 0:
+        if number % every == 0:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
