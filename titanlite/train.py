@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
@@ -25,22 +27,22 @@ from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.export import export
-from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.launch import children, process, stacks
 from titanlite.launch.run_folder import lock_run, record_start
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
-from titanlite.loop.divergence import Incidents, Steps, finite
-from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.loop.divergence import Incidents, Rollback, Steps, finite
+from titanlite.loop.metrics import Clock, Meter, Reporter, console_line
 from titanlite.loop.resume import Progress, numbers_of, restore
 from titanlite.loop.step import build_model, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
-from titanlite.loop.validation import validate
+from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import create_state, run_tensors
-from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.dtypes import DTYPES
@@ -48,12 +50,6 @@ from titanlite.transforms.meta import training_flops
 from titanlite.transforms.registry import family_of
 
 log = logging.getLogger("titanlite")
-
-# Most faults are met by all ranks alike. Rank 0 tells of them, and within this many seconds the launcher ends the others;
-# what only another rank has met is told by that rank, later by so much. So is a connection lost to a rank that failed.
-_PATIENCE = 3.0
-# Where NCCL's flight recorder writes meanwhile: gloo, which the ranks agree on stopping with, loses patience when NCCL does.
-_RECORDER_PATIENCE = 10.0
 
 
 # -------------------------------------------------------------------------------------------------------------- the loop
@@ -67,85 +63,61 @@ def train(
     device: torch.device,
     started: float,
 ) -> bool:
-    """Trains from the newest checkpoint, or the beginning, to `training.steps`; -> whether it was stopped before that.
+    """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
-    started: time.perf_counter() of the program's start, for the report of how long it took to begin.
+    started: time.perf_counter() of the program's start; the first report says how long the start took.
     Raises UserError when a loss or gradient stops being finite.
     """
+    clock = Clock(started)
     training, folder = config.training, Path(config.job.dump_folder)
-    saves = folder / config.checkpoint.folder
-    main_rank = torch.distributed.get_rank() == 0
-    if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
-        raise UserError("the ranks read different data: give all nodes the same files and Python version")
-    if validation is not None and validation.fingerprint == data.fingerprint:
-        log.info("validation reads the text that is trained on; [validation] dataset_path names another")
-    family = family_of(config.model)
-    global_batch = config.global_batch(data_degree(mesh))
-    step_tokens = global_batch * training.seq_len
-
-    saver = None
-    if config.checkpoint.enable:
-        try_out(saves)
-        saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
+    saves, main_rank = folder / config.checkpoint.folder, dist.get_rank() == 0
+    require_same_data(data, validation)
+    family, global_batch = family_of(config.model), config.global_batch(data_degree(mesh))
+    saver = open_saver(config, saves) if config.checkpoint.enable else None
     stop = Stop(config.job.time_limit_minutes)
-    # The mesh's groups and that of `stop` were made with PyTorch's patience: half an hour, on NCCL ten minutes.
-    process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)
-    stacks.at(0, "building the model")
-    model = build_model(family, config, mesh, device)
-    flops, peak = training_flops(family, config, model), peak_flops(device, training.mixed_precision_param)
-    optimizer = build_optimizer(model, config.optimizer, DTYPES[training.mixed_precision_param])
-    create_state(optimizer)
-    loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
-    scale = loss_scale and loss_scale.scale
-    stacks.at(0, "loading the checkpoint")
-    progress, schedule = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
+
+    def set_timeout(seconds: int) -> None:  # of every process group but the saver's, which has its own
+        process.set_timeout(seconds, but=saver and saver.group)
+
+    set_timeout(config.comm.init_timeout_seconds)
+    with clock.phase(0, "building the model"):
+        model = build_model(family, config, mesh, device)
+        optimizer = build_optimizer(model, config.optimizer, DTYPES[training.mixed_precision_param])
+        create_state(optimizer)
+        loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
+
+    def load() -> tuple[Progress, Schedule]:
+        return restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
+
+    with clock.phase(0, "loading the checkpoint"):
+        progress, schedule = load()
     facts = derived_values(config, family, data, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
     if progress.step >= training.steps:
-        log.info(
-            "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to go on, or give another "
-            "job.dump_folder to start anew",
-            saves, progress.step, training.steps,
-        )  # fmt: skip
-        if saver and config.checkpoint.last_save_in_hf:
-            save_in_hf(saves, progress.step, saver)  # if it was killed before that
+        finished_already(config, progress, saves, saver)
         return False
     if saver:
         clean_up(saves, progress.step)
     if main_rank:
-        record_start(
-            folder,
-            config,
-            Path(family.module.__file__ or ""),
-            {
-                "values": facts,
-                "global_batch": global_batch,
-                "data": data.describe(),
-                "resumed_step": progress.step,
-            },
-        )
-    first = progress.step + 1
-    tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
-    reporter = Reporter(folder, tensorboard, first, active=main_rank)
-    incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
-    part = (data_rank(mesh), data_degree(mesh))
-    seat = part[0] * mesh["tp"].size() + mesh["tp"].get_local_rank()  # no two ranks see the same activations
+        values = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
+        record_start(folder, config, Path(family.module.__file__ or ""), values)
 
     def batches_from(samples: int) -> OnDevice:
-        return OnDevice(read_batches(config, data, samples, global_batch, part, pin_memory=device.type == "cuda"), device)
+        part, pinned = (data_rank(mesh), data_degree(mesh)), device.type == "cuda"
+        return OnDevice(read_batches(config, data, samples, global_batch, part, pin_memory=pinned), device)
 
-    source = batches_from(progress.samples)
-    prompts = config.validation.sample_prompts
-    tokenizer = open_tokenizer(config.model.hf_assets_path) if prompts else None
-
-    clock, steps_timed = Clock(), 0
-    clock.started = started
-    clock.add_pause("startup", time.perf_counter() - started)
+    first, batches = progress.step + 1, batches_from(progress.samples)
+    tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
+    reporter = Reporter(folder, tensorboard, first, active=main_rank)
+    meter = Meter(clock, global_batch * training.seq_len, mesh.size(), training_flops(family, config, model), device, config)
+    incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
     watch = profiling.Watch(config, device, model, optimizer, global_batch, clock)
     recompilations = RecompilationWatch()
-    gc.disable()  # collections at a time of each rank's own choosing make all others wait
+    tokenizer = open_tokenizer(config.model.hf_assets_path) if config.validation.sample_prompts else None
+    clock.add_pause("startup", time.perf_counter() - started)
+    gc.disable()  # otherwise each rank collects at a time of its own, and all others wait for it
     stopping = None
     while progress.step < training.steps and not stopping:
         step, sample = progress.step + 1, progress.samples
@@ -153,112 +125,127 @@ def train(
         if step % training.gc_freq == 0 or step == first:
             gc.collect(1)
 
-        process.seed_step(training.seed, step, seat)
+        process.seed_step(training.seed, step, rng_rank(mesh))
         with watch.step(step):
-            stacks.at(step, "reading data")
-            with clock.waiting_for_data():
-                batch = source.take()
-            stacks.at(step, "forward and backward")
-            share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
+            with clock.phase(step, "reading data"):
+                batch = batches.take()
+            with clock.phase(step, "forward and backward"):
+                scale = loss_scale and loss_scale.scale
+                share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
             if step == first:
                 warn_of_unused(model)
-            stacks.at(step, "optimizer step")
-            norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
-            if not last:  # the device works on this step meanwhile
-                stacks.at(step, "reading data")
-                with clock.waiting_for_data():
-                    source.prepare()
+            with clock.phase(step, "optimizer step"):
+                norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
+            if not last:
+                with clock.phase(step, "reading data"):  # while the device works on this step
+                    batches.prepare()
         unread.add(step, sample, share, norm)
         progress = Progress(step, sample + global_batch)
-        steps_timed += 1
+        meter.count_step()
 
-        stacks.at(step, "metrics")
         stopping = None if last else stop.agreed()
         validating = validation is not None and (last or step % config.validation.freq == 0)
         reporting = last or stopping or validating or step == first or step % config.metrics.log_freq == 0
         saving = saver is not None and (last or stopping or step % config.checkpoint.interval == 0)
-        if reporting or saving:  # the only places where the host waits for the device
-            found = unread.read()
-            newest = saver.newest() if saver and incidents.are_bad(found) else None  # a save that goes on is waited for
-            if rollback := incidents.judge(found, newest):
-                stacks.at(step, "going back")
-                process.set_timeout(config.comm.init_timeout_seconds, but=saver and saver.group)  # loading takes longer
-                with clock.pause("rollback"):
-                    progress, _ = restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
-                    float8.measure_weights(model)
-                    incidents.went_back(rollback, progress.step)
-                    progress = Progress(progress.step, rollback.next_sample)
-                    clean_up(saves, progress.step)
-                    reporter.go_back(progress.step)
-                    source.close()
-                    source = batches_from(progress.samples)
-                process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
+        if reporting or saving:
+            with clock.phase(step, "metrics"):  # the only place where the host waits for the device
+                steps = unread.read()
+                newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
+                rollback = incidents.judge(steps, newest)
+            if rollback:
+                set_timeout(config.comm.init_timeout_seconds)  # loading takes longer than a step
+                with clock.phase(step, "going back"):
+                    progress = go_back(rollback, load()[0].step, model, incidents, reporter, saves)
+                    batches.close()
+                    batches = batches_from(progress.samples)
+                set_timeout(config.comm.train_timeout_seconds)
                 clock.restart()
-                steps_timed = 0
                 continue
         measured: dict[str, float] = {}
         if validating:
-            stacks.at(step, "validation")
-            with clock.pause("validation"):
+            with clock.phase(step, "validation"):
                 measured = validate(model, validation, config, mesh, device)
             if tokenizer:
-                stacks.at(step, "writing samples")
-                with clock.pause("samples"):
-                    tokens, size = config.validation.sample_tokens, family.config.vocab_size
-                    drawn = Sampling(seed=training.seed)
-                    texts = continue_texts(model, size, tokenizer, prompts, tokens, drawn, mesh["tp"].size())
-                    reporter.samples(step, texts)
+                with clock.phase(step, "writing samples"):
+                    reporter.samples(step, sample_texts(model, config, family, tokenizer, mesh))
         if reporting:
-            loss, grad_norm = finite(found[-1].loss), finite(found[-1].norm)  # JSON has no infinity
-            values = {"loss": loss, "grad_norm": grad_norm, "lr": schedule.at(step), **measured}
+            values = {"loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm), "lr": schedule.at(step), **measured}
             if loss_scale is not None:
                 values |= loss_scale.report()
             if config.compile.enable:
                 values |= {"recompilations": recompilations.recompilations}
-            values |= {"tokens_seen": progress.samples * training.seq_len}
-            values |= speed(clock, steps_timed * step_tokens, mesh.size(), flops, peak)
-            values |= {"peak_memory_gib": peak_memory_gib(device)}
+            values |= {"tokens_seen": progress.samples * training.seq_len, **meter.read()}
             reporter.report(step, values)
             log.info(console_line(step, training.steps, values))
             clock.restart()
-            steps_timed = 0
         if saver and saving:
-            stacks.at(step, "saving")
-            with clock.pause("save"):  # as long as training waits
+            with clock.phase(step, "saving"):  # for as long as training waits
                 numbers = numbers_of(config, family, data, schedule, progress, global_batch)
                 saver.save(step, run_tensors(model, optimizer, loss_scale), numbers)
         elif saver:
             saver.poll()
         if step == first:
-            process.set_timeout(config.comm.train_timeout_seconds, but=saver and saver.group)
-        if step <= first + 1 or validating:  # the first step, the second with its warm state, and the pass without gradients
+            set_timeout(config.comm.train_timeout_seconds)
+        if step <= first + 1 or validating:  # graphs of the first step, of warm state, of a pass without gradients
             recompilations.settle()
         elif reporting:
             recompilations.check(step)
     gc.enable()
     if stopping:
         log.info("stopping after step %d: %s%s", progress.step, stopping, "" if saver else "; nothing is saved")
-    stacks.at(step, "finishing")
     stop.close()
     if saver:
-        with clock.pause("save"):
+        with clock.phase(step, "finishing"):
             saver.finish()
-            if config.checkpoint.last_save_in_hf and not stopping:
-                stacks.at(step, "exporting")
+        if config.checkpoint.last_save_in_hf and not stopping:
+            with clock.phase(step, "exporting"):
                 save_in_hf(saves, progress.step, saver)
-    source.close()
-    watch.close()
-    reporter.close()
+    for each in (batches, watch, reporter):
+        each.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
     log.info("done: %d steps in %.1f s, of which %s", step - first + 1, time.perf_counter() - started, pauses)
     return bool(stopping)
+
+
+def require_same_data(data: Data, validation: Data | None) -> None:
+    """Raises UserError unless all ranks have opened the same data; all ranks together."""
+    if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
+        raise UserError("the ranks read different data: give all nodes the same files and Python version")
+    if validation is not None and validation.fingerprint == data.fingerprint:
+        log.info("validation reads the training text; [validation] dataset_path names another")
+
+
+def open_saver(config: Config, saves: Path) -> Saver:
+    """What saves checkpoints in the folder `saves`. Raises UserError where that cannot be written; all ranks together."""
+    try_out(saves)
+    return Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
+
+
+def finished_already(config: Config, progress: Progress, saves: Path, saver: Saver | None) -> None:
+    """A run that has no step left: says so, and writes the export that a killed run has not written."""
+    log.info(
+        "nothing to do: %s holds step %d of training.steps = %d. Raise training.steps to go on, or give another "
+        "job.dump_folder to start from step 0",
+        saves, progress.step, config.training.steps,
+    )  # fmt: skip
+    if saver and config.checkpoint.last_save_in_hf:
+        save_in_hf(saves, progress.step, saver)
+
+
+def go_back(rollback: Rollback, step: int, model: nn.Module, incidents: Incidents, reporter: Reporter, saves: Path) -> Progress:
+    """After the checkpoint of `step` was restored: later reports and checkpoints are set aside, the bad samples skipped."""
+    float8.measure_weights(model)
+    incidents.went_back(rollback, step)
+    clean_up(saves, step)
+    reporter.go_back(step)
+    return Progress(step, rollback.next_sample)
 
 
 def save_in_hf(saves: Path, step: int, saver: Saver) -> None:
     """Writes a committed checkpoint's weights in Hugging Face's format beside it, if they are not there; all ranks together."""
     begin, output = time.perf_counter(), export_folder(saves, step)
     there = [output.exists()]
-    torch.distributed.broadcast_object_list(there, group=saver.group)
+    dist.broadcast_object_list(there, group=saver.group)
     if there[0]:
         return
     export(step_folder(saves, step), output, group=saver.group)
@@ -267,14 +254,20 @@ def save_in_hf(saves: Path, step: int, saver: Saver) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the program
 
+# All ranks meet most errors. Rank 0 reports at once, and within this many seconds the launcher ends the other ranks; an error
+# of another rank alone, or a connection lost to a rank that failed, is reported that much later.
+_PATIENCE = 3.0
+# Longer where NCCL's flight recorder is writing: gloo, by which the ranks agree on stopping, times out when NCCL does.
+_RECORDER_PATIENCE = 10.0
+
 
 def main() -> None:
-    """Reads the command line, trains, and exits: 0 when done, 2 for a fault of the user's, 1 for any other."""
+    """Reads the command line, trains, and exits: 0 when done, 2 for a UserError, 1 for any other."""
     started = time.perf_counter()
     process.set_up_logging()
     rank, world = process.rank_and_world()
     if "RANK" in os.environ:
-        children.end_with_parent()  # no rank trains on without the launcher
+        children.end_with_parent()  # no rank goes on without the launcher
     patience = _PATIENCE
     try:
         path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
@@ -291,7 +284,7 @@ def main() -> None:
         if torch.cuda.is_available() and config.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         device = process.start(config)
-        stacks.open_dump(Path(config.job.dump_folder), rank)  # not before rank 0 holds the lock, which start waits for
+        stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         mesh = build_mesh(degrees, device.type)
         stopped = train(config, data, validation, mesh, device, started)
         process.finish()
@@ -304,7 +297,7 @@ def main() -> None:
             time.sleep(_PATIENCE)
         log.error("%s", error)
         sys.stderr.flush()
-        os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the launcher ends them
+        os._exit(2)  # sys.exit would wait for ranks that are in a collective; the launcher ends them
     except Exception as error:
         stacks.report(error, patience if process.is_echo(error) else 0.0)
         sys.stderr.flush()

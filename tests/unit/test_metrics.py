@@ -33,11 +33,13 @@ def time(monkeypatch) -> _Time:
 def test_speed_leaves_pauses_out_and_reports_them(time):
     clock = Clock()
     time.passes(6)
-    with clock.waiting_for_data():
+    with clock.phase(3, "reading data"):
         time.passes(2)
     for seconds in (20, 5):
-        with clock.pause("save"):
+        with clock.phase(3, "saving"):
             time.passes(seconds)
+    with clock.phase(3, "forward and backward"):
+        time.passes(0)
     with clock.pause("startup"):
         time.passes(100)
     assert clock.training_seconds() == 8
@@ -52,7 +54,7 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
 
 def test_restart_begins_a_new_interval(time):
     clock = Clock()
-    with clock.pause("save"), clock.waiting_for_data():
+    with clock.pause("save"), clock.phase(1, "reading data"):
         time.passes(3)
     clock.restart()
     time.passes(2)

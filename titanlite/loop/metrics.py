@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from models.blocks import Flops
+from titanlite.config.schema import Config
 from titanlite.files import replace_file
+from titanlite.launch import stacks
 
 log = logging.getLogger(__name__)
 
@@ -57,24 +58,47 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # Linux counts KiB, macOS bytes
 
 
+# What a phase of the loop counts as: waiting for data, which is a part of training, or a pause, which is not.
+_COUNTED_AS = {
+    "reading data": "data_wait",
+    "going back": "rollback",
+    "validation": "validation",
+    "writing samples": "samples",
+    "saving": "save",
+    "finishing": "save",
+    "exporting": "save",
+}
+
+
 class Clock:
     """Splits the time between two reports into training, waiting for data, and named pauses such as saving."""
 
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = {}  # seconds of each pause since the beginning
+    def __init__(self, started: float | None = None):
+        """started: time.perf_counter() where the first interval begins; None: now."""
+        self.totals: dict[str, float] = {}  # seconds of each pause since the start
         self.restart()
+        self.started = self.started if started is None else started
 
     def restart(self) -> None:
         """Begins a new interval."""
-        self.started = time.perf_counter()
+        self.started, self.steps = time.perf_counter(), 0
         self.data_wait = 0.0
         self.pauses: dict[str, float] = {}
 
     @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
+    def phase(self, step: int, what: str) -> Iterator[None]:
+        """A phase of a step, for the log of a rank that fails (launch/stacks.py) and for the time that reports count.
+
+        step: 0 before the first one. What _COUNTED_AS does not name is training.
+        """
+        stacks.at(step, what)
         begin = time.perf_counter()
         yield
-        self.data_wait += time.perf_counter() - begin
+        seconds, name = time.perf_counter() - begin, _COUNTED_AS.get(what)
+        if name == "data_wait":
+            self.data_wait += seconds
+        elif name:
+            self.add_pause(name, seconds)
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -90,6 +114,23 @@ class Clock:
 
     def training_seconds(self) -> float:
         return time.perf_counter() - self.started - sum(self.pauses.values())
+
+
+class Meter:
+    """Speed and memory since the last report."""
+
+    def __init__(self, clock: Clock, step_tokens: int, devices: int, flops: Flops, device: torch.device, config: Config):
+        """step_tokens: of a global batch; devices: of the whole job; flops: a token's."""
+        self.clock, self.step_tokens, self.devices, self.flops, self.device = clock, step_tokens, devices, flops, device
+        self.peak = peak_flops(device, config.training.mixed_precision_param)
+
+    def count_step(self) -> None:
+        self.clock.steps += 1
+
+    def read(self) -> dict[str, float]:
+        """`speed` since the clock's last restart, and peak_memory_gib."""
+        values = speed(self.clock, self.clock.steps * self.step_tokens, self.devices, self.flops, self.peak)
+        return values | {"peak_memory_gib": peak_memory_gib(self.device)}
 
 
 def speed(clock: Clock, tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
@@ -124,6 +165,8 @@ class Reporter:
             _drop_reports_from(path, first_step)
             self.file = open(path, "a", encoding="utf-8")
             if self._tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
+
                 self.board = SummaryWriter(str(self._folder / self._tensorboard), purge_step=first_step)
 
     def go_back(self, step: int) -> None:

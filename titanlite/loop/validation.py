@@ -12,9 +12,12 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import to_batch
 from titanlite.data.mixture import PADDING, Data
+from titanlite.data.tokenizer import LoadedTokenizer
+from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.loop.loss import summed_loss
 from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+from titanlite.transforms.registry import Family
 
 
 def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
@@ -40,6 +43,13 @@ def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, dev
         for source, total in zip(data.sources, sums, strict=True):
             found |= _figures(f"/{source.source.name}", total)
     return found
+
+
+def sample_texts(model: nn.Module, config: Config, family: Family, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
+    """What the model writes after each of validation.sample_prompts; all ranks together."""
+    cfg, drawn = config.validation, Sampling(seed=config.training.seed)
+    size, tensor = family.config.vocab_size, mesh["tp"].size()
+    return continue_texts(model, size, tokenizer, cfg.sample_prompts, cfg.sample_tokens, drawn, tensor)
 
 
 def _figures(suffix: str, total: torch.Tensor) -> dict[str, float]:

@@ -57,6 +57,11 @@ def data_rank(mesh: DeviceMesh) -> int:
     return mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
 
 
+def rng_rank(mesh: DeviceMesh) -> int:
+    """Which random numbers this process draws in a forward pass: no two ranks compute the same activations."""
+    return data_rank(mesh) * mesh["tp"].size() + mesh["tp"].get_local_rank()
+
+
 def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of a tensor over all data-parallel parts, in place, on every rank."""
     for name in DATA_DIMENSIONS:
