@@ -1,6 +1,7 @@
 """The pages are true as far as a test can see: links, paths, modules, commands, options and keys that they name exist."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,14 @@ import pytest
 from titanlite.__main__ import COMMANDS
 from titanlite.config.schema import Config
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")) + [ROOT / "benchmarks" / "README.md"]
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")) + sorted(ROOT.glob("*/README.md"))
+PAGES += sorted(ROOT.glob("tests/*/README.md"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = {name: field.annotation for name, field in Config.model_fields.items()}
 EXAMPLES = {"models/mine.py"}  # what a reader of docs/fork.md makes
@@ -82,6 +89,12 @@ def test_options_of_titanlites_commands_exist():
 def test_every_recipe_is_in_the_table():
     table = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert [file.name for file in (ROOT / "train_configs").glob("*.toml") if f"`{file.name}`" not in table] == []
+
+
+def test_the_readme_shows_the_layers_that_lint_enforces():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    assert "    " + " > ".join(layer for layer in layers if layer != "__main__") + "\n" in README
 
 
 def test_the_readme_is_short_and_shows_every_package():
