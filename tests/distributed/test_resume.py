@@ -140,7 +140,7 @@ def test_initial_load_path_starts_at_step_zero_from_the_weights_alone(pools, tmp
     ("change", "message"),
     [
         ({"training": {"seed": 1}}, r"training.seed = 1, was 0\n.*--checkpoint.allow_changes training.seed"),
-        ({"training": {"seq_len": 16}}, "cannot be resumed from with\n  training.seq_len = 16, was 32: a position"),
+        ({"training": {"seq_len": 16}}, "cannot be resumed with\n  training.seq_len = 16, was 32: a position"),
         ({"flavor": "uneven"}, r"another architecture than tests.tiny uneven:\n.*vocab_size = 515, was 512"),
     ],
 )

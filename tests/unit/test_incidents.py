@@ -80,7 +80,7 @@ def test_stop_says_which_step_with_which_numbers_and_samples_and_how_to_see_it_a
         incidents_of(tmp_path / "a run", "stop").judge(good(1, 2) + bad(3, norm=INF) + bad(4), None)
     text = str(caught.value)
     assert text.startswith("step 3: loss nan, gradient norm inf, samples 16 to 23: training has diverged; ")
-    assert text.endswith(f"Again: titanlite replay '{tmp_path}/a run' --step 3")
+    assert text.endswith(f"To repeat it: titanlite replay '{tmp_path}/a run' --step 3")
     (entry,) = read_entries(tmp_path / "a run" / FILE)
     assert (entry["loss"], entry["grad_norm"], entry["samples"], entry["action"]) == (None, None, [16, 24], "stop")
     assert "loss nan, gradient norm inf" in entry["text"]

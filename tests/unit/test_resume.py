@@ -170,7 +170,7 @@ def test_what_is_not_allowed_is_listed_with_both_values_and_a_remedy_that_works(
     with pytest.raises(UserError) as raised:
         resume(TWO)
     first, *listed, remedy = str(raised.value).splitlines()
-    assert first == f"{SOURCE}: the steps to come would be computed otherwise than before:"
+    assert first == f"{SOURCE}: later steps would be computed differently from the earlier ones:"
     assert sorted(listed) == ["  optimizer.lr = 0.0001, was 0.0008", "  training.seed = 3, was 0"]
     words = shlex.split(remedy[remedy.index("--") :])
     path = tmp_path / "run.toml"
@@ -204,9 +204,7 @@ def test_patterns_allow_the_keys_that_they_match(allowed, refused):
 
 @pytest.mark.parametrize("allowed", [[], ["*"], ["training.seq_len"]])
 def test_what_is_impossible_cannot_be_allowed(allowed):
-    with pytest.raises(
-        UserError, match=r"cannot be resumed from with\n  training.seq_len = 16, was 32: a position in the data"
-    ):
+    with pytest.raises(UserError, match=r"cannot be resumed with\n  training.seq_len = 16, was 32: a position in the data"):
         resume({"training.seq_len": 16, "checkpoint.allow_changes": allowed})
 
 
@@ -238,7 +236,7 @@ def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
     numbers = stored().numbers | foreign
     config = configuration()
     family = load_family(config.model.name, config.model.flavor)
-    with pytest.raises(UserError, match=r"step-00000010: its manifest is whole, but "):
+    with pytest.raises(UserError, match=r"step-00000010: its manifest is sound, but "):
         load_run(SOURCE, Manifest(numbers, {}), config, family, DATA, 8, {})
 
 

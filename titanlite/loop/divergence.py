@@ -1,8 +1,8 @@
-"""Steps that went wrong: losses and gradient norms that are not finite, and losses that jump.
+"""Divergence: losses and gradient norms that are not finite, and losses that spike.
 
-What a step has found out stays on the device until the loop next waits for it, at a report or a checkpoint. Then every step
-since the last time is looked at, in order, by all ranks alike; what is wrong goes to the log and, one object a line, to
-incidents.jsonl in the run directory. `titanlite replay` does such a step again.
+A step's loss and norm stay on the device until the loop next waits for it, at a report or a checkpoint. All ranks then judge
+every step since the last reading, in order. Incidents go to the log and, one JSON object a line, to incidents.jsonl in the run
+directory. `titanlite replay` repeats such a step.
 """
 
 import json
@@ -30,23 +30,23 @@ log = logging.getLogger(__name__)
 
 FILE = "incidents.jsonl"
 
-# So many steps in a row may be left out. After that it is not the batches: the weights themselves give no finite gradient.
+# At most this many steps in a row are skipped. After that the batches are not the cause: the weights give no finite gradient.
 _SKIPS_IN_A_ROW = 10
-# So often a run goes back to the same checkpoint. PaLM (arXiv:2204.02311, section 5.1) found that a spike does not come
-# again where its batches are left out; one that does has another cause.
+# At most this many rollbacks to one checkpoint. PaLM (arXiv:2204.02311, section 5.1) found that a spike does not recur when
+# its batches are skipped; one that recurs has another cause.
 _ROLLBACKS = 3
 # 1 / the normal distribution's 75th percentile: times this, the median absolute deviation estimates the standard deviation
 # of normal values (Rousseeuw & Croux, "Alternatives to the median absolute deviation", JASA 88, 1993, section 1).
 _NORMAL = 1.4826
-# The deviation is taken to be at least this share of the median. Where losses hardly differ, any difference would be a jump.
+# Lower bound of the deviation, as a share of the median: where losses hardly differ, any difference would be a spike.
 _LEAST_DEVIATION = 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- what a step has found out
+# ------------------------------------------------------------------------------------------------- the steps since a reading
 
 
 class Step(NamedTuple):
-    """What is known of a step once it was read."""
+    """One step's numbers, on the host."""
 
     number: int
     first_sample: int  # of its global batch, counted over the whole run
@@ -55,21 +55,21 @@ class Step(NamedTuple):
 
 
 class Steps:
-    """The steps since the last reading; their numbers stay on the device until `read`."""
+    """The steps since the last reading. Their numbers stay on the device until `read`."""
 
     def __init__(self, mesh: DeviceMesh):
         self.copies = mesh.size() // data_degree(mesh)  # ranks that hold the same share of the loss
         self.waiting: list[tuple[int, int, Tensor, Tensor]] = []
 
     def add(self, number: int, first_sample: int, share: Tensor, norm: Tensor) -> None:
-        """share, norm: () float32, this rank's share of the loss and the gradient's norm. Does not wait for the device."""
+        """share, norm: () float32, this rank's share of the loss and the gradient's norm. No host sync."""
         self.waiting.append((number, first_sample, share, norm))
 
     def read(self) -> list[Step]:
         """All steps since the last reading, in order: one all-reduce and one transfer. Every rank gets the same numbers.
 
-        A sum in float32 depends on the order of the ranks, and a collective's order on where in the vector a number stands:
-        a loss would depend on how often it is reported. In float64 the order is lost when the sum is rounded to float32.
+        A float32 sum depends on the order of the ranks, and a collective chooses that order by the position in the vector, so
+        a loss would depend on how often it is reported. A float64 sum, rounded to float32, does not.
         """
         if not self.waiting:
             return []
@@ -83,35 +83,35 @@ class Steps:
 
 
 def finite(value: float) -> float | None:
-    """A number as JSON can hold it: None for infinity and for what is not a number."""
+    """A number that JSON can hold: None for infinity and NaN."""
     return value if math.isfinite(value) else None
 
 
-# ------------------------------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------------------------------- nonfinite steps
 
 
 class Decision(NamedTuple):
-    """What follows from the steps of one reading."""
+    """What to do about the steps of one reading."""
 
-    bad: list[Step]  # under "skip" all of them, else the first: those after it may be bad because of it
+    bad: list[Step]  # under "skip" all of them, else the first: it may have caused the later ones
     action: str  # "": none was bad; "stop", "skip" or "rollback"
-    reason: str  # why the run stops, where `training.on_nonfinite` alone does not say it
+    reason: str  # why the run stops, unless `training.on_nonfinite` is the reason
     streak: int  # bad steps in a row up to the last one
 
 
 def is_bad(step: Step, scaled: bool) -> bool:
-    """Whether a step is an incident. scaled: float16 with its loss scale, where gradients overflow now and then."""
+    """Whether a step is an incident. scaled: float16 with a loss scale, where gradients overflow now and then."""
     return not math.isfinite(step.loss) or not (scaled or math.isfinite(step.norm))
 
 
 def decide(steps: list[Step], policy: str, scaled: bool, streak: int, newest: int | None, rollbacks: int) -> Decision:
-    """What to do about the bad ones among some steps.
+    """What to do about the bad steps among `steps`.
 
     policy: training.on_nonfinite. streak: bad steps in a row before these. newest: the step of the newest checkpoint, None
     where there is none. rollbacks: how often the run has gone back to it.
 
-    Only under "skip" do the later ones matter. So where a rollback leads to does not depend on how many steps are read at
-    once, which is another number in a run that was resumed.
+    Later bad steps matter under "skip" only. The target of a rollback therefore does not depend on how many steps are read at
+    once, a number that differs in a resumed run.
     """
     longest = 0
     for step in steps:
@@ -123,13 +123,13 @@ def decide(steps: list[Step], policy: str, scaled: bool, streak: int, newest: in
     reason = ""
     if policy == "skip" and longest > _SKIPS_IN_A_ROW:
         reason = (
-            f"so it was with {longest} steps in a row, and the weights must be at fault, not the batches; "
-            "checkpoint.load_step goes back to earlier ones"
+            f"{longest} steps in a row were not finite, so the weights are the cause, not the batches; "
+            "checkpoint.load_step goes back to earlier weights"
         )
     elif policy == "rollback" and newest is None:
         reason = "there is no checkpoint yet to go back to"
     elif policy == "rollback" and rollbacks >= _ROLLBACKS:
-        reason = f"the run has gone back to step {newest} {rollbacks} times, and it was no help"
+        reason = f"the run has gone back to step {newest} {rollbacks} times without success"
     return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
 
 
@@ -137,16 +137,16 @@ def decide(steps: list[Step], policy: str, scaled: bool, streak: int, newest: in
 
 
 class Spikes:
-    """Finds losses that jump, by the median of those before; what it has seen begins anew with every start of the run."""
+    """Finds losses far above the median of the losses before them. Its window is empty at every start of the run."""
 
     def __init__(self, window: int, threshold: float):
-        """window: losses to look back on, 0 for none at all; threshold: how many standard deviations make a spike."""
+        """window: how many losses the median is over; 0: no detection. threshold: standard deviations that make a spike."""
         self.window, self.threshold = window, threshold
         self.losses: deque[float] = deque(maxlen=window)
-        self.row: list[float] = []  # spikes without another step between them, up to now
+        self.row: list[float] = []  # the latest consecutive spikes
 
     def find(self, steps: list[Step]) -> list[tuple[Step, str]]:
-        """The spikes among the next steps, each with a phrase that says how high it is."""
+        """The spikes among the next steps, each with a phrase for its height."""
         found = []
         for step in steps:
             if self.window == 0 or not math.isfinite(step.loss):
@@ -157,7 +157,7 @@ class Spikes:
             else:
                 self.losses.append(step.loss)
                 self.row = []
-            if 2 * len(self.row) > self.window:  # no spike any more: the loss has another level now
+            if 2 * len(self.row) > self.window:  # no spike: the loss has moved to another level
                 self.losses = deque(self.row, maxlen=self.window)
                 self.row = []
         return found
@@ -175,15 +175,15 @@ class Spikes:
 
 
 class Stretch(NamedTuple):
-    """Steps of a run that were done one after the other. A rollback ends one and begins the next."""
+    """Consecutive steps of a run. A rollback ends one stretch and begins the next."""
 
-    after: int  # the step of the checkpoint that it went on from, or 0
-    last: float  # its last step; infinite for the stretch that the run is in, or has ended in
-    next_sample: int | None  # the first sample after the rollback; None for the first stretch, which begins like any run
+    after: int  # the step of the checkpoint that it continued from, or 0
+    last: float  # its last step; infinite for the last stretch
+    next_sample: int | None  # the first sample after the rollback; None for the first stretch
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of an incidents.jsonl, oldest first. Raises UserError for one that is not as this version writes it."""
+    """The lines of an incidents.jsonl, oldest first. Raises UserError for a line that this version does not write."""
     entries = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
         try:
@@ -196,7 +196,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 
 def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:
-    """The stretches of a run, oldest first, by the rollbacks among its incidents."""
+    """The stretches of a run, oldest first, from the rollbacks among its incidents."""
     found = [Stretch(0, math.inf, None)]
     for entry in entries:
         if entry["kind"] == "rollback" and not entry["superseded"]:
@@ -206,42 +206,42 @@ def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:
 
 
 def attempts_at(step: int, found: list[Stretch]) -> list[int]:
-    """Which of the stretches have done a step, as indices; its first attempt comes first."""
+    """Indices of the stretches that contain a step; the first attempt comes first."""
     return [index for index, stretch in enumerate(found) if stretch.after < step <= stretch.last]
 
 
 def _will_be_done_again(entry: dict[str, Any], first_step: int) -> bool:
-    """Whether an entry is of what a run that starts with `first_step` does not build on."""
+    """Whether a run that starts with `first_step` repeats the step of an entry."""
     if entry["kind"] == "rollback":
         return entry["to_step"] >= first_step - 1
     return entry["step"] >= first_step
 
 
 def _identity(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What two entries of the same incident have in common; another mesh may round their losses differently."""
+    """What two entries of one incident share; losses may differ by rounding on another mesh."""
     return entry["kind"], entry["step"], tuple(entry["samples"]), entry["action"]
 
 
-# ----------------------------------------------------------------------------------------------------------- all of a run's
+# ------------------------------------------------------------------------------------------------------------- the whole run
 
 
 class Rollback(NamedTuple):
-    """That a run is to restore its newest checkpoint, and to go on with other samples than the checkpoint's."""
+    """Restore the newest checkpoint, and continue with other samples than the checkpoint's."""
 
     bad: Step
-    found_at: int  # the step that was the last one when it was noticed
+    found_at: int  # the last step when the incident was read
     next_sample: int
 
 
 class Incidents:
-    """Looks at the steps of a run at every reading, says what to do, and keeps incidents.jsonl.
+    """Judges the steps of a run at every reading, decides what to do, and keeps incidents.jsonl.
 
-    All ranks call it alike; one writes. Entries of steps that a start does again (after a failure, or with load_step) are
-    kept and marked as superseded; when the same incident comes again, its new entry replaces the one that was superseded.
+    All ranks make the same calls; one writes. Entries of steps that a start repeats (after a failure, or with load_step) are
+    kept and marked as superseded. When the incident recurs, its new entry replaces the superseded one.
     """
 
     def __init__(self, config: Config, global_batch: int, first_step: int, active: bool):
-        """first_step: what this start does first; active: whether this rank writes.
+        """first_step: the first step of this start; active: whether this rank writes.
 
         Raises UserError for an incidents.jsonl that cannot be read.
         """
@@ -258,11 +258,11 @@ class Incidents:
             self._save([])
 
     def are_bad(self, steps: list[Step]) -> bool:
-        """Whether one of these steps is not finite, so that `judge` may end the run or go back."""
+        """Whether one of these steps is not finite, so that `judge` may end the run or roll back."""
         return any(is_bad(step, self.scaled) for step in steps)
 
     def judge(self, steps: list[Step], newest: int | None) -> Rollback | None:
-        """Reports what was wrong with the steps of one reading; -> the rollback to make, or None to go on.
+        """Reports the incidents of one reading; returns the rollback to make, or None to continue.
 
         newest: the step of this run's newest checkpoint, None where there is none. Raises UserError where the run ends.
         """
@@ -277,12 +277,12 @@ class Incidents:
         entries.sort(key=lambda entry: entry["step"])
         self._save(entries)
         for entry in entries:
-            if entry["action"] not in ("stop", "rollback"):  # what is said of these follows
+            if entry["action"] not in ("stop", "rollback"):  # these two are reported below
                 self._log(entry)
         if decision.action == "stop":
             step = decision.bad[0]
             why = decision.reason or (
-                'training.on_nonfinite = "stop" ends the run; "skip" goes on without the batch, "rollback" goes on from the '
+                'training.on_nonfinite = "stop" ends the run; "skip" continues without the batch, "rollback" from the '
                 "newest checkpoint with the batch after it"
             )
             raise UserError(f"{self._text(step)}: training has diverged; {why}. {self._hint(step.number)}")
@@ -292,17 +292,17 @@ class Incidents:
         return Rollback(bad, steps[-1].number, bad.first_sample + self.global_batch)
 
     def went_back(self, rollback: Rollback, to_step: int) -> None:
-        """Notes that the rollback was made, to a checkpoint of step `to_step`."""
+        """Records a rollback that was made, to the checkpoint of step `to_step`."""
         self.rollbacks = self.rollbacks + 1 if to_step == self.last_target else 1
         self.last_target, self.streak = to_step, 0
-        entry = self._entry("rollback", rollback.bad, "rollback", f"back to step {to_step}, without the batch")
+        entry = self._entry("rollback", rollback.bad, "rollback", f"rolled back to step {to_step}; the batch is skipped")
         self._log(entry)
         self._save([entry | {"found_at": rollback.found_at, "to_step": to_step, "next_sample": rollback.next_sample}])
 
     def _fate(self, decision: Decision, step: Step) -> tuple[str, str]:
         """(action, phrase) of a bad step."""
         if self.policy != "skip":
-            return decision.action, "the run stops" if decision.action == "stop" else "the run goes back"
+            return decision.action, "the run stops" if decision.action == "stop" else "the run rolls back"
         if math.isfinite(step.norm):
             return "taken", "taken, since its gradient is finite"
         return "skipped", "skipped"
@@ -313,16 +313,16 @@ class Incidents:
             "kind": kind,
             "step": step.number,
             "attempt": self._attempt(step.number),
-            "loss": finite(step.loss),  # JSON has no infinity: the text has it
+            "loss": finite(step.loss),  # JSON has no infinity; the text has it
             "grad_norm": finite(step.norm),
-            "samples": [step.first_sample, step.first_sample + self.global_batch],  # the second is not of the batch
+            "samples": [step.first_sample, step.first_sample + self.global_batch],  # exclusive end
             "action": action,
             "superseded": False,
             "text": f"{self._text(step)}: {phrase}",
         }
 
     def _attempt(self, step: int) -> int:
-        """How often the run has come to a step it is at, counting from 1; more than once after rollbacks."""
+        """The number of this attempt at a step, counting from 1; later attempts follow rollbacks."""
         return len(attempts_at(step, stretches(self.entries)))
 
     def _text(self, step: Step) -> str:
@@ -335,10 +335,10 @@ class Incidents:
 
     def _hint(self, step: int) -> str:
         attempt = f" --attempt {self._attempt(step)}" if self.policy == "rollback" else ""
-        return f"Again: titanlite replay {shlex.quote(str(self.folder))} --step {step}{attempt}"
+        return f"To repeat it: titanlite replay {shlex.quote(str(self.folder))} --step {step}{attempt}"
 
     def _save(self, entries: list[dict[str, Any]]) -> None:
-        """Adds entries; the file is written anew, whole or not at all."""
+        """Adds entries; the file is replaced atomically."""
         if not self.active:
             return
         new = {_identity(entry) for entry in entries}

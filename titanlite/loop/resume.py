@@ -1,7 +1,7 @@
-"""Where a run begins: at step 0, at the newest sound checkpoint, or as a branch of another run; what may have changed since.
+"""Where a run begins: at step 0, at the newest sound checkpoint, or as a branch of another run; which keys may have changed.
 
-A resumed run is to be the uninterrupted one. So its configuration is compared with the stored one, key by key: most keys
-change no step that is to come, some do and must be allowed by name, a few make no sense together with the old state.
+A resumed run must equal the uninterrupted one. Its configuration is compared with the stored one, key by key: most keys
+change no later step, some do and must be allowed by name, a few cannot be combined with the old state.
 """
 
 import fnmatch
@@ -19,8 +19,7 @@ from titanlite.checkpoint import load
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.config.schema import Checkpoint as Keys
-from titanlite.config.schema import Config
+from titanlite.config.schema import Checkpoint, Config
 from titanlite.data.mixture import Data
 from titanlite.errors import UserError
 from titanlite.hf.folder import find_weights
@@ -32,15 +31,15 @@ from titanlite.transforms.registry import Family, is_adapter
 
 log = logging.getLogger(__name__)
 
-# Keys that change no number of the steps to come, but for rounding. Every other key changes the mathematics.
+# Keys that change no number of later steps, apart from rounding. Every other key changes the mathematics.
 HARMLESS = (
     "job.*",
     "model.flavor",  # the dimensions are compared
     "model.attention",
-    "model.hf_assets_path",  # as are text and tokenizer, by fingerprint
+    "model.hf_assets_path",  # text and tokenizer are compared by fingerprint
     "training.dataset",
     "training.dataset_path",
-    "training.sources",  # weights are compared as parts of all samples
+    "training.sources",  # weights are compared as shares of all samples
     "dataloader.*",
     "training.local_batch_size",
     "training.steps",
@@ -58,7 +57,7 @@ HARMLESS = (
     "comm.*",
     "validation.*",
 )
-# What an old state cannot go on with, and why.
+# Changes that the old state cannot be combined with, and why.
 IMPOSSIBLE = {
     "training.seq_len": "a position in the data counts samples of that length",
     **dict.fromkeys(("lora.enable", "lora.rank", "lora.modules"), "the optimizer's state is that of other parameters"),
@@ -67,14 +66,14 @@ _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
 
 
 class Progress(NamedTuple):
-    """How far a run has come; all there is to know of its position in data and schedule."""
+    """A run's position in data and schedule."""
 
     step: int = 0
     samples: int = 0
 
 
 class Change(NamedTuple):
-    """A key whose value is not that of the checkpoint."""
+    """A key whose value differs from the checkpoint's."""
 
     key: str
     before: Any
@@ -87,7 +86,7 @@ class Change(NamedTuple):
 def numbers_of(
     config: Config, family: Family, data: Data, schedule: Schedule, progress: Progress, global_batch: int
 ) -> dict[str, Any]:
-    """What of a run's state is no tensor; a checkpoint's manifest keeps it."""
+    """The state of a run that is not a tensor, for a checkpoint's manifest."""
     return {
         "step": progress.step,
         "samples": progress.samples,
@@ -100,7 +99,7 @@ def numbers_of(
 
 
 def imported_numbers(family: Family, model: dict[str, str]) -> dict[str, Any]:
-    """The same for weights that no run of ours has trained. model: the keys of [model] that describe them."""
+    """The same for imported weights. model: the keys of [model] that describe them."""
     nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
     return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 
@@ -115,31 +114,31 @@ def restore(
     loss_scale: LossScale | None,
     folder: Path,
 ) -> tuple[Progress, Schedule]:
-    """Loads what the run begins with, and says where it stands and which schedule it follows; all ranks together.
+    """Loads the state that the run begins with; returns its position and its schedule. All ranks together.
 
-    In this order: the checkpoint that `load_step` names, the newest sound one of this run in `folder`, what
-    `initial_load_path` names, the initial weights, which the model has. Raises UserError for a checkpoint that does not fit
-    the run, with all that is wrong with it.
+    In this order: the checkpoint that `load_step` names, the newest sound one of this run in `folder`, the one that
+    `initial_load_path` names, the initial weights, which the model has already. Raises UserError for a checkpoint that does
+    not fit the run, with all its faults.
     """
-    keys = config.checkpoint
-    begin = _own_checkpoint(keys, folder) if keys.enable else None
-    if begin is None and not (keys.enable and keys.initial_load_path):
+    cfg = config.checkpoint
+    begin = _own_checkpoint(cfg, folder) if cfg.enable else None
+    if begin is None and not (cfg.enable and cfg.initial_load_path):
         if config.lora.enable:
-            # not refused: speed and memory, and what `titanlite verify` compares, do not depend on the weights
+            # no error: speed, memory and the comparisons of `titanlite verify` do not depend on the weights
             log.warning("lora.enable = true: the weights that are adapted are RANDOM, set checkpoint.initial_load_path")
         return Progress(), build_schedule(config)
     if begin is None:
-        source = Path(keys.initial_load_path)
-        if keys.initial_load_in_hf:
-            weights = find_weights(source, family, model, keys.exclude_from_loading)
+        source = Path(cfg.initial_load_path)
+        if cfg.initial_load_in_hf:
+            weights = find_weights(source, family, model, cfg.exclude_from_loading)
             load_weights(model_tensors(model), weights)
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
         begin = source, load.verified(source)
-        if keys.initial_load_model_only:
+        if cfg.initial_load_model_only:
             for change in family.changes_since(begin[1].numbers["architecture"]):
-                log.info("the model is not that of the weights: %s", change)
-            load.load_tensors(*begin, _to_begin_with(config, *begin, model), keys.exclude_from_loading, "model.")
+                log.info("the model differs from that of the weights: %s", change)
+            load.load_tensors(*begin, _to_begin_with(config, *begin, model), cfg.exclude_from_loading, "model.")
             log.info("weights read from %s", source)
             return Progress(), build_schedule(config)
     start = load_run(*begin, config, family, data, global_batch, run_tensors(model, optimizer, loss_scale))
@@ -148,12 +147,12 @@ def restore(
 
 
 def _to_begin_with(config: Config, source: Path, found: Manifest, model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a new run takes from another's weights: adapters only where that one had some."""
+    """The tensors that a new run takes from another run's weights: adapters only where that run had them."""
     tensors, adapted = model_tensors(model), found.numbers.get("config", {}).get("lora", {}).get("enable")
     if adapted and not config.lora.enable:
         raise UserError(
-            f"{source}: its weights have adapters, which lora.enable = false has no place for; begin from an export, "
-            "where they are merged, or set lora.enable = true with its rank and modules"
+            f"{source}: its weights have adapters, which lora.enable = false cannot load; begin from an export, "
+            "where they are merged, or set lora.enable = true with the same rank and modules"
         )
     if config.lora.enable and not adapted:
         return {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
@@ -169,7 +168,7 @@ def load_run(
     global_batch: int,
     tensors: dict[str, Tensor],
 ) -> tuple[Progress, Schedule]:
-    """Goes on from one checkpoint, into `tensors`. Raises UserError for one that does not fit."""
+    """Loads one checkpoint into `tensors`. Raises UserError for one that does not fit."""
     _refuse_foreign(source, found)
     schedule = check_changes(config, family, data, global_batch, source, found)
     load.load_tensors(source, found, tensors, excluded(config, found))
@@ -177,71 +176,69 @@ def load_run(
 
 
 def imported_fault(source: Path, found: Manifest) -> str:
-    """Why a run cannot go on from a checkpoint, where it is one of `titanlite import-hf`; else nothing."""
+    """Why a run cannot continue from a checkpoint of `titanlite import-hf`; empty for other checkpoints."""
     if not found.numbers.get("imported"):
         return ""
     return (
-        f"{source}: holds weights alone, made by import-hf: there is no optimizer state, step or position in the data; begin "
+        f"{source}: holds weights alone, made by import-hf, without optimizer state, step or data position; begin "
         "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
     )
 
 
 def _refuse_foreign(source: Path, found: Manifest) -> None:
-    """Raises UserError for a checkpoint that is whole, but whose numbers are not those that `numbers_of` gives."""
+    """Raises UserError for a sound checkpoint whose numbers are not those of `numbers_of`."""
     numbers = found.numbers
     if fault := imported_fault(source, found):
         raise UserError(fault)
     tables = numbers["config"].get("checkpoint"), numbers["config"].get("training"), numbers["data"].get("sources")
     if not all(isinstance(table, dict) for table in numbers["config"].values()) or None in tables:
-        raise UserError(f"{source}: its manifest is whole, but does not describe a run of titanlite")
+        raise UserError(f"{source}: its manifest is sound, but does not describe a run of titanlite")
     if not isinstance(numbers["schedule"].get("total_steps"), int):
-        raise UserError(f"{source}: its manifest is whole, but has no schedule")
+        raise UserError(f"{source}: its manifest is sound, but has no schedule")
 
 
 def excluded(config: Config, found: Manifest) -> list[str]:
-    """What of a checkpoint is not loaded: nothing where the run that wrote it has left out the same already."""
+    """Patterns of tensors that are not loaded: none where the run that wrote the checkpoint excluded the same ones."""
     patterns = config.checkpoint.exclude_from_loading
     return [] if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == patterns else patterns
 
 
-def _own_checkpoint(keys: Keys, folder: Path) -> tuple[Path, Manifest] | None:
-    """The checkpoint of this run to go on from: the newest sound one, or what `load_step` names.
+def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | None:
+    """The checkpoint of this run to continue from: the newest sound one, or the one that `load_step` names.
 
-    That counts once: what a run with the same load_step has saved since is gone on from, so that one which is stopped and
-    started again by a scheduler does not go back every time.
+    load_step takes effect once: a run continues from what an earlier start with the same load_step has saved. Otherwise a
+    scheduler that stops and starts the run would send it back every time.
     """
     newest = load.newest_sound(folder)
     if newest is not None:
         _refuse_foreign(*newest)
-    if newest is None or keys.load_step < 0:
+    if newest is None or cfg.load_step < 0:
         return newest
     numbers = newest[1].numbers
-    if numbers["step"] >= keys.load_step == numbers["config"]["checkpoint"].get("load_step"):
-        log.info(
-            "checkpoint.load_step = %d was followed before; to go back again, rename the later checkpoints", keys.load_step
-        )
+    if numbers["step"] >= cfg.load_step == numbers["config"]["checkpoint"].get("load_step"):
+        log.info("checkpoint.load_step = %d took effect before; to go back again, rename the later checkpoints", cfg.load_step)
         return newest
-    source = step_folder(folder, keys.load_step)
+    source = step_folder(folder, cfg.load_step)
     return source, load.verified(source)
 
 
 def check_changes(config: Config, family: Family, data: Data, global_batch: int, source: Path, found: Manifest) -> Schedule:
-    """The schedule that a resumed run follows: the stored one, as long as nothing else is asked for and allowed.
+    """The schedule of a resumed run: the stored one, unless the configuration sets another length and it is allowed.
 
-    Raises UserError that lists every change which is impossible or not allowed.
+    Raises UserError that lists every impossible or forbidden change.
     """
     numbers = found.numbers
     if reshaped := family.changes_since(numbers["architecture"]):
         raise UserError(
-            "\n  ".join([f"{source}: is of another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
-            + "\nA changed model is another run: give it a job.dump_folder of its own; checkpoint.initial_load_path and "
-            "checkpoint.exclude_from_loading give it what still fits of these weights"
+            "\n  ".join([f"{source}: has another architecture than {config.model.name} {config.model.flavor}:", *reshaped])
+            + "\nA changed model is another run: give it its own job.dump_folder; checkpoint.initial_load_path and "
+            "checkpoint.exclude_from_loading load the weights that still fit"
         )
     different = list(changes(config, data, global_batch, numbers))
     if impossible := [change for change in different if change.key in IMPOSSIBLE]:
         raise UserError(
-            "\n".join([f"{source}: cannot be resumed from with", *(f"  {c}: {IMPOSSIBLE[c.key]}" for c in impossible)])
-            + "\nSet it back, or begin another run from the weights alone: checkpoint.initial_load_path"
+            "\n".join([f"{source}: cannot be resumed with", *(f"  {c}: {IMPOSSIBLE[c.key]}" for c in impossible)])
+            + "\nRestore the old value, or begin another run from the weights alone: checkpoint.initial_load_path"
         )
     allowed = config.checkpoint.allow_changes
     refused = [c for c in different if not any(fnmatch.fnmatchcase(c.key, pattern) for pattern in allowed)]
@@ -249,19 +246,19 @@ def check_changes(config: Config, family: Family, data: Data, global_batch: int,
         raise UserError(
             "\n".join(
                 [
-                    f"{source}: the steps to come would be computed otherwise than before:",
+                    f"{source}: later steps would be computed differently from the earlier ones:",
                     *(f"  {change}" for change in refused),
                     *(
                         f"The batch follows from the mesh; to keep it: --training.global_batch_size {change.before}"
                         for change in refused
                         if change.key == "training.global_batch_size" and config.training.global_batch_size == -1
                     ),
-                    f"Set it back, or allow it: {_allow(config, [change.key for change in refused])}",
+                    f"Restore the old value, or allow the change: {_allow(config, [change.key for change in refused])}",
                 ]
             )
         )
     for change in different:
-        log.info("changed since that checkpoint, as allowed: %s", change)
+        log.info("changed since the checkpoint, as allowed: %s", change)
     schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
     if config.training.steps > schedule.total_steps and schedule.at(schedule.total_steps + 1) == 0.0:
         raise UserError(
@@ -273,15 +270,15 @@ def check_changes(config: Config, family: Family, data: Data, global_batch: int,
 
 
 def _allow(config: Config, keys: list[str]) -> str:
-    """The option that allows keys besides those which are allowed already."""
+    """The option that allows these keys and those allowed already."""
     return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
 
 
 def changes(config: Config, data: Data, global_batch: int, numbers: dict[str, Any]) -> Iterator[Change]:
-    """What differs between a checkpoint's numbers and a run in a way that changes the mathematics of the steps to come."""
-    # A key that there was not yet had no effect then, which is what its default says.
+    """Differences between a checkpoint's numbers and a run that change the mathematics of later steps."""
+    # A key that did not exist yet had no effect, which its default expresses.
     before, now = _flat(Config().model_dump()) | _flat(numbers["config"]), _flat(config.model_dump())
-    # -1 and an unset length mean what followed from them.
+    # -1 and an unset length stand for the values that were derived.
     before["training.global_batch_size"], now["training.global_batch_size"] = numbers["global_batch"], global_batch
     planned = numbers["schedule"]["total_steps"]
     before["lr_scheduler.total_steps"] = planned
@@ -293,7 +290,7 @@ def changes(config: Config, data: Data, global_batch: int, numbers: dict[str, An
 
 
 def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
-    """What differs between two descriptions of data (`Data.describe`); names of sources and places of files do not matter."""
+    """Differences between two descriptions of data (`Data.describe`), names of sources and paths of files apart."""
     if before["tokenizer"] != now["tokenizer"]:
         yield Change(_DATA, f"tokenizer {before['tokenizer']}", f"tokenizer {now['tokenizer']}")
     for then, source in itertools.zip_longest(before["sources"], now["sources"]):
@@ -311,7 +308,7 @@ def _source_sentence(source: dict[str, Any] | None) -> str:
 
 
 def changeable(config: Config) -> list[str]:
-    """What checkpoint.allow_changes can name."""
+    """The keys that checkpoint.allow_changes can name."""
     keys = [key for key in _flat(config.model_dump()) if not any(fnmatch.fnmatchcase(key, p) for p in HARMLESS)]
     return [*(key for key in keys if key not in IMPOSSIBLE), _DATA]
 
@@ -321,7 +318,7 @@ def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(name, value before, value now) of what is not the same; a name that was not there yet is no change."""
+    """(name, value before, value now) for each change; a new name is no change."""
     for name, value in now.items():
         if name in before and before[name] != value:
             yield name, before[name], value
