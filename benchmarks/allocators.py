@@ -1,14 +1,14 @@
 """The memory allocator of a whole run, the same for every contestant. "keep" is what run_train.sh sets on CPUs.
 
-On a CPU glibc gives large blocks back to the kernel when they are freed, and takes new ones, every page of which the kernel
-clears and maps at its first touch: at every step, for every large temporary. Both others keep them.
+On a CPU glibc returns large blocks to the kernel when they are freed. For each new block, the kernel clears and maps every page
+at its first touch: at every step, for every large temporary. The other two allocators keep freed blocks.
 """
 
 import glob
 
 ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
-    # glibc's malloc: blocks up to 4 GiB come from the heap and not from mmap, and the heap is never made smaller (mallopt(3))
+    # glibc's malloc: blocks up to 4 GiB come from the heap instead of mmap, and the heap never shrinks (mallopt(3))
     "keep": {
         "MALLOC_MMAP_THRESHOLD_": str(2**32),
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
@@ -20,7 +20,7 @@ _PLACES = ("/usr/lib/*/", "/usr/lib64/", "/usr/lib/", "/usr/local/lib/")
 
 
 def environment(name: str) -> dict[str, str]:
-    """The variables of an allocator. Raises FileNotFoundError where its library is not installed."""
+    """The variables of an allocator. Raises FileNotFoundError if its library is not installed."""
     found = dict(ALLOCATORS[name])
     if library := found.get("LD_PRELOAD"):
         paths = [path for place in _PLACES for path in sorted(glob.glob(place + library))]

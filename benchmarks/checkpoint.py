@@ -1,12 +1,12 @@
-"""What a checkpoint costs: python -m benchmarks.checkpoint [--dim 1024] [--layers 16] [--rounds 5] [--folder DIR]
+"""The cost of a checkpoint: python -m benchmarks.checkpoint [--dim 1024] [--layers 16] [--rounds 5] [--folder DIR]
 
-The state of a Llama with AdamW, by default of 319 M parameters and 3.8 GB, is in turn
-    copied          from memory to memory, into room that is already there: what an asynchronous save cannot do without
-    written         as the same number of bytes into one file, with fsync: what any save cannot do without
-    saved, async    the time until training may go on, and until the checkpoint is complete
+Each round handles the state of a Llama with AdamW, by default 319 M parameters and 3.8 GB, in four ways:
+    copied          from memory to allocated memory: the minimum of an asynchronous save
+    written         as the same number of bytes into one file, with fsync: the minimum of any save
+    saved, async    the time until training continues, and until the checkpoint is complete
     saved           the same, while training waits
-one of each a round; the ratios are medians over rounds of the ratio inside a round. On a GPU, with --device cuda, saving goes
-through pinned memory, and the time of a step (forward, backward, optimizer) is measured in the same rounds.
+Ratios are medians over rounds of the ratio inside a round. On a GPU, with --device cuda, saving uses pinned memory, and the
+time of a step (forward, backward, optimizer) is measured in the same rounds.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from titanlite.optim.state import create_state, run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.transforms.registry import Family
 
-_TOKENS = (1, 1, 129)  # of the step that is timed on a GPU: microbatches, sequences, length + 1
+_TOKENS = (1, 1, 129)  # of the timed step on a GPU: microbatches, sequences, length + 1
 
 
 def main() -> None:
@@ -39,15 +39,17 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: the temporary folder")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    words = parser.parse_args()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if words.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="a folder on the disk to measure; default: the temporary folder"
     )
-    folder = Path(tempfile.mkdtemp(dir=words.folder))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    args = parser.parse_args()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
     try:
-        for name, value in measure(words.dim, words.layers, words.rounds, folder, torch.device(words.device)).items():
+        for name, value in measure(args.dim, args.layers, args.rounds, folder, torch.device(args.device)).items():
             print(f"{name:<36} {value}")
     finally:
         shutil.rmtree(folder)
@@ -67,9 +69,9 @@ def measure(dim: int, layers: int, rounds: int, folder: Path, device: torch.devi
     room = [torch.empty_like(t, device="cpu", pin_memory=device.type == "cuda") for t in local]
     size = sum(t.nbytes for t in local)
     mode = "async_with_pinned_mem" if device.type == "cuda" else "async"
-    keys = config.checkpoint.model_copy(update={"keep_latest_k": 1})
-    waiting = Saver(folder / "waiting", keys, 600)
-    going_on = Saver(folder / "async", keys.model_copy(update={"async_mode": mode}), 600)
+    cfg = config.checkpoint.model_copy(update={"keep_latest_k": 1})
+    waiting = Saver(folder / "waiting", cfg, 600)
+    going_on = Saver(folder / "async", cfg.model_copy(update={"async_mode": mode}), 600)
     times: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], object]) -> None:

@@ -1,9 +1,9 @@
-"""The largest costs of a step, from a trace that `--profiling.enable_profiling true` has written:
+"""The largest costs of a step, from a trace of `--profiling.enable_profiling true`:
 
     python -m benchmarks.costs outputs/RUN/profile_traces/step-00000010/rank-0.json.gz [--rows 15]
 
-On a CPU the time of each operation less that of the operations inside it, on a GPU the time of each kernel. Operations that
-several threads share count once, by the thread that has called them.
+On a CPU it shows the self time of each operation, on a GPU the time of each kernel. An operation that runs on several threads
+counts once, on the thread that called it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def own_times(events: list[dict[str, Any]]) -> tuple[Counter[str], Counter[str]]:
-    """(microseconds, calls) by name of complete events of one thread, each without those inside it."""
+    """(microseconds of self time, calls) by name, of the complete events of one thread."""
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     open_events: list[tuple[str, float]] = []  # name, end
@@ -31,7 +31,7 @@ def own_times(events: list[dict[str, Any]]) -> tuple[Counter[str], Counter[str]]
 
 
 def costs(trace: dict[str, Any]) -> tuple[Counter[str], Counter[str]]:
-    """(microseconds, calls) by name: of a GPU's kernels where there are any, else of the CPU's operations."""
+    """(microseconds, calls) by name, of the GPU kernels, or of the CPU operations if there are no kernels."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if any(e.get("cat") == "kernel" for e in events) else ("cpu_op",)
     by_thread: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
@@ -51,12 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.costs", description=__doc__, allow_abbrev=False)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--rows", type=int, default=15)
-    keys = parser.parse_args()
-    with gzip.open(keys.trace) if keys.trace.suffix == ".gz" else keys.trace.open("rb") as file:
+    args = parser.parse_args()
+    with gzip.open(args.trace) if args.trace.suffix == ".gz" else args.trace.open("rb") as file:
         spent, calls = costs(json.load(file))
     whole = sum(spent.values())
     print(f"{whole / 1e3:.1f} ms")
-    for name, time in spent.most_common(keys.rows):
+    for name, time in spent.most_common(args.rows):
         print(f"{time / whole:6.1%} {time / 1e3:9.2f} ms {calls[name]:6} x  {name[:90]}")
 
 

@@ -1,9 +1,9 @@
-"""Does a precision or an optimizer learn as well? Loss curves of every one, on the same batches of real text.
+"""Loss curves of every precision and optimizer on the same batches of real text.
 
     python -m benchmarks.curves [--steps 1000] [--only "NAME; NAME"] [--runs FOLDER]
 
-Trains the debug recipe once for each row of RUNS, from the same initial weights, and writes results/curves.json and
-results/curves.png; runs that are finished in FOLDER are not done again. python -m benchmarks.report puts both in README.md.
+Trains the debug recipe once for each row of RUNS, from the same initial weights, and writes results/curves.json. Runs that are
+complete in FOLDER are not repeated. python -m benchmarks.report draws the plot and writes both into README.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 _FLOAT16 = {
     "training.mixed_precision_param": "float16",
     "model.name": "benchmarks.float16_products",
-    "model.attention": "math",  # the one whose products are matrix products
+    "model.attention": "math",  # the kernel that consists of matrix products
 }
 _NARROW = _BFLOAT16 | {"training.dtype": "bfloat16"}
 _FLOAT8 = _BFLOAT16 | {"float8.enable": "true", "float8.emulate": "true"}
@@ -38,17 +38,17 @@ RUNS: dict[str, dict[str, str]] = {
     "Muon, bfloat16": _BFLOAT16 | {"optimizer.name": "Muon"},
     "Muon, bfloat16 parameters, stochastic": _NARROW | {"optimizer.name": "Muon", "optimizer.rounding": "stochastic"},
 }
-LAST = 50  # steps whose mean loss is compared: one batch is as noisy as the differences
+LAST = 50  # steps whose mean loss is compared: a single batch is as noisy as the differences
 
 
 def losses(folder: Path) -> list[float]:
-    """The loss of every step that a run has reported, to five places."""
+    """The loss of every reported step of a run, to five places."""
     path = folder / "metrics.jsonl"
     return [round(json.loads(line)["loss"], 5) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def train(name: str, steps: int, folder: Path) -> list[float]:
-    """The losses of one run, which is done if it is not there; where it fails, its exit code is ours."""
+    """The losses of one run, which starts unless it is complete. If the run fails, this process exits with its code."""
     if len(losses(folder)) != steps:
         common = {
             "job.dump_folder": str(folder),
@@ -65,14 +65,14 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
 
 
 def table(curves: dict[str, list[float]]) -> str:
-    """Markdown: what each run ends at, and how far that is from the reference on the same batches."""
+    """Markdown: the final loss of each run, and its difference from the reference on the same batches."""
     last = {name: sum(curve[-LAST:]) / len(curve[-LAST:]) for name, curve in curves.items()}
     rows = [f"| run | loss, mean of the last {LAST} steps | less {REFERENCE} |", "| --- | --- | --- |"]
     return "\n".join(rows + [f"| {name} | {loss:.4f} | {loss - last[REFERENCE]:+.4f} |" for name, loss in last.items()])
 
 
 def section(result: dict[str, Any], picture: str, source: str) -> str:
-    """The result as Markdown; picture, source: the files beside README.md that show it and that it was made from."""
+    """The result as Markdown. picture, source: its plot and its raw data, relative to README.md."""
     steps = len(result["curves"][REFERENCE])
     facts = (
         f"The debug recipe (5.2 M parameters, 2,048 tokens a step of Python's standard library) for {steps:,} steps, one seed, "
@@ -87,7 +87,7 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """All curves, smoothed, and beside them the distance to the reference of those that differ from it in precision alone."""
+    """Two panels: all curves, smoothed; and the difference from the reference for those that differ only in precision."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,7 +102,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         line = {"color": pyplot.get_cmap("tab20")(number), "linewidth": 1}
         whole.plot(smooth(curve), label=name, **line)
         difference = [mine - theirs for mine, theirs in zip(curve, curves[REFERENCE], strict=True)]
-        if name.startswith("AdamW"):  # the others are not other precisions
+        if name.startswith("AdamW"):  # the others differ in more than precision
             apart.plot(smooth(difference), **line)
     whole.set(xlabel="step", ylabel="loss, mean of 20 steps")
     apart.set(xlabel="step", ylabel=f"less {REFERENCE}")
@@ -116,19 +116,19 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--only", default="", help="names of runs, with a semicolon between them")
-    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "curves", help="where the runs' folders are")
-    keys = parser.parse_args()
-    if keys.steps < LAST:
-        sys.exit(f"--steps {keys.steps}: must be at least {LAST}, whose mean is compared")
-    chosen = [name.strip() for name in keys.only.split(";") if name.strip()] or list(RUNS)
+    parser.add_argument("--only", default="", help="names of runs, separated by semicolons")
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "curves", help="the folder of the run folders")
+    args = parser.parse_args()
+    if args.steps < LAST:
+        sys.exit(f"--steps {args.steps}: must be at least {LAST}: the mean loss of the last {LAST} steps is compared")
+    chosen = [name.strip() for name in args.only.split(";") if name.strip()] or list(RUNS)
     if unknown := [name for name in chosen if name not in RUNS]:
         sys.exit(f"--only {unknown[0]}: there are {'; '.join(RUNS)}")
-    folders = {name: keys.runs / "".join(c if c.isalnum() else "_" for c in name) for name in RUNS}
+    folders = {name: args.runs / "".join(c if c.isalnum() else "_" for c in name) for name in RUNS}
     for name in chosen:
-        train(name, keys.steps, folders[name])
+        train(name, args.steps, folders[name])
     curves = {name: losses(folder) for name, folder in folders.items()}
-    curves = {name: curve for name, curve in curves.items() if len(curve) == keys.steps}
+    curves = {name: curve for name, curve in curves.items() if len(curve) == args.steps}
     if REFERENCE not in curves:
         sys.exit(f"nothing is written without {REFERENCE}")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -140,4 +140,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the run has said so
+        sys.exit(130)  # the run has reported it

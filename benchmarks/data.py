@@ -1,13 +1,13 @@
-"""What the data path costs: python -m benchmarks.data [--rounds 7] [--megabytes 40] [--folder DIR]
+"""The cost of the data path: python -m benchmarks.data [--rounds 7] [--megabytes 40] [--folder DIR]
 
-Four comparisons, each between two ways of doing the same, one after the other in each round; ratios are medians over rounds of
-the ratio inside a round.
-    reading     batches as the training loop gets them, without workers, beside a bare loop that copies the same rows of the
-                mapped file into an int64 array; and how many tokens a second two workers hand over
-    recipes     what the debug recipe's model consumes on this machine, and what llama_1b, the fastest of the others, would
-                consume on an H100 that did nothing but multiply
-    tokenize    `titanlite tokenize` with one process a core, beside the tokenizer's own encode_batch on the same text
-    a trillion  opening a set of 10^12 tokens and going to step 1,000,000
+Four measurements. Where two ways are compared, they alternate in each round; ratios are medians over rounds of the ratio inside
+a round.
+    reading     batches for the training loop without workers, compared with a bare loop that copies the same rows of the mapped
+                file into an int64 array; and the tokens per second of two workers
+    recipes     the consumption of the debug recipe's model on this machine, and that of llama_1b, the fastest of the others, on
+                an H100 that only multiplies
+    tokenize    `titanlite tokenize` with one process per core, compared with the tokenizer's own encode_batch on the same text
+    a trillion  opening a set of 10^12 tokens and seeking to step 1,000,000
 """
 
 import argparse
@@ -41,7 +41,7 @@ from titanlite.optim.state import create_state
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.transforms.registry import load_family
 
-# Sequences of a rank's step, and their length: of llama_debug, in between, llama_8b, llama_1b.
+# Sequences in a rank's step, and their length: llama_debug, one in between, llama_8b, llama_1b.
 _SHAPES = ((8, 256), (8, 2048), (8, 8192), (64, 4096))
 _VARIANTS = {
     "pack": {},
@@ -53,13 +53,13 @@ _VARIANTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--megabytes", type=int, default=40, help="of text that is tokenized")
-    parser.add_argument("--folder", help="where files are written; default: a temporary folder")
-    keys = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=keys.folder) as folder:
+    parser.add_argument("--megabytes", type=int, default=40, help="megabytes of text to tokenize")
+    parser.add_argument("--folder", help="the folder for files; default: a temporary folder")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         print(f"PyTorch {torch.__version__}, {os.cpu_count()} cores")
-        recipes(reading(Path(folder), keys.rounds))
-        tokenize(Path(folder), keys.rounds, keys.megabytes)
+        recipes(reading(Path(folder), args.rounds))
+        tokenize(Path(folder), args.rounds, args.megabytes)
         a_trillion(Path(folder))
 
 
@@ -73,7 +73,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
-    """Prints the table; -> the fewest tokens a second that two workers handed over, by shape."""
+    """Prints the table; -> the lowest tokens per second of two workers, by shape."""
     random = np.random.default_rng(0)
     file = write_file(folder / "tokens", [random.integers(0, 60_000, 1000) for _ in range(100_000)])
     print("| rank's step | documents | tokens/s, 0 workers | of a bare loop | tokens/s, 2 workers |")
@@ -84,7 +84,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
             training = {"seq_len": length, "local_batch_size": share, "global_batch_size": share, **variant}
             plain, two = (Config.model_validate({"training": training, "dataloader": {"workers": n}}) for n in (0, 2))
             data = mix_of([opened(file)], plain)
-            steps = 2 * max(1, 4096 // share)  # twice what is located at once
+            steps = 2 * max(1, 4096 // share)  # twice the number located at once
             plan = Plan(data, 0, share, share, 0, (0, 1))
             rows = [np.minimum(plan.located(step)[1], file.tokens // length - 2).tolist() for step in range(steps)]
 
@@ -96,7 +96,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
 
             def ours(config: Config, data=data, steps=steps, share=share) -> float:
                 source = read_batches(config, data, 0, share, (0, 1))
-                for _ in range(config.dataloader.workers * 4):  # they start
+                for _ in range(config.dataloader.workers * 4):  # until they have started
                     next(source)
                 begin = time.perf_counter()
                 for _ in range(steps):
@@ -119,7 +119,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
 
 
 def recipes(read: dict[tuple[int, int], float]) -> None:
-    """What training takes of the tokens a second that two workers give at least."""
+    """Compares the tokens per second that training consumes with the lowest rate of two workers."""
     config = read_config("train_configs/llama_debug.toml", [])
     family = load_family("llama3", "debug")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -179,7 +179,7 @@ def a_trillion(folder: Path) -> None:
     sparse_set.write(folder / "set")
     open_tokenizer("").tokenizer.save(str(folder / "assets" / "tokenizer.json"))
     for mask in (False, True):
-        # in a process of its own, whose memory is that of a rank and not of this benchmark
+        # in a new process, so that its memory is that of a rank, without this benchmark
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(sparse_set.measure, (folder / "set", str(folder / "assets"), mask))
         print(

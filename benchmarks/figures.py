@@ -1,4 +1,4 @@
-"""From a run's raw numbers to what is told of it: medians, ratios, utilisation, memory; as rows of tables."""
+"""From a run's raw numbers to the rows of its tables: medians, ratios, utilisation, memory."""
 
 import statistics
 from typing import Any, NamedTuple
@@ -8,21 +8,21 @@ _STATE_BYTES = {"bfloat16": 16, "float32": 16, "bfloat16-pure": 8}  # a paramete
 
 
 class Figures(NamedTuple):
-    """What one contestant has reached; rates are medians over rounds."""
+    """The figures of one contestant; rates are medians over rounds."""
 
     tokens_per_second: float
     to_ours: float  # its speed / titanlite's, the median over rounds of the ratio inside a round
-    mfu_causal: float | None  # of the datasheet's peak, None where there is none
+    mfu_causal: float | None  # relative to the data sheet's peak; None without one
     mfu_palm: float | None
-    hfu: float | None  # attention causal, recomputation counted; None where nobody can tell what is recomputed
-    matmul_causal: float  # the same of a large matrix product's rate in this run
+    hfu: float | None  # causal attention plus recomputation; None if the recomputed part is unknown
+    matmul_causal: float  # the same, relative to a large matrix product in this run
     matmul_palm: float
     matmul_hfu: float | None
-    peak: int  # bytes at most while training: resident, or on a GPU allocated
-    above_state: int  # of these, what is not parameters, gradients and optimizer states
-    net: int  # of these again, what was not resident once the libraries were imported
-    cold: float  # seconds from the process's start to the end of its first step, with no compiler's cache
-    warm: float | None  # and with one: the median
+    peak: int  # peak bytes during training: resident, or allocated on a GPU
+    above_state: int  # without parameters, gradients and optimizer state
+    net: int  # also without the memory resident after the imports
+    cold: float  # seconds from process start to the end of its first step, without a compiler cache
+    warm: float | None  # with a compiler cache: the median
 
 
 def state_bytes(parameters: int, precision: str) -> int:
@@ -31,7 +31,7 @@ def state_bytes(parameters: int, precision: str) -> int:
 
 
 def figures(result: dict[str, Any]) -> dict[str, Figures]:
-    """Of every contestant of a result that was measured, by name, in the order of the result."""
+    """The figures of every measured contestant by name, in the order of the result."""
     job, flops = result["job"], result["flops"]
     tokens = job["accumulate"] * job["batch"] * job["seq"] * result["steps"]
     product = result["matmul"]["flops"] * result["steps"] / statistics.median(result["matmul"]["seconds"])
@@ -107,15 +107,15 @@ def aligned(rows: list[list[str]]) -> str:
 
 
 def disagreements(losses: dict[str, list[float]], tolerance: float) -> tuple[str, dict[str, str]]:
-    """Whom the others are compared with, and a sentence for each whose losses are others: name -> sentence.
+    """The reference, and a sentence for each contestant whose losses differ from it: name -> sentence.
 
-    The reference is "plain" where it is among them, then "plain-compiled", then the first. tolerance: relative, of each loss.
+    The reference is "plain", else "plain-compiled", else the first. tolerance: relative, for each loss.
     """
     reference = next((name for name in ("plain", "plain-compiled") if name in losses), next(iter(losses)))
     found = {}
     for name, theirs in losses.items():
         apart = [abs(a - b) / abs(b) for a, b in zip(theirs, losses[reference], strict=True)]
-        # not "any above": a loss that is no number is above nothing
+        # not "any above": NaN is not above anything
         if not all(difference <= tolerance for difference in apart):
             listed = ", ".join(f"{loss:.6f}" for loss in theirs)
             expected = ", ".join(f"{loss:.6f}" for loss in losses[reference])

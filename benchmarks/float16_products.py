@@ -1,10 +1,10 @@
-"""Llama 3 with float16 products as a GPU makes them, on CPUs that have none: sums in float32, rounded once.
+"""Llama 3 with float16 products as on a GPU, for CPUs without them: accumulated in float32, rounded once.
 
     ./run_train.sh CONFIG.toml --model.name benchmarks.float16_products --training.mixed_precision_param float16
 
-PyTorch multiplies float16 one number at a time there, up to eighty times slower than this. Importing the module replaces the
-CPU kernels of this process. float32 stays what it is; products in any other dtype raise ValueError, since they would be float32
-ones too.
+On such CPUs PyTorch multiplies float16 one number at a time, up to eighty times slower than this. Importing the module
+replaces the CPU kernels of this process. float32 products do not change; products in any other dtype raise ValueError,
+because they would be computed in float32 too.
 """
 
 import torch
@@ -17,7 +17,7 @@ _ALLOWED = (torch.float16, torch.float32)
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """(n, rows, inner) times (n, inner, columns), by the one product whose kernel stays PyTorch's own."""
+    """(n, rows, inner) times (n, inner, columns), with baddbmm, whose kernel is not replaced."""
     if a.dtype not in _ALLOWED:
         raise ValueError(f"benchmarks.float16_products multiplies {_ALLOWED}, not {a.dtype}")
     ignored = torch.zeros((), dtype=torch.float32).expand(a.shape[0], a.shape[1], b.shape[2])

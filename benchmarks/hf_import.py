@@ -1,8 +1,8 @@
 """Importing a large model: python -m benchmarks.hf_import [--flavor 8b] [--ranks 2] [--folder DIR]
 
 Writes a folder in Hugging Face's format with random bfloat16 weights of a Llama's size (8b: 16 GB, in files of 5 GiB), imports
-it with `titanlite import-hf`, compares every tensor of the checkpoint with the file, and prints what a rank has held at most.
-Needs twice the size of the model on the disk.
+it with `titanlite import-hf`, compares every tensor of the checkpoint with the file, and prints the peak memory of a rank.
+Needs disk space for twice the size of the model.
 """
 
 import argparse
@@ -29,18 +29,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="8b")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to use; default: the temporary folder")
-    keys = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=keys.folder))
-    family = load_family("llama3", keys.flavor)
+    parser.add_argument("--folder", type=Path, default=None, help="a folder on the disk to use; default: the temporary folder")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    family = load_family("llama3", args.flavor)
     try:
         begin = time.perf_counter()
         names, size = write_model(family, folder / "source")
         print(f"{len(names)} tensors, {size / 2**30:.2f} GiB, written in {time.perf_counter() - begin:.0f} s", flush=True)
         begin = time.perf_counter()
         command = ["import-hf", "--source", str(folder / "source"), "--output", str(folder / "weights")]
-        subprocess.run([sys.executable, "-m", "titanlite", *command, "--ranks", str(keys.ranks)], check=True)
-        print(f"\nimported by {keys.ranks} ranks in {time.perf_counter() - begin:.0f} s", flush=True)
+        subprocess.run([sys.executable, "-m", "titanlite", *command, "--ranks", str(args.ranks)], check=True)
+        print(f"\nimported by {args.ranks} ranks in {time.perf_counter() - begin:.0f} s", flush=True)
         begin = time.perf_counter()
         different = compare(folder / "source", folder / "weights", names)
         print(f"{len(different)} of {len(names)} tensors differ; compared in {time.perf_counter() - begin:.0f} s {different}")
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def write_model(family: Family, folder: Path) -> tuple[dict[str, str], int]:
-    """A folder with random weights, never more than one tensor in memory; -> our name -> theirs, bytes."""
+    """Writes a folder with random weights, one tensor in memory at a time; -> {our name: their name}, bytes."""
     folder.mkdir()
     tensors = {name.removeprefix("model."): tensor for name, tensor in model_tensors(family.on_meta()).items()}
     names = their_names(family, tensors)
@@ -59,7 +59,7 @@ def write_model(family: Family, folder: Path) -> tuple[dict[str, str], int]:
     places = {}
     for number, file in enumerate(files, 1):
         path = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        # random bits of the exponents of ordinary numbers: quicker than a distribution, and no value is like its neighbour
+        # random bits with ordinary exponents: faster than a distribution, and neighbouring values differ
         write_file(path, file, lambda name: torch.randint(0x3000, 0x4000, shapes[name], dtype=torch.int16).view(torch.bfloat16))
         places |= {item.theirs: path.name for item in file}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -68,7 +68,7 @@ def write_model(family: Family, folder: Path) -> tuple[dict[str, str], int]:
 
 
 def compare(source: Path, checkpoint: Path, names: dict[str, str]) -> list[str]:
-    """The names of tensors that are not those of the files, bit for bit."""
+    """The names of the tensors that differ from the files in any bit."""
     stored, entries = Stored(checkpoint), stored_tensors(source)[0]
     different = []
     for ours, theirs in names.items():

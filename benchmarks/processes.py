@@ -1,4 +1,4 @@
-"""Contestants as processes: started, asked, stopped while it is another's turn, ended."""
+"""Contestants as processes: start, run steps, pause during the turns of others, end."""
 
 import contextlib
 import json
@@ -19,19 +19,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Left(Exception):
-    """A contestant's process has ended, or has said that it cannot do its job; the text is all that there is to say of it."""
+    """A contestant's process has ended, or cannot do its job; the text is the reason and its log."""
 
     def __init__(self, reason: str, failed: bool, log: str = ""):
-        """reason: its last line says what it was. failed: False where it is not fit for the job. log: what it has printed."""
+        """reason: its last line is the summary. failed: False if it does not support the job. log: its output."""
         super().__init__(f"{reason}\n{log}" if log else reason)
         self.failed, self.summary = failed, reason.strip().splitlines()[-1]
 
 
 class Process:
-    """The ranks of one contestant. `first_step` is the time from their start to the end of their first step, in seconds."""
+    """The ranks of one contestant. `first_step`: seconds from their start to the end of their first step."""
 
     def __init__(self, job: Job, python: str, environment: dict[str, str], cache: Path):
-        """python: its interpreter; environment: in place of this process's own; cache: where compilers keep their results."""
+        """python: its interpreter; environment: replaces that of this process; cache: the folder of the compiler caches."""
         self.job = job
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         variables = environment | {
@@ -78,15 +78,15 @@ class Process:
         return self._hear()
 
     def pause(self) -> None:
-        """Takes no time of the processor until `run`."""
+        """Stops the process, which uses no CPU time until `run`."""
         self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """Kills the process."""
         self._signal(signal.SIGKILL)
         for rank in self._ranks:
             rank.wait()
-            with contextlib.suppress(BrokenPipeError):  # words that it has not read any more
+            with contextlib.suppress(BrokenPipeError):  # it has not read all of its input
                 rank.stdin.close()
             rank.stdout.close()
         self._log.close()
@@ -96,17 +96,17 @@ class Process:
             try:
                 os.killpg(rank.pid, number)  # with the compilers that it may have started
             except ProcessLookupError:
-                continue  # nobody is left there
+                continue  # the process group has ended
 
     def _say(self, rank: int, value: dict[str, Any]) -> None:
         try:
             self._ranks[rank].stdin.write(json.dumps(value) + "\n")
             self._ranks[rank].stdin.flush()
         except BrokenPipeError:
-            pass  # `_hear` tells why it has ended
+            pass  # `_hear` reports why it has ended
 
     def _hear(self) -> dict[str, Any]:
-        """The next answer of all ranks, as one."""
+        """The next answer of all ranks, combined."""
         answers = []
         for rank in self._ranks:
             line = rank.stdout.readline()
@@ -130,9 +130,9 @@ class Process:
 
 
 def base_environment(allocator: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """This process's environment without what would make one run another than the next, and with what was asked for.
+    """This process's environment without the caller's thread counts, caches and allocators, so that all runs are equal.
 
-    Thread counts, caches and allocators of the caller's own are left out; `given` comes last.
+    `allocator`, then `given`, override it.
     """
     prefixes = (
         "MALLOC_",
@@ -152,13 +152,13 @@ def base_environment(allocator: dict[str, str], given: dict[str, str]) -> dict[s
 
 
 def missing_packages(python: str, packages: tuple[str, ...]) -> list[str]:
-    """Which of them an interpreter cannot import."""
+    """The packages that an interpreter cannot import."""
     code = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
     return subprocess.run([python, "-c", code, *packages], capture_output=True, text=True, check=True).stdout.split()
 
 
 def python_of(module: str, given: dict[str, str]) -> str:
-    """The interpreter of a contestant: of its own, or this one."""
+    """The interpreter of a contestant: its own, or this one."""
     return given.get(module, sys.executable)
 
 

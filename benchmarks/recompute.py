@@ -1,9 +1,8 @@
-"""Memory against time of every way to recompute: python -m benchmarks.recompute [--flavor debug] [--rounds 9]
+"""Memory and time of every mode of activation checkpointing: python -m benchmarks.recompute [--flavor debug] [--rounds 9]
 
-For each mode of activation_checkpoint, compiled and not: bytes that the blocks keep between forward and backward pass, and
-the time of a step (forward and backward pass), each relative to mode "none" without compile. Steps are taken in turn, one of
-each variant a round, and the ratio is the median over rounds of the ratio inside a round, so that a machine whose speed
-drifts measures the same.
+For each mode of activation_checkpoint, compiled and not: the bytes that the blocks keep between forward and backward pass, and
+the time of a step (forward and backward pass), each relative to mode "none" without compile. Each round takes one step of every
+variant. The ratio is the median over rounds of the ratio inside a round, so a machine whose speed drifts gives the same ratios.
 """
 
 import argparse
@@ -38,7 +37,7 @@ BUDGETS = {f"memory_budget {share:g}": {"mode": "memory_budget", "memory_budget"
 
 
 class Storages(TorchDispatchMode):
-    """Remembers every storage that operations make while the mode is on, without keeping any alive."""
+    """Records every storage that operations create while the mode is active, without keeping any alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Storages(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # one that only looks on: compiled code stays compiled
+        return True  # it only observes: compiled code stays compiled
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
@@ -57,14 +56,14 @@ class Storages(TorchDispatchMode):
         return out
 
     def alive(self) -> int:
-        """Bytes of those that somebody still holds."""
+        """Bytes of the storages that are still referenced."""
         return sum(size for reference, size in self.seen.values() if not reference.expired())
 
 
 def kept_bytes(model: nn.Module, inputs: Tensor) -> int:
     """Bytes that a model without its head holds between forward and backward pass, for inputs (batch, seq)."""
     seq = SeqInfo(torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs))
-    model(inputs, seq).sum().backward()  # what is made at first use is not counted
+    model(inputs, seq).sum().backward()  # creates what is created only at first use
     with Storages() as storages:
         hidden = model(inputs, seq)
         gc.collect()
@@ -79,14 +78,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
-    keys = parser.parse_args()
+    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
-    original = load_family("llama3", keys.flavor)
+    original = load_family("llama3", args.flavor)
     variants = {name: (mode, False) for name, mode in MODES.items()}
     variants |= {f"{name}, compiled": (mode, True) for name, mode in (MODES | BUDGETS).items()}
-    batch = Batch(torch.randint(original.config.vocab_size, (keys.batch, keys.seq_len + 1), device=device))
+    batch = Batch(torch.randint(original.config.vocab_size, (args.batch, args.seq_len + 1), device=device))
     models, kept = {}, {}
     for name, (mode, compiled) in variants.items():
         values = {
@@ -98,11 +97,11 @@ def main() -> None:
         kept[name] = kept_bytes(models[name], batch.inputs())
         summed_loss(models[name], batch).backward()
     ratios: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(keys.rounds):
+    for _ in range(args.rounds):
         seconds = {name: _timed(model, batch, device) for name, model in models.items()}
         for name in models:
             ratios[name].append(seconds[name] / seconds["none"])
-    print(f"llama3 {keys.flavor}, {keys.batch} x {keys.seq_len} tokens, {device}, PyTorch {torch.__version__}")
+    print(f"llama3 {args.flavor}, {args.batch} x {args.seq_len} tokens, {device}, PyTorch {torch.__version__}")
     print("| activation_checkpoint.mode | kept activations | step time |\n| --- | --- | --- |")
     for name in models:
         print(f"| {name} | {kept[name] / kept['none']:.2f} | {statistics.median(ratios[name]):.2f} |")
@@ -110,10 +109,10 @@ def main() -> None:
 
 
 def _fresh(family: Family) -> Family:
-    """The same family from a module of its own: dynamo keeps compiled code by function, and knows no memory budgets."""
+    """The same family from a new module: dynamo caches compiled code by function, and ignores memory budgets."""
     spec = importlib.util.spec_from_file_location(f"family_{time.perf_counter_ns()}", family.module.__file__)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return Family(module, family.config)
 

@@ -1,6 +1,6 @@
 """The tables and plots of benchmarks/README.md from the JSON files of benchmarks/results/: python -m benchmarks.report
 
-What stands in README.md between the two marks is written anew; the rest is left alone.
+It replaces the part of README.md between the two marks and leaves the rest unchanged.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was measured, in a line."""
+    """One line that says what was measured."""
     job = result["job"]
     model = job["model"]
     where = result["hardware"].get("gpu") or f"{job['threads']} CPU thread{'s' if job['threads'] > 1 else ''}"
@@ -26,7 +26,7 @@ def title(result: dict[str, Any]) -> str:
 
 
 def section(result: dict[str, Any], picture: str, source: str) -> str:
-    """One result as Markdown. picture, source: the files beside README.md that show it and that it was made from."""
+    """One result as Markdown. picture, source: its plot and its raw data, relative to README.md."""
     job, model, hardware = result["job"], result["job"]["model"], result["hardware"]
     versions: dict[str, str] = {}
     for raw in result["contestants"].values():
@@ -58,7 +58,7 @@ def section(result: dict[str, Any], picture: str, source: str) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Tokens a second of every contestant with each round as a point, and beside it peak memory and what it is made of."""
+    """Two panels: tokens per second of every contestant, each round a point; and its peak memory by parts."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +73,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for place, name in enumerate(found):
         rates = [tokens / seconds for seconds in result["contestants"][name]["seconds"]]
         speed.plot(rates, [place] * len(rates), "k.", markersize=3)
-    speed.set_xlabel("tokens a second: median, and each round")
+    speed.set_xlabel("tokens per second: median, and each round")
     state = [(f.peak - f.above_state) / 1e9 for f in found.values()]
     libraries = [(f.above_state - f.net) / 1e9 for f in found.values()]
     rest = [f.net / 1e9 for f in found.values()]
@@ -90,16 +90,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def fill(text: str, sections: list[str]) -> str:
-    """The text with the sections between the marks. Raises ValueError where it has not both of them once, in this order."""
+    """The text with the sections between the marks. Raises ValueError unless it has both marks once, in this order."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"there must be one line {BEGIN} and behind it one line {END}")
+        raise ValueError(f"must contain one line {BEGIN} followed by one line {END}")
     body = "\n\n".join(sections) if sections else "No results yet."
     return f"{text[: text.index(BEGIN)]}{BEGIN}\n\n{body}\n\n{text[text.index(END) :]}"
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=_HERE, help="that of README.md and results/")
+    parser.add_argument("--folder", type=Path, default=_HERE, help="the folder of README.md and results/")
     folder = parser.parse_args(words).folder
     sections = []
     for path in sorted((folder / "results").glob("throughput_*.json")):

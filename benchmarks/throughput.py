@@ -1,9 +1,10 @@
 """titanlite beside its peers, in one run: python -m benchmarks.throughput --help
 
-All contestants train the same Llama: the same initial weights, batches, precision, optimizer and number of threads, each in a
-process of its own. Their first losses are compared, and who has others is refused: it does other work. Then they take turns,
-A B C A B C ..., some steps each; what is told are medians over the rounds, and ratios are medians of the ratio inside a round,
-so that a machine whose speed drifts measures the same. benchmarks/README.md tells how each figure is taken.
+All contestants train the same Llama, each in its own process: the same initial weights, batches, precision, optimizer and
+number of threads. Their first losses are compared, and a contestant whose losses differ is refused: it computes something
+else. Then they take turns of some steps, A B C A B C ...; the figures are medians over the rounds, and ratios are medians of
+the ratio inside a round, so a machine whose speed drifts gives the same ratios. benchmarks/README.md describes how each
+figure is measured.
 """
 
 import argparse
@@ -41,14 +42,14 @@ from titanlite.loop.metrics import peak_flops_of
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import Family, every_layer
 
-# How far the first losses of two contestants may be apart, relative. In float32 only the order of sums differs. In bfloat16
-# every matrix product rounds to 3 digits, and contestants differ in what else they keep in it: autocast leaves the residual
-# path in float32, titanlite does not.
+# The largest relative difference between the first losses of two contestants. In float32 only the order of sums differs. In
+# bfloat16 every matrix product rounds to 3 digits, and contestants differ in what else they store in it: autocast keeps the
+# residual path in float32, titanlite does not.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "bfloat16-pure": 2e-3}
 
 
 class Fault(Exception):
-    """What the user can mend; the text says how."""
+    """A fault that the user can correct; the text says how."""
 
 
 # ------------------------------------------------------------------------------------------------------- the command line
@@ -63,20 +64,20 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add(
         "--peers",
         default="plain,plain-compiled,hf,torchtitan,litgpt,fabric",
-        help=f"who runs beside titanlite, of {', '.join(CONTESTANTS)}; those that are not installed are left out",
+        help=f"contestants beside titanlite, of {', '.join(CONTESTANTS)}; those that are not installed are left out",
     )
     add(
         "--model",
         default="llama3:debug",
-        help="llama3:FLAVOUR, dimensions that differ from it behind: llama3:debug,n_layers=8,dim=512",
+        help="llama3:FLAVOUR, followed by dimensions that differ: llama3:debug,n_layers=8,dim=512",
     )
-    add("--vocab", type=int, help="entries of the vocabulary; default: the flavour's")
+    add("--vocab", type=int, help="size of the vocabulary; default: the flavour's")
     add("--precision", choices=list(TOLERANCE), default="bfloat16")
     add("--batch", type=int, default=8, help="sequences in one forward and backward pass")
-    add("--seq", type=int, default=256, help="tokens of a sequence")
+    add("--seq", type=int, default=256, help="tokens in one sequence")
     add("--accumulate", type=int, default=1, help="passes in one optimizer step")
-    add("--recompute", choices=["none", "full"], default="none", help="the blocks' activations, in the backward pass")
-    add("--threads", type=int, default=os.cpu_count(), help="of a contestant; shared among its ranks")
+    add("--recompute", choices=["none", "full"], default="none", help="recompute the blocks' activations in the backward pass")
+    add("--threads", type=int, default=os.cpu_count(), help="CPU threads of each contestant; its ranks share them")
     add("--ranks", type=int, default=1, help="processes of every titanlite contestant, with FSDP2 between them")
     add(
         "--titanlite", default="", metavar="OPTIONS", help='options of titanlite\'s configuration: "--compile.components model"'
@@ -86,37 +87,48 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar='NAME="OPTIONS"',
-        help="titanlite once more, with options over those of --titanlite; --ranks N among them is its own; repeatable",
+        help="another titanlite contestant: its options override those of --titanlite, --ranks N included; repeatable",
     )
     add("--rounds", type=int, default=7)
-    add("--steps", type=int, default=10, help="of each contestant in each round")
+    add("--steps", type=int, default=10, help="steps of each contestant in each round")
     add("--warmup", type=int, default=2, help="untimed steps of each process before its first turn")
     add("--check-steps", type=int, default=5, help="first steps whose losses must agree")
     add("--lr", type=float, default=3e-4)
     add("--seed", type=int, default=0)
-    add("--no-warm", action="store_true", help="start once, without a compiler's cache, and not once more with it")
+    add("--no-warm", action="store_true", help="skip the second start, with a warm compiler cache")
     add(
         "--one-at-a-time",
         action=argparse.BooleanOptionalAction,
         help="a new process for each turn; default: on CUDA, where two may not fit",
     )
-    add("--allocator", choices=list(ALLOCATORS), default="default", help="of every contestant: benchmarks/allocators.py")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="for every contestant's environment; repeatable")
+    add(
+        "--allocator",
+        choices=list(ALLOCATORS),
+        default="default",
+        help="allocator of every contestant, from benchmarks/allocators.py",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable for the environment of every contestant; repeatable",
+    )
     add(
         "--python",
         action="append",
         default=[],
         metavar="PEER=PATH",
-        help="the interpreter of a peer that needs an environment of its own; repeatable",
+        help="interpreter of a peer that needs its own environment; repeatable",
     )
-    add("--output", type=Path, metavar="FILE.json", help="all raw figures, for python -m benchmarks.report")
-    keys = parser.parse_args(words)
+    add("--output", type=Path, metavar="FILE.json", help="where to write all raw figures, for python -m benchmarks.report")
+    args = parser.parse_args(words)
     for name in ("batch", "seq", "accumulate", "threads", "ranks", "rounds", "steps", "check_steps"):
-        if getattr(keys, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(keys, name)}: must be at least 1")
-    if keys.device == "cuda" and not torch.cuda.is_available():
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
-    return keys
+    return args
 
 
 def pairs(given: list[str], option: str) -> dict[str, str]:
@@ -131,7 +143,7 @@ def dimensions(model: str, vocab: int | None) -> llama3.Config:
     flavour, *changes = model.split(",")
     family, _, name = flavour.partition(":")
     if family != "llama3" or name not in llama3.FLAVORS:
-        raise Fault(f"--model {flavour}: must be llama3:FLAVOUR, of {', '.join(llama3.FLAVORS)}, with dimensions behind")
+        raise Fault(f"--model {flavour}: must be llama3:FLAVOUR, of {', '.join(llama3.FLAVORS)}, followed by dimensions")
     base = llama3.FLAVORS[name]
     whole = {field.name for field in fields(base) if isinstance(getattr(base, field.name), int)} - {"tied_embeddings"}
     found = {"vocab_size": vocab or base.vocab_size}
@@ -142,13 +154,13 @@ def dimensions(model: str, vocab: int | None) -> llama3.Config:
     return replace(base, **found)
 
 
-def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]], dict[str, str]]:
-    """Who takes part: name -> contestant and its number of ranks; and who is left out, with the reason."""
-    chosen = [OURS, *(name for name in keys.peers.split(",") if name not in ("", OURS))]
+def line_up(args: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]], dict[str, str]]:
+    """The contestants, name -> contestant and its number of ranks; and those left out, name -> reason."""
+    chosen = [OURS, *(name for name in args.peers.split(",") if name not in ("", OURS))]
     if unknown := [name for name in chosen if name not in CONTESTANTS]:
         raise Fault(f"--peers {unknown[0]}: there are {', '.join(CONTESTANTS)}")
-    pythons, found, left_out = pairs(keys.python, "--python"), {}, {}
-    common = shlex.split(keys.titanlite)
+    pythons, found, left_out = pairs(args.python, "--python"), {}, {}
+    common = shlex.split(args.titanlite)
     for name in dict.fromkeys(chosen):
         contestant = CONTESTANTS[name]
         if missing := missing_packages(python_of(contestant.module, pythons), contestant.packages):
@@ -157,10 +169,10 @@ def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
         ours = contestant.module == "titanlite"
         if ours:
             contestant = contestant._replace(keys=contestant.keys | {"options": common})
-        found[name] = contestant, keys.ranks if ours and not contestant.keys.get("fsdp") else 1
-    for name, options in pairs(keys.variant, "--variant").items():
+        found[name] = contestant, args.ranks if ours and not contestant.keys.get("fsdp") else 1
+    for name, options in pairs(args.variant, "--variant").items():
         split = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        split.add_argument("--ranks", type=int, default=keys.ranks)
+        split.add_argument("--ranks", type=int, default=args.ranks)
         own, words = split.parse_known_args(shlex.split(options))
         if own.ranks < 1:
             raise Fault(f"--variant {name}: --ranks {own.ranks}: must be at least 1")
@@ -173,7 +185,7 @@ def line_up(keys: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
 
 
 def write_model(folder: Path, config: llama3.Config, seed: int, device: str, dtype: torch.dtype = torch.float32) -> int:
-    """titanlite's initial weights as a folder in Hugging Face's format, a tensor at a time; -> the number of parameters."""
+    """Writes titanlite's initial weights in Hugging Face's format, one tensor at a time; -> the number of parameters."""
     family = Family(llama3, config)
     model = family.on_meta()
     distributions, faults = match_initial(model, family)
@@ -197,7 +209,7 @@ def write_model(folder: Path, config: llama3.Config, seed: int, device: str, dty
 
 
 def training_flops(config: llama3.Config, seq: int) -> dict[str, float]:
-    """FLOPs a token: causal and PaLM as the family counts them, and the blocks' forward pass, which recomputation adds."""
+    """FLOPs per token: causal and PaLM as the family counts them, and the blocks' forward pass, which recomputation adds."""
     found = llama3.flops(config, seq)
     return {
         "causal": found.causal,
@@ -207,14 +219,14 @@ def training_flops(config: llama3.Config, seq: int) -> dict[str, float]:
 
 
 class Session:
-    """All contestants of one run, and what has been measured of each so far."""
+    """All contestants of one run, and the measurements of each so far."""
 
-    def __init__(self, keys: argparse.Namespace, folder: Path, job: Job, chosen: dict[str, tuple[Contestant, int]]):
-        self.keys = keys
-        self.pythons = pairs(keys.python, "--python")
-        self.allocator = environment(keys.allocator)
-        self.environment = base_environment(self.allocator, pairs(keys.env, "--env"))
-        self.apart = keys.device == "cuda" if keys.one_at_a_time is None else keys.one_at_a_time
+    def __init__(self, args: argparse.Namespace, folder: Path, job: Job, chosen: dict[str, tuple[Contestant, int]]):
+        self.args = args
+        self.pythons = pairs(args.python, "--python")
+        self.allocator = environment(args.allocator)
+        self.environment = base_environment(self.allocator, pairs(args.env, "--env"))
+        self.apart = args.device == "cuda" if args.one_at_a_time is None else args.one_at_a_time
         self.jobs = {name: self._job(job, contestant, ranks) for name, (contestant, ranks) in chosen.items()}
         self.matmul = self._job(job, MATMUL, 1)
         self.folder = folder
@@ -235,7 +247,7 @@ class Session:
             process.close()
 
     def start(self, name: str) -> Process:
-        """A new process of a contestant, after its first step."""
+        """A new process of a contestant that has done its first step."""
         job = self.matmul if name == "matmul" else self.jobs[name]
         return Process(
             job, python_of(job.module, self.pythons), self.environment, self.folder / "caches" / name.replace(":", "-")
@@ -243,7 +255,7 @@ class Session:
 
     @contextlib.contextmanager
     def turn(self, name: str) -> Iterator[Process]:
-        """A contestant's process while it is its turn: the one that is kept, or a new one that is warmed up."""
+        """A contestant's process during its turn: the kept one, or a new one after its warm-up."""
         if name in self.kept:
             yield self.kept[name]
             self.kept[name].pause()
@@ -252,8 +264,8 @@ class Session:
         try:
             if name in self.found:
                 self.found[name]["first_step"]["warm"].append(process.first_step)
-            if self.keys.warmup:
-                process.run(1, self.keys.warmup)
+            if self.args.warmup:
+                process.run(1, self.args.warmup)
             yield process
         finally:
             if self.apart:
@@ -263,20 +275,20 @@ class Session:
                 self.kept[name] = process
 
     def enter(self, name: str) -> None:
-        """Starts a contestant cold and warm, and takes its first losses; one that cannot is put aside, and that is said."""
+        """Starts a contestant cold and warm, and records its first losses; one that cannot start is left out with a message."""
         try:
             process = self.start(name)
             cold, warm = process.first_step, []
-            if not self.keys.no_warm:
+            if not self.args.no_warm:
                 process.close()
                 process = self.start(name)
                 warm.append(process.first_step)
             try:
                 losses = process.first["losses"]
-                if self.keys.check_steps > 1:
-                    losses = losses + process.run(1, self.keys.check_steps - 1)["losses"]
-                if self.keys.warmup and not self.apart:
-                    process.run(self.keys.check_steps, self.keys.warmup)
+                if self.args.check_steps > 1:
+                    losses = losses + process.run(1, self.args.check_steps - 1)["losses"]
+                if self.args.warmup and not self.apart:
+                    process.run(self.args.check_steps, self.args.warmup)
             except BaseException:
                 process.close()
                 raise
@@ -306,7 +318,7 @@ class Session:
         say(f"{name}: {starts}, losses {', '.join(f'{loss:.5f}' for loss in losses)}")
 
     def put_aside(self, name: str, reason: str) -> None:
-        """Takes one that has entered out of the run."""
+        """Removes a contestant from the run."""
         say(f"{name}: refused: {reason}")
         self.failed[name] = reason
         self.found.pop(name)
@@ -314,22 +326,22 @@ class Session:
             self.kept.pop(name).close()
 
     def take_turns(self) -> int:
-        """All rounds, or those that are whole before Ctrl-C or SIGTERM; -> how many."""
-        for number in range(self.keys.rounds):
+        """All rounds, or those completed before Ctrl-C or SIGTERM; -> their number."""
+        for number in range(self.args.rounds):
             try:
                 self.round(number)
             except KeyboardInterrupt:
                 if number == 0:
                     raise
-                say(f"interrupted: what follows is of {number} of {self.keys.rounds} rounds")
+                say(f"interrupted: the results below are of {number} of {self.args.rounds} rounds")
                 for seconds in [self.products, *(found["seconds"] for found in self.found.values())]:
                     del seconds[number:]
                 return number
-        return self.keys.rounds
+        return self.args.rounds
 
     def round(self, number: int) -> None:
-        """A turn for each, the matrix product among them."""
-        first, steps = 1000 + number * self.keys.steps, self.keys.steps
+        """One turn for each contestant, including the matrix product."""
+        first, steps = 1000 + number * self.args.steps, self.args.steps
         for name in ["matmul", *self.found]:
             try:
                 with self.turn(name) as process:
@@ -348,39 +360,39 @@ class Session:
             before = found["memory"].get("peak", {})
             found["memory"]["peak"] = {kind: max(size, before.get(kind, 0)) for kind, size in answer["memory"].items()}
         speeds = {name: self.jobs[name].step_tokens() * steps / found["seconds"][-1] for name, found in self.found.items()}
-        say(f"round {number + 1}/{self.keys.rounds}: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()))
+        say(f"round {number + 1}/{self.args.rounds}: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in speeds.items()))
 
 
-def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """The whole run -> its result. Raises Fault."""
-    chosen, left_out = line_up(keys)
+    chosen, left_out = line_up(args)
     for name, reason in left_out.items():
         say(f"{name}: left out: {reason}")
-    config = dimensions(keys.model, keys.vocab)
+    config = dimensions(args.model, args.vocab)
     folder = Path(tempfile.mkdtemp(prefix="throughput-"))
     try:
         taken = {
-            name: getattr(keys, name)
+            name: getattr(args, name)
             for name in ("device", "precision", "batch", "seq", "accumulate", "threads", "recompute", "lr", "seed")
         }
         job = Job(module="", folder=str(folder), **taken)
-        parameters = write_model(folder, config, keys.seed, keys.device, job.dtype)
-        session = Session(keys, folder, job, chosen)
+        parameters = write_model(folder, config, args.seed, args.device, job.dtype)
+        session = Session(args, folder, job, chosen)
         for titanlite in [job for job in session.jobs.values() if job.module == "titanlite"]:
-            config_of(titanlite)  # so that a wrong option is told before anything is started
+            config_of(titanlite)  # reports a wrong option before anything starts
         try:
             for name in chosen:
                 session.enter(name)
             if OURS not in session.found:
                 raise Fault(f"{OURS}: {(session.failed | session.unfit)[OURS]}")
             losses = {name: found["losses"] for name, found in session.found.items()}
-            reference, others = disagreements(losses, TOLERANCE[keys.precision])
+            reference, others = disagreements(losses, TOLERANCE[args.precision])
             if OURS in others:
-                raise Fault(f"{OURS}: other work than {reference}: {others[OURS]}")
+                raise Fault(f"{OURS} computes something else than {reference}: {others[OURS]}")
             for name, sentence in others.items():
                 session.put_aside(name, sentence)
-            within = f"{reference}'s within {TOLERANCE[keys.precision]:g}"
-            say(f"the losses of the first {keys.check_steps} steps agree with {within}")
+            within = f"those of {reference} within {TOLERANCE[args.precision]:g}"
+            say(f"the losses of the first {args.check_steps} steps agree with {within}")
             rounds = session.take_turns()
         finally:
             session.close()
@@ -390,19 +402,19 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command(words),
         **commit(),
-        "hardware": hardware(keys.device),
+        "hardware": hardware(args.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "environment": {"allocator": keys.allocator, "variables": session.allocator | pairs(keys.env, "--env")},
+        "environment": {"allocator": args.allocator, "variables": session.allocator | pairs(args.env, "--env")},
         "job": taken | {"model": asdict(config), "parameters": parameters},
-        "tolerance": TOLERANCE[keys.precision],
+        "tolerance": TOLERANCE[args.precision],
         "one_at_a_time": session.apart,
         "rounds": rounds,
-        "steps": keys.steps,
-        "flops": training_flops(config, keys.seq),
+        "steps": args.steps,
+        "flops": training_flops(config, args.seq),
         "datasheet_flops": peak_flops_of(torch.cuda.get_device_name())
-        if keys.device == "cuda" and keys.precision != "float32"
+        if args.device == "cuda" and args.precision != "float32"
         else None,
-        "matmul": {"flops": matmul_flops(keys.device), "seconds": session.products},
+        "matmul": {"flops": matmul_flops(args.device), "seconds": session.products},
         "contestants": session.found,
         "left_out": left_out | session.unfit,
         "failed": session.failed,
@@ -410,14 +422,14 @@ def measure(keys: argparse.Namespace, words: list[str]) -> dict[str, Any]:
 
 
 def command(words: list[str]) -> str:
-    """What was typed, without this machine's own paths."""
+    """The command line, without paths of this machine."""
     text = shlex.join(["python", "-m", "benchmarks.throughput", *words])
     text = re.sub(r" --output[= ]\S+", "", text)
     return re.sub(r"(--python[= ][^=\s]+=)\S*/", r"\1", text)
 
 
 def commit() -> dict[str, Any]:
-    """The commit that runs, and whether anything was changed since; None outside of a git checkout."""
+    """The current commit, and whether there are uncommitted changes; None outside of a git checkout."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -429,7 +441,7 @@ def commit() -> dict[str, Any]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """What it ran on."""
+    """CPU, cores and memory, and the GPU if it is used."""
     names = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -448,21 +460,21 @@ def say(text: str) -> None:
 
 def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
-    keys = parse(words)
+    args = parse(words)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = measure(keys, words)
+        result = measure(args, words)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (Fault, Left, Unfit, UserError, FileNotFoundError) as error:
         say(str(error))
         return 1
-    if keys.output:
-        keys.output.parent.mkdir(parents=True, exist_ok=True)
-        keys.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    product = result["matmul"]["flops"] * keys.steps / statistics.median(result["matmul"]["seconds"])
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    product = result["matmul"]["flops"] * args.steps / statistics.median(result["matmul"]["seconds"])
     print(aligned(table(result)))
-    print(f"a large matrix product: {product / 1e12:.3f} TFLOP/s; {result['flops']['causal'] / 1e9:.3f} GFLOP a token causal")
+    print(f"a large matrix product: {product / 1e12:.3f} TFLOP/s; {result['flops']['causal'] / 1e9:.3f} GFLOP per token causal")
     for name, reason in (result["left_out"] | result["failed"]).items():
         print(f"not measured: {name}: {reason}")
     return 1 if result["failed"] else 0

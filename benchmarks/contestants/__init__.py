@@ -1,23 +1,23 @@
-"""Who can be measured, by name. To add one: a file beside this with `build(job) -> step`, and a line in the table.
+"""The contestants by name. To add one: a file in this folder with `build(job) -> step`, and a line in the table.
 
 step(tokens (accumulate, batch, seq + 1) int64, on the job's device) does one whole optimizer step on them and returns their
-mean loss, a () tensor that nobody has waited for: forward, backward, the gradient's norm clipped to job.max_norm, AdamW with
-the job's constants and a constant rate, decay for parameters of two dimensions alone. The model starts from job.weights().
+mean loss, a () tensor, without a host sync: forward, backward, the gradient's norm clipped to job.max_norm, AdamW with the
+job's constants and a constant rate, decay only for parameters of two dimensions. The model starts from job.weights().
 """
 
 from typing import Any, NamedTuple
 
 
 class Contestant(NamedTuple):
-    """How one is started."""
+    """How a contestant is started."""
 
     module: str  # the file in this folder
-    packages: tuple[str, ...] = ()  # to import, beside titanlite's own; one that is missing leaves the contestant out
+    packages: tuple[str, ...] = ()  # required besides titanlite's own; if one is missing, the contestant is left out
     compiled: bool = True
-    keys: dict[str, Any] = {}  # noqa: RUF012  what its file reads as job.keys
+    keys: dict[str, Any] = {}  # noqa: RUF012  its file reads them as job.keys
 
 
-# A peer's plain name is what its documentation tells people who want speed: compiled.
+# A peer's plain name is what its documentation recommends for speed: compiled.
 CONTESTANTS: dict[str, Contestant] = {
     "titanlite": Contestant("titanlite"),
     "titanlite-eager": Contestant("titanlite", compiled=False),
@@ -33,4 +33,4 @@ CONTESTANTS: dict[str, Contestant] = {
     "fabric": Contestant("fabric", ("lightning",)),
     "fabric-eager": Contestant("fabric", ("lightning",), compiled=False),
 }
-MATMUL = Contestant("matmul", compiled=False)  # in every run: one large product, which all speeds are compared with
+MATMUL = Contestant("matmul", compiled=False)  # part of every run: a large product, the reference for all speeds

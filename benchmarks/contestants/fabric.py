@@ -11,7 +11,7 @@ from benchmarks.contestants.plain import model_of
 
 
 def precision_of(job: Job) -> str:
-    """As Lightning calls it."""
+    """Lightning's name of the precision."""
     return {"float32": "32-true", "bfloat16": "bf16-mixed", "bfloat16-pure": "bf16-true"}[job.precision]
 
 
@@ -29,7 +29,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
             loss = model(part[:, :-1], part[:, 1:]) / len(tokens)
             fabric.backward(loss)
             total += loss.detach()
-        # by foreach kernels; Fabric's own default takes the norm's finiteness to the host at every step
+        # with foreach kernels; Fabric's default checks on the host at every step whether the norm is finite
         fabric.clip_gradients(model, optimizer, max_norm=job.max_norm, error_if_nonfinite=False)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer around LlamaForCausalLM: its own training loop, `Trainer.train`, fed by us.
+"""Hugging Face's Trainer around LlamaForCausalLM: its own training loop, `Trainer.train`, with our batches.
 
-The loop owns its thread: it asks its data loader for the next batch, and waits there until `step` brings one; a callback tells
-when the optimizer has stepped. So all that a user's step passes through is timed, but for reading data and logging.
+The loop runs in its own thread: it waits in its data loader until `step` provides the next batch; a callback reports the end of
+the optimizer step. So the timing includes everything in a user's step except reading data and logging.
 """
 
 import queue
@@ -18,7 +18,7 @@ _FOREVER = 1_000_000  # steps
 
 
 class _Feed:
-    """A data loader of whatever is put into it."""
+    """A data loader that yields the batches of its queue."""
 
     def __init__(self) -> None:
         self.batches: queue.SimpleQueue[dict[str, Tensor]] = queue.SimpleQueue()
@@ -28,7 +28,7 @@ class _Feed:
             yield self.batches.get()
 
 
-class _Told(transformers.TrainerCallback):
+class _StepEnd(transformers.TrainerCallback):
     def __init__(self, done: queue.SimpleQueue):
         self.done = done
 
@@ -54,7 +54,7 @@ class _Trainer(transformers.Trainer):
 def build(job: Job) -> Callable[[Tensor], Tensor]:
     amp = job.amp
     model = transformers.LlamaForCausalLM.from_pretrained(job.folder, dtype=job.dtype, attn_implementation="sdpa")
-    model.config.use_cache = False  # of keys and values, for text; it warns of it where activations are recomputed
+    model.config.use_cache = False  # of keys and values, for generation; with recomputation it causes a warning
     arguments = transformers.TrainingArguments(
         output_dir=f"{job.folder}/trainer",
         max_steps=_FOREVER,
@@ -79,13 +79,13 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         disable_tqdm=True,
     )
     feed, done = _Feed(), queue.SimpleQueue()
-    trainer = _Trainer(feed, model=model, args=arguments, callbacks=[_Told(done)])
+    trainer = _Trainer(feed, model=model, args=arguments, callbacks=[_StepEnd(done)])
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
 
     def train() -> None:
         try:
             trainer.train()
-        except BaseException as error:  # it is raised by `step`, who waits
+        except BaseException as error:  # `step` waits for it and raises it
             done.put(error)
 
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
@@ -94,7 +94,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
     def step(tokens: Tensor) -> Tensor:
         trainer.loss = 0.0
         for part in tokens:
-            # `shift_labels` are the labels; without, a model shifts `labels` itself and has one label less than tokens
+            # `shift_labels` are the labels; without them, a model shifts `labels` itself and has one label less than tokens
             feed.batches.put({"input_ids": part[:, :-1], "labels": part[:, :-1], "shift_labels": part[:, 1:].contiguous()})
         if not loop.is_alive():
             loop.start()

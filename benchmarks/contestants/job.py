@@ -1,4 +1,4 @@
-"""What every contestant is asked to do, and what they share: the weights and the batches."""
+"""The job of every contestant, and what they share: the weights and the batches."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ WEIGHTS = "model.safetensors"
 
 
 class Unfit(Exception):
-    """A contestant cannot do a job as it is asked; the text says what it lacks. It is left out, which is no failure."""
+    """A contestant does not support a job; the text says what it lacks. It is left out, which is not a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,9 @@ class Job:
     module: str  # its file in this folder
     folder: str  # the initial weights in Hugging Face's format: model.safetensors in `dtype`, and config.json
     device: str = "cpu"  # or "cuda"
-    precision: str = (
-        "bfloat16"  # masters in float32, computation in bfloat16; "float32"; "bfloat16-pure": parameters and moments too
-    )
+    precision: str = "bfloat16"  # float32 master weights; "float32"; "bfloat16-pure": parameters and moments too
     batch: int = 8  # sequences in one forward and backward pass
-    seq: int = 256  # tokens of a sequence
+    seq: int = 256  # tokens in one sequence
     accumulate: int = 1  # passes in one optimizer step
     threads: int = 1  # of each rank
     compiled: bool = True
@@ -44,7 +42,7 @@ class Job:
     seed: int = 0
     rank: int = 0
     ranks: int = 1
-    keys: dict[str, Any] = dataclasses.field(default_factory=dict)  # what is the contestant's own
+    keys: dict[str, Any] = dataclasses.field(default_factory=dict)  # settings of this contestant alone
 
     @property
     def model(self) -> llama3.Config:
@@ -57,12 +55,12 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters, and with them of gradients and moments."""
+        """The dtype of parameters, gradients and moments."""
         return torch.bfloat16 if self.precision == "bfloat16-pure" else torch.float32
 
     @property
     def amp(self) -> torch.dtype | None:
-        """What torch.autocast computes in; None: no autocast."""
+        """The dtype of torch.autocast; None: no autocast."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     def step_tokens(self) -> int:
@@ -70,10 +68,10 @@ class Job:
         return self.accumulate * self.batch * self.seq
 
     def tokens(self, step: int) -> Tensor:
-        """The batch of a step, (accumulate, batch, seq + 1) int64 on the CPU, the same for everybody and another every step.
+        """The batch of a step, (accumulate, batch, seq + 1) int64 on the CPU, the same for all and different every step.
 
-        Token t has a probability of about 1 / (t + 1), Zipf's law, so that there is something to learn from the first step on:
-        with even tokens a contestant whose optimizer does nothing would agree with all others.
+        Token t has a probability of about 1 / (t + 1), Zipf's law, so the model learns something from the first step on: with
+        uniform tokens, a contestant whose optimizer does nothing would agree with all others.
         """
         generator = torch.Generator().manual_seed(self.seed + step)
         shape = (self.accumulate, self.batch, self.seq + 1)
@@ -84,7 +82,7 @@ class Job:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The initial weights by Hugging Face's names, one at a time, in `dtype` on the CPU."""
         with safe_open(Path(self.folder) / WEIGHTS, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no dictionary
+            for name in file.keys():  # noqa: SIM118  not a dictionary
                 yield name, file.get_tensor(name)
 
     def decay_groups(self, model: nn.Module) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """litgpt's own model and loss in the steps of its `litgpt pretrain` (litgpt/pretrain.py, `main` and `fit`) on Fabric.
 
-As there: the model compiled whole, the loss in chunks outside of it, Fabric for precision, backward pass and clipping. Unlike
-there: fused AdamW on CPUs too, norms are not decayed, and no loss is read on the host at every step.
+The same as there: the whole model compiled, the loss in chunks outside of it, Fabric for precision, backward pass and clipping.
+Different: fused AdamW on CPUs too, no decay of norms, and no loss read on the host at every step.
 """
 
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def _config(job: Job) -> Config:
 
 
 def _weights(job: Job) -> Iterator[tuple[str, Tensor]]:
-    """By litgpt's names; queries, keys and values of a layer are one matrix there, and stand side by side here."""
+    """The weights by litgpt's names, which has queries, keys and values of a layer in one matrix."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in job.weights():
         layer, _, kind = name.partition(".self_attn.")
@@ -80,7 +80,7 @@ def _weights(job: Job) -> Iterator[tuple[str, Tensor]]:
 
 def build(job: Job) -> Callable[[Tensor], Tensor]:
     if job.recompute != "none":
-        raise Unfit("recomputes activations under FSDP1 alone")
+        raise Unfit("recomputes activations only with FSDP1")
     fabric = lightning.Fabric(accelerator=job.device, devices=1, precision=precision_of(job))
     fabric.launch()
     with fabric.init_module(empty_init=True):

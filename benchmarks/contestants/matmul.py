@@ -1,4 +1,4 @@
-"""No trainer: large matrix products in the run's precision. The rate of them is what the others can reach at most."""
+"""Not a trainer: large matrix products in the run's precision, whose rate is an upper bound for the others."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.contestants.job import Job
 
 SIZE = {"cpu": 2048, "cuda": 8192}  # n of the n x n matrices
-PRODUCTS = {"cpu": 1, "cuda": 50}  # a step: so many that a GPU's clock settles
+PRODUCTS = {"cpu": 1, "cuda": 50}  # per step; enough for a GPU's clock to settle
 
 
 def flops(device: str) -> float:

@@ -1,7 +1,7 @@
-"""A flat loop and nothing else: what PyTorch does by itself, and so the floor below which no framework may fall.
+"""A flat loop in plain PyTorch: the baseline that every framework must reach.
 
-A Llama of its own with scaled_dot_product_attention, autocast, cross entropy of whole logits, fused AdamW; "plain" as it is,
-"plain-compiled" with model and loss in one torch.compile.
+Its own Llama with scaled_dot_product_attention, autocast, cross entropy of materialised logits and fused AdamW; "plain" is
+eager, "plain-compiled" has model and loss in one torch.compile.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Tokens and labels, (batch, seq) both, -> the mean loss."""
+    """Tokens and labels, both (batch, seq) -> the mean loss."""
 
     def __init__(self, c: llama3.Config, recompute: bool):
         super().__init__()

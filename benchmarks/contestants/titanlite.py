@@ -1,7 +1,7 @@
-"""titanlite as its training loop runs it: the same parts in the same order, on a Config that options have made.
+"""titanlite as its training loop runs it: the same parts in the same order, on a Config made from options.
 
 job.keys: "options", a list of words such as ["--compile.components", "model"]; "fsdp", true for FSDP2 on one
-rank too, which the framework leaves out there.
+rank too, where the framework skips it.
 """
 
 import gc
@@ -29,7 +29,7 @@ from titanlite.transforms.registry import Family, family_of
 
 
 def config_of(job: Job) -> Config:
-    """The job as a TOML file of titanlite, with the contestant's own options over it. Raises UserError for a wrong one."""
+    """The job as a TOML file of titanlite, with the contestant's own options. Raises UserError for a wrong option."""
     text = f"""
         [model]
         flavor = "hf"
@@ -60,14 +60,14 @@ def config_of(job: Job) -> Config:
 
 
 def recomputed(job: Job) -> float | None:
-    """The share of the blocks' forward pass that is done again; None where it is not a matter of whole blocks."""
+    """The share of the blocks' forward pass that is recomputed; None if blocks are recomputed in part."""
     config = config_of(job)
-    keys = config.activation_checkpoint
-    if keys.mode in ("none", "full"):
-        return float(keys.mode == "full")
-    if keys.mode == "selective" and isinstance(keys.selective_ac_option, int):
+    cfg = config.activation_checkpoint
+    if cfg.mode in ("none", "full"):
+        return float(cfg.mode == "full")
+    if cfg.mode == "selective" and isinstance(cfg.selective_ac_option, int):
         layers = job.model.n_layers
-        return layers // keys.selective_ac_option / layers
+        return layers // cfg.selective_ac_option / layers
     return None
 
 
@@ -100,6 +100,6 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
 
 
 def _with_fsdp(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """`build_model` with FSDP2 on one rank too, which the framework itself leaves out there."""
+    """`build_model` with FSDP2 on one rank too, where the framework skips it."""
     with mock.patch.object(order, "needs_fsdp", lambda *_: "asked for"):
         return build_model(family, config, mesh, device)

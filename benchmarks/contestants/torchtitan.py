@@ -1,8 +1,8 @@
 """torchtitan's own Trainer and its `train_step`, with its llama3 model in our dimensions, compiled block by block and the loss.
 
-On one device it applies no FSDP2 and computes bfloat16 by autocast, as it decides itself. Left out are its tokenizer and data
-loader: `step` hands the batches to its `batch_generator`. It knows no CPU: there it is told that the accelerator is "cpu", and
-its monitor of device memory, which only reports, is replaced by one that reports nothing.
+On one device it applies no FSDP2 and computes bfloat16 with autocast, by its own choice. Its tokenizer and data loader are
+left out: `step` passes the batches to its `batch_generator`. It does not support CPUs: there the accelerator is set to
+"cpu", and its device memory monitor, which only reports, is replaced by one that reports nothing.
 """
 
 import os
@@ -70,7 +70,7 @@ def _model_args(job: Job) -> TransformerModelArgs:
     if c.tied_embeddings:
         raise Unfit("its Llama does not tie embedding and output projection")
     if c.head_dim * c.n_heads != c.dim:
-        raise Unfit("its heads together are as wide as the model")
+        raise Unfit("requires heads that together are as wide as the model")
     scaling = c.rope_scaling
     return TransformerModelArgs(
         dim=c.dim,
@@ -83,7 +83,7 @@ def _model_args(job: Job) -> TransformerModelArgs:
         ffn_dim_multiplier=1.5 / int(2 * 4 * c.dim / 3),
         norm_eps=c.norm_eps,
         rope_theta=c.rope_theta,
-        # it always scales: by 1 where nothing is to be scaled
+        # it always scales: by 1 without scaling
         rope_scaling_args=RoPEScalingArgs(1.0)
         if scaling is None
         else RoPEScalingArgs(scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions),
@@ -126,7 +126,7 @@ def _config(job: Job) -> JobConfig:
 
 
 def _weights(job: Job, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By torchtitan's names, for its rotary positions; blocks that are compiled or recomputed hide behind one more name."""
+    """The weights by torchtitan's names, in its rotary layout; compiled and recomputed blocks have one more name part."""
     c = job.model
     names = {re.sub(r"(_orig_mod|_checkpoint_wrapped_module)\.", "", name): name for name, _ in model.named_parameters()}
     for name, tensor in job.weights():
@@ -137,7 +137,7 @@ def _weights(job: Job, model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _build_optimizers(*arguments: Any, **named: Any) -> OptimizersContainer:
-    """Its own, with norms in a group that is not decayed."""
+    """Its own optimizer, with norms in a group without decay."""
     container = build_optimizers(*arguments, **named)
     (optimizer,) = container
     (group,) = optimizer.param_groups

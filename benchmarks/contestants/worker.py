@@ -1,7 +1,7 @@
-"""One contestant's process: reads a job and then commands, a JSON object a line, and answers each with one.
+"""One contestant's process: reads a job and then commands, one JSON object per line, and answers each with one.
 
-It imports nothing of titanlite that a peer's own environment might lack, and its answers alone go to standard output: what
-libraries print goes to standard error.
+It imports nothing of titanlite that needs a package outside of a peer's environment. Only its answers go to standard output;
+the output of libraries goes to standard error.
 """
 
 import gc
@@ -24,7 +24,7 @@ from titanlite.launch import children
 
 
 def main() -> None:
-    children.end_with_parent()  # also while it is stopped
+    children.end_with_parent()  # also while it is paused
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -40,24 +40,24 @@ def main() -> None:
         step = module.build(job)
         gc.collect()
         answer(did="build", memory=memory(job.device), recomputed=_recomputed(module, job))
-        forget_peak(job.device)  # reading the weights is this instrument's, not the contestant's
+        forget_peak(job.device)  # reading the weights belongs to the benchmark, not to the contestant
         for line in sys.stdin:
             command = json.loads(line)
             answer(did="run", **run(job, step, command["first"], command["steps"]), memory=memory(job.device))
     except Unfit as error:
         answer(did="unfit", reason=str(error))
-    except Exception:  # whatever a library raises: it is told to the driver, which tells the user
+    except Exception:  # whatever a library raises: the driver reports it
         answer(did="fail", reason=traceback.format_exc())
         raise
 
 
 def _recomputed(module: Any, job: Job) -> float | None:
-    """The share of the blocks' forward pass that is done again."""
+    """The share of the blocks' forward pass that is recomputed."""
     return module.recomputed(job) if hasattr(module, "recomputed") else float(job.recompute == "full")
 
 
 def run(job: Job, step: Callable[[Tensor], Tensor], first: int, steps: int) -> dict[str, Any]:
-    """Does steps `first`, `first` + 1, ...; batches are made before, and the host waits for the device once, at the end."""
+    """Does steps `first`, `first` + 1, ...; batches are made before, and the host syncs with the device once, at the end."""
     batches = [job.tokens(number).to(job.device) for number in range(first, first + steps)]
     if job.device == "cuda":
         torch.cuda.synchronize()
@@ -70,7 +70,7 @@ def run(job: Job, step: Callable[[Tensor], Tensor], first: int, steps: int) -> d
 
 
 def memory(device: str) -> dict[str, int]:
-    """Bytes: what is resident now and was at most, and on a GPU what is allocated now and was at most."""
+    """Bytes: resident now and at peak, and on a GPU allocated now and at peak."""
     with open("/proc/self/status", encoding="utf-8") as file:
         status = dict(line.split(":", 1) for line in file)
     found = {name: int(status[key].split()[0]) * 1024 for name, key in (("resident", "VmRSS"), ("peak_resident", "VmHWM"))}
@@ -80,7 +80,7 @@ def memory(device: str) -> dict[str, int]:
 
 
 def forget_peak(device: str) -> None:
-    """Peaks are counted from now on."""
+    """Resets the peaks."""
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")  # proc(5): resets VmHWM to VmRSS
     if device == "cuda":
@@ -88,10 +88,10 @@ def forget_peak(device: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of the packages that were imported."""
+    """The versions of Python and of the imported packages."""
     loaded = {name.partition(".")[0] for name in sys.modules}
-    wanted = ("torch", "triton", "transformers", "accelerate", "torchtitan", "torchao", "litgpt", "lightning")
-    found = {name: importlib.metadata.version(name) for name in wanted if name in loaded}
+    packages = ("torch", "triton", "transformers", "accelerate", "torchtitan", "torchao", "litgpt", "lightning")
+    found = {name: importlib.metadata.version(name) for name in packages if name in loaded}
     return {"python": platform.python_version(), **found}
 
 

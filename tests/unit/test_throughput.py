@@ -338,7 +338,7 @@ def test_an_interrupted_run_is_that_of_its_whole_rounds(whole):
             raise KeyboardInterrupt
         session.found["titanlite"]["seconds"].append(2.0)
 
-    session = SimpleNamespace(keys=parse(["--rounds", "5"]), products=[], found={"titanlite": {"seconds": []}}, round=turn)
+    session = SimpleNamespace(args=parse(["--rounds", "5"]), products=[], found={"titanlite": {"seconds": []}}, round=turn)
     if whole:
         assert Session.take_turns(session) == whole
         assert len(session.products) == len(session.found["titanlite"]["seconds"]) == whole
