@@ -1,5 +1,6 @@
 """`titanlite COMMAND ...`: each command is a file of titanlite/tools/, but for `train`, which is the loop itself."""
 
+import difflib
 import importlib
 import os
 import signal
@@ -10,20 +11,23 @@ from titanlite.launch import stop
 COMMANDS = {
     "train": ("titanlite.train", "train in this process (run_train.sh starts several)"),
     "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
-    "tokenize": ("titanlite.tools.tokenize", "turn text into the token files that training reads, with many processes"),
-    "launch": ("titanlite.launch.launcher", "torchrun, as run_train.sh starts it"),
-    "data": ("titanlite.tools.data", "show the text of a step, or what there is in each source and how much is used"),
-    "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare them, gradient by gradient"),
+    "tokenize": ("titanlite.tools.tokenize", "turn text into token files for training, with many processes"),
+    "launch": ("titanlite.launch.launcher", "start ranks with torchrun, as run_train.sh does"),
+    "data": ("titanlite.tools.data", "print what each source holds, or the text of a step"),
+    "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare every gradient"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),
     "check-model": ("titanlite.tools.check_model", "prove that a model file shards, compiles, checkpoints and converts"),
-    "import-hf": ("titanlite.tools.import_hf", "make a checkpoint of a model in Hugging Face's format"),
+    "import-hf": ("titanlite.tools.import_hf", "make a checkpoint from a model in Hugging Face's format"),
     "export-hf": ("titanlite.tools.export_hf", "write a checkpoint's weights in Hugging Face's format"),
-    "export-torch": ("titanlite.tools.export_torch", "write a checkpoint's weights into one file of PyTorch"),
-    "replay": ("titanlite.tools.replay", "do one step of a run again, and print its norms layer by layer"),
+    "export-torch": ("titanlite.tools.export_torch", "write a checkpoint's weights into one PyTorch file"),
+    "replay": ("titanlite.tools.replay", "repeat one step of a run, and print its norms layer by layer"),
     "generate": ("titanlite.tools.generate", "continue prompts with a checkpoint"),
-    "eval": ("titanlite.tools.eval", "measure a checkpoint on tasks of lm-eval"),
-    "estimate": ("titanlite.tools.estimate", "build and shard a model for many ranks on one machine; times and bytes"),
+    "eval": ("titanlite.tools.eval", "evaluate a checkpoint on tasks of lm-eval"),
+    "estimate": ("titanlite.tools.estimate", "predict memory, traffic and time for many ranks on one machine"),
 }
+USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
+    f"  {command:<12} {meaning}" for command, (_, meaning) in COMMANDS.items()
+)
 
 
 def main() -> None:
@@ -31,11 +35,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from the first moment: imports take seconds
     sys.path.append(os.getcwd())  # model modules of the user's own
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print(USAGE)
+        return
     if name not in COMMANDS:
-        print("usage: titanlite COMMAND ...; with --help a command says what it takes\n", file=sys.stderr)
-        for command, (_, meaning) in COMMANDS.items():
-            print(f"  {command:<12} {meaning}", file=sys.stderr)
-        sys.exit(0 if name in ("-h", "--help") else 2)
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        print(f"titanlite {name}: no such command{hint}\n\n{USAGE}", file=sys.stderr)
+        sys.exit(2)
     if name == "train":
         stop.listen()
     elif name == "launch":
