@@ -1,1 +1,4 @@
-"""The model zoo, one file a family; blocks.py, attention.py and head.py have what several share. Imports torch and it alone."""
+"""The model zoo: one file per family. attention.py, blocks.py, decoder.py and head.py hold what families share.
+
+Imports torch and models/ only.
+"""

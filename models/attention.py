@@ -1,12 +1,12 @@
-"""Attention: which tokens a token looks at, the kernels that compute it, the cache of a text that is being written.
+"""Attention: the mask, the kernels, the KV cache for generation, and the module.
 
-Tensors are (batch, seq, ...), inside of `attend` (batch, heads, seq, head_dim).
+Tensors have shape (batch, seq, ...), except in `attend`, where they have shape (batch, heads, seq, head_dim).
 """
 
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +18,25 @@ from models.blocks import apply_rope
 
 
 class SeqInfo(NamedTuple):
-    """What a model must know about its sequences beside the tokens."""
+    """What a model knows about its sequences in addition to the tokens."""
 
-    positions: Tensor  # (batch, seq) int64, the place of each token in its sequence, or in its document
-    documents: Tensor | None = None  # (batch, seq) int32, the number of each token's document; None: attention knows none
-    cache: "Cache | None" = None  # keys and values of earlier tokens, when text is generated
-    mask: Tensor | BlockMask | None = None  # what `with_mask` makes of all this, for `Attention.core`
+    positions: Tensor  # (batch, seq) int64, the position of each token in its sequence or document
+    documents: Tensor | None = None  # (batch, seq) int32, each token's document; None: attention ignores documents
+    cache: "Cache | None" = None  # keys and values of earlier tokens, for generation
+    mask: Tensor | BlockMask | None = None  # set by `with_mask`, used by `Attention.core`
 
 
-# ------------------------------------------------------------------------------------------------ what a token looks at
+# ---------------------------------------------------------------------------------------------------------------- mask
 
 
 Visible = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
 def visibility(documents: Tensor | None, window: int | None) -> Visible:
-    """The mask, as a function of (row, head, query, key) indices that says whether the query looks at the key.
+    """The mask as a function of (row, head, query, key) indices: whether the query attends to the key.
 
-    Whatever kernel computes attention, its mask is made of this one function: a model that wants another one changes it here.
-    documents: (batch, seq), attention stays inside them. window: the query and the window - 1 tokens before it are seen.
+    The masks of all kernels are built from this function, so a fork changes it here only. documents: (batch, seq), attention
+    stays within each. window: a query attends to itself and to the window - 1 tokens before it.
     """
 
     def visible(row: Tensor, head: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -51,81 +51,84 @@ def visibility(documents: Tensor | None, window: int | None) -> Visible:
 
 
 def with_mask(seq: SeqInfo, window: int | None = None) -> SeqInfo:
-    """The same with the mask of its documents and of a window, made once for all layers that look as far.
+    """Returns `seq` with the mask of its documents and a window, built once for all layers that have this window.
 
-    Where plain causal attention says the same, it is returned as it is. On CUDA a BlockMask for FlexAttention, which skips the
-    blocks that see nothing. Elsewhere (batch or 1, 1, seq, seq) bool for scaled_dot_product_attention, since FlexAttention has
-    no backward pass on a CPU. With a cache (batch, 1, seq, slots) bool.
+    The mask stays None where plain causal attention is equivalent. On CUDA it is a BlockMask for FlexAttention, which skips
+    empty blocks. Elsewhere it is a bool tensor (batch or 1, 1, seq, seq) for scaled_dot_product_attention, because
+    FlexAttention has no backward pass on CPU. With a cache it is a bool tensor (batch, 1, seq, slots).
     """
     if seq.cache is not None:
-        assert seq.documents is None, "text is generated for one document a row"
+        assert seq.documents is None, "generation takes one document per row"
         slots = torch.arange(seq.cache.slots, device=seq.positions.device)
         return seq._replace(mask=visibility(None, window)(slots, None, seq.positions[:, None, :, None], slots))
     documents = seq.documents
     if documents is None:
         if window is None or window >= seq.positions.shape[1]:
             return seq
-        documents = seq.positions.new_zeros(1, seq.positions.shape[1])  # one document in every row, so one mask for all
+        documents = seq.positions.new_zeros(1, seq.positions.shape[1])  # each row is one document, so all rows share a mask
     if documents.is_cuda:
         return seq._replace(mask=block_mask(documents, window, _compiled_create_block_mask()))
     return seq._replace(mask=dense_mask(documents, window))
 
 
 def dense_mask(documents: Tensor, window: int | None = None) -> Tensor:
-    """(batch, 1, seq, seq) bool of documents (batch, seq): whether a query, in the third place, looks at a key."""
+    """The mask of documents (batch, seq) as a bool tensor (batch, 1, queries, keys)."""
     rows, length = documents.shape
     row = torch.arange(rows, device=documents.device)[:, None, None, None]
-    place = torch.arange(length, device=documents.device)
-    return visibility(documents, window)(row, None, place[:, None], place)
+    index = torch.arange(length, device=documents.device)
+    return visibility(documents, window)(row, None, index[:, None], index)
 
 
 def block_mask(documents: Tensor, window: int | None = None, create: Callable[..., BlockMask] = create_block_mask) -> BlockMask:
-    """The same for FlexAttention: which blocks of 128 x 128 see all, something or nothing, and `visibility` for the second."""
+    """The same mask for FlexAttention: blocks of 128 x 128 are full, empty or partial; partial ones apply `visibility`."""
     rows, length = documents.shape
     return create(visibility(documents, window), rows, None, length, length, device=documents.device)
 
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., BlockMask]:
-    # compiled, since by itself it makes the whole (batch, seq, seq) mask first: 16 GiB a row of 128k tokens
+    # compiled, because eager mode first builds the whole (batch, seq, seq) mask: 16 GiB per row of 128k tokens
     return torch.compile(create_block_mask, dynamic=False, fullgraph=True)
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    # compiled, since by itself it makes all scores. The option shows it to selective checkpointing as one operation.
+def _compiled_flex_attention() -> Any:
+    # compiled, because eager mode holds all scores. The option makes it one operation for selective checkpointing.
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, options={"wrap_inductor_compiled_regions": True})
 
 
 class Cache:
-    """Keys and values of the tokens so far, of every attention module: slot i holds position i.
+    """The KV cache: keys and values of earlier tokens for every attention module; slot i holds position i.
 
-    A row's later slots may hold anything: the mask hides them, and they are overwritten when the row comes that far. So prompts
-    of any lengths stand beside each other, each from slot 0 on.
+    Slots after a row's last position hold arbitrary values: the mask hides them, and later tokens overwrite them. A batch can
+    therefore mix prompts of different lengths, each starting at slot 0.
     """
 
     _STEP = 256
 
     def __init__(self) -> None:
         self.slots = 0
-        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._entries: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, positions: int) -> None:
-        """Makes room for positions 0 to positions - 1."""
+        """Makes the cache hold at least `positions` positions."""
         self.slots = max(self.slots, -(-positions // self._STEP) * self._STEP)
 
     def extend(self, owner: nn.Module, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k and v (batch, seq, heads, head_dim) to positions (batch, seq); -> both whole, (batch, slots, ...)."""
-        kept = self._kept.get(owner, (k[:, :0], v[:, :0]))
-        if missing := self.slots - kept[0].shape[1]:
-            kept = self._kept[owner] = tuple(F.pad(part, (0, 0, 0, 0, 0, missing)) for part in kept)
+        """Writes k and v (batch, seq, heads, head_dim) at positions (batch, seq); returns all of both, (batch, slots, ...)."""
+        keys, values = self._entries.get(owner, (k[:, :0], v[:, :0]))
+        if missing := self.slots - keys.shape[1]:
+            padding = (0, 0, 0, 0, 0, missing)
+            keys, values = self._entries[owner] = (F.pad(keys, padding), F.pad(values, padding))
         row = torch.arange(len(k), device=k.device)[:, None]
-        for part, new in zip(kept, (k, v), strict=True):
-            part[row, positions] = new
-        return kept
+        keys[row, positions], values[row, positions] = k, v
+        return keys, values
 
 
-TILES = "tiles"  # attention by `_attend_by_tiles`
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+
+TILES: Final = "tiles"  # `_attend_by_tiles`
 _TILE = 64  # queries
 Backend = SDPBackend | Literal["tiles"]
 
@@ -139,29 +142,29 @@ def attend(
     softcap: float | None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Attention of q (batch, heads, queries, head_dim) over k and v (batch, fewer heads, keys, head_dim); -> q's shape.
+    """Attention of q (batch, heads, queries, head_dim) over k and v (batch, kv heads, keys, head_dim); returns q's shape.
 
-    mask: as `with_mask` makes it; None: causal. scale: of the scores, 1 / sqrt(head_dim) where it is None. softcap: scores s
-    become softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend: the only kernel of
-    scaled_dot_product_attention that may run, or TILES; None: any, and FlexAttention for what only that one does well.
+    mask: from `with_mask`; None: causal. scale: factor of the scores; None: 1 / sqrt(head_dim). softcap: a score s becomes
+    softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend: the only kernel that may run, one of
+    scaled_dot_product_attention's or TILES; None: PyTorch chooses, and FlexAttention runs where no other kernel is efficient.
     """
     if backend == TILES:
-        assert mask is None and softcap is None, "tiles are for causal attention without a cap"
+        assert mask is None and softcap is None, "TILES computes causal attention without a softcap"
         return _attend_by_tiles(q, k, v, scale)
     gqa = k.shape[1] != q.shape[1]
-    if backend is not None and isinstance(mask, BlockMask):
-        mask = _dense(mask)
-    if backend is not None and softcap is None:
-        if gqa and backend == SDPBackend.EFFICIENT_ATTENTION:  # it knows no groups of queries
-            k, v, gqa = *(part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v)), False
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
     if backend is None and (isinstance(mask, BlockMask) or (softcap is not None and q.is_cuda and mask is None)):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         modify = None if softcap is None else _capped(softcap, causal=mask is None)
         return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa)
+    if isinstance(mask, BlockMask):
+        mask = _dense(mask)
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        if backend is None:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+        if gqa and backend == SDPBackend.EFFICIENT_ATTENTION:  # it has no grouped-query attention
+            k, v, gqa = *(part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v)), False
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     scores = q @ k.transpose(-2, -1) * (scale or q.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap)
@@ -171,33 +174,33 @@ def attend(
 
 
 def _attend_by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Causal attention, so many queries at a time over the keys that they see, with scores in float32.
+    """Causal attention, one tile of queries at a time over the keys that the tile attends to, with float32 scores.
 
-    Once compiled, faster than the flash kernel of CPUs for a few hundred tokens in bfloat16, which spends its time on blocks
-    that are too large for them; for long sequences it is slower.
+    When compiled, it is faster than the CPU flash kernel for a few hundred tokens in bfloat16, because the blocks of that
+    kernel are too large for them. It is slower for long sequences.
     """
     groups, length = q.shape[1] // k.shape[1], q.shape[2]
     q, wide = (q * (scale or q.shape[-1] ** -0.5)).float(), k.float()
-    place, tiles = torch.arange(length, device=q.device), []
+    index, tiles = torch.arange(length, device=q.device), []
     for start in range(0, length, _TILE):
         stop = min(start + _TILE, length)
         rows = q[:, :, start:stop].unflatten(1, (-1, groups)).flatten(2, 3)  # (batch, kv heads, groups x tile, head_dim)
         scores = rows @ wide[:, :, :stop].transpose(-2, -1)
-        visible = (place[start:stop, None] >= place[:stop]).repeat(groups, 1)
+        visible = (index[start:stop, None] >= index[:stop]).repeat(groups, 1)
         weights = torch.where(visible, scores, -math.inf).softmax(dim=-1).type_as(v)
         tiles.append((weights @ v[:, :, :stop]).unflatten(2, (groups, -1)).flatten(1, 2))
     return torch.cat(tiles, dim=2)
 
 
 def _dense(mask: BlockMask) -> Tensor:
-    """(batch, 1, seq, seq) bool: what a BlockMask says of every pair of tokens."""
+    """A BlockMask as a bool tensor (batch, 1, queries, keys)."""
     rows, _, queries, keys = mask.shape
     row, query, key = (torch.arange(count, device=mask.kv_indices.device) for count in (rows, queries, keys))
     return mask.mask_mod(row[:, None, None, None], row.new_zeros(()), query[:, None], key)
 
 
 def _capped(softcap: float, causal: bool) -> Callable[..., Tensor]:
-    """The same for FlexAttention, which without a mask is not causal by itself."""
+    """The softcap as a score_mod of FlexAttention, which without a block mask needs the causal mask here."""
 
     def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         score = softcap * torch.tanh(score / softcap)
@@ -212,7 +215,7 @@ def _capped(softcap: float, causal: bool) -> Callable[..., Tensor]:
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
-    qkv_bias: whether q, k and v have biases. scale, softcap: see `attend`.
+    qkv_bias: adds biases to queries, keys and values. scale, softcap: see `attend`.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.head_dim, self.scale, self.softcap = head_dim, scale, softcap
-        # The only kernels that may run in training: of plain causal attention, and under a mask. None: see `attend`.
+        # The `backend` of `attend` in training: (for plain causal attention, with a mask).
         self.backends: tuple[Backend | None, Backend | None] = (None, None)
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
@@ -240,17 +243,17 @@ class Attention(nn.Module):
         return self.wo(self.core(q, k, v, seq).flatten(-2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x (batch, seq, dim), before their positions: (batch, seq, heads, head_dim) each."""
+        """Queries, keys and values of x (batch, seq, dim), before RoPE: (batch, seq, heads, head_dim) each."""
         return self.split(self.wq(x)), self.split(self.wk(x)), self.split(self.wv(x))
 
     def split(self, x: Tensor) -> Tensor:
-        # -1 heads: tensor parallelism leaves each rank its share of them
+        # -1: under tensor parallelism, each rank has only its share of the heads
         return x.unflatten(-1, (-1, self.head_dim))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
-        """The one place for masks, caches and kernels: (batch, seq, heads, head_dim), of k and v fewer heads; -> q's shape."""
+        """The only place for masks, caches and kernels. q, k, v: (batch, seq, heads, head_dim); returns q's shape."""
         assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
-            "Model.forward must make the mask of its documents: seq = with_mask(seq)"
+            "Model.forward must build the mask of the documents: seq = with_mask(seq)"
         )
         causal, masked = self.backends
         backend = causal if seq.mask is None else masked

@@ -1,7 +1,7 @@
-"""What several model families share: normalisation, rotary positions, SwiGLU; attention.py and head.py have the rest.
+"""What several model families share: normalisation, rotary positions, SwiGLU. See also attention.py and head.py.
 
-Tensors are (batch, seq, ...). Under tensor parallelism a module sees plain local tensors (its own heads, its own slice of
-the sequence) while its parameters are DTensors; `local_weight` is the one bridge between the two.
+Tensors have shape (batch, seq, ...). Under tensor parallelism, a module's inputs are plain local tensors (this rank's heads,
+this rank's slice of the sequence) and its parameters are DTensors. `local_weight` converts a DTensor for local arithmetic.
 """
 
 import math
@@ -15,44 +15,44 @@ from torch.distributed.tensor import DTensor, Partial
 
 
 class Normal(NamedTuple):
-    """Initial distribution: normal with mean 0, cut off at `cutoff` deviations; `std` is that of the uncut one."""
+    """Initial distribution: normal with mean 0, truncated at `cutoff` deviations; `std` is the deviation before truncation."""
 
     std: float
     cutoff: float = 3.0
 
 
 class Constant(NamedTuple):
-    """Initial distribution: one value everywhere."""
+    """Initial distribution: every element equals `value`."""
 
     value: float
 
 
 class Flops(NamedTuple):
-    """Floating-point operations that training spends on one token, forward and backward, without recomputation."""
+    """Floating-point operations of training per token: forward and backward pass, without recomputation."""
 
-    causal: float  # attention counted over the positions that a token may see, on average half the sequence
-    palm: float  # attention counted over the whole sequence (Chowdhery et al., arXiv:2204.02311, appendix B)
+    causal: float  # attention counts only the pairs that the mask admits, on average half the sequence per token
+    palm: float  # attention counts all pairs (Chowdhery et al., arXiv:2204.02311, appendix B)
 
 
 def transformer_flops(matmul_parameters: int, heads_dim: int, seq_len: int, windows: Iterable[int | None]) -> Flops:
-    """FLOPs a token of a decoder: 6 for every parameter that is multiplied, 12 H Q T a layer for attention (PaLM, appendix B).
+    """FLOPs per token of a decoder: 6 per parameter of a matrix product, 12 H Q T per layer of attention (PaLM, appendix B).
 
-    heads_dim: the width of all query heads together, H Q. windows: how far each layer's attention looks; None: all the way.
+    heads_dim: total width of the query heads, H Q. windows: the attention window of each layer in tokens; None: no window.
     """
     attention, dense = 12 * heads_dim, 6 * matmul_parameters
-    reaches = [min(window or seq_len, seq_len) for window in windows]
-    # the first `reach` tokens see 1, 2, ... reach tokens, all later ones `reach`
-    seen = sum(reach * (2 * seq_len - reach + 1) / (2 * seq_len) for reach in reaches)
-    return Flops(causal=dense + attention * seen, palm=dense + attention * seq_len * len(reaches))
+    widths = [min(window or seq_len, seq_len) for window in windows]
+    # the first `width` tokens attend to 1, 2, ..., width tokens, each later one to `width`
+    attended = sum(width * (2 * seq_len - width + 1) / (2 * seq_len) for width in widths)
+    return Flops(causal=dense + attention * attended, palm=dense + attention * seq_len * len(widths))
 
 
 def local_weight(weight: Tensor) -> Tensor:
-    """The whole of a weight that every tensor-parallel rank holds, as a plain tensor for local arithmetic.
+    """A replicated weight as a plain tensor, for local arithmetic under tensor parallelism.
 
-    Each rank sees other tokens or other heads, so its gradient is one summand of the weight's gradient.
+    Each rank processes its own tokens or heads, so the weight's gradient is the sum of the ranks' gradients (Partial).
     """
     if isinstance(weight, DTensor):
-        assert all(place.is_replicate() for place in weight.placements), "a split weight is not the same for all ranks"
+        assert all(placement.is_replicate() for placement in weight.placements), "local_weight needs a replicated weight"
         return weight.to_local(grad_placements=[Partial()])
     return weight
 
@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
 
 
 class RopeScaling(NamedTuple):
-    """Llama 3.1's stretching of rotary wavelengths beyond the original context (Llama 3, arXiv:2407.21783, section 3.4)."""
+    """Llama 3.1's extension of rotary wavelengths to longer contexts (Llama 3, arXiv:2407.21783, section 3.4)."""
 
     factor: float
     low_freq_factor: float
@@ -83,39 +83,39 @@ class RopeScaling(NamedTuple):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angular frequencies of the head's pairs of dimensions, (head_dim / 2,) float32 (Su et al., arXiv:2104.09864).
+    """Angular frequency of each pair of head dimensions: (head_dim / 2,) float32 (Su et al., arXiv:2104.09864).
 
-    With `scaling`, wavelengths above original / low_freq_factor are stretched by `factor`, those below original /
-    high_freq_factor are kept, and between the two the frequency is interpolated.
+    `scaling` multiplies wavelengths above original_max_positions / low_freq_factor by `factor`, keeps those below
+    original_max_positions / high_freq_factor, and interpolates the frequency between the two.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # full turns in the original context
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # rotations within the original context
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of (batch, seq) positions: two (batch, seq, 1, head_dim) float32 tensors, halves repeated."""
+    """Cosines and sines of positions (batch, seq): two float32 tensors (batch, seq, 1, head_dim), both halves equal."""
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x (batch, seq, heads, head_dim); dimension i pairs with i + head_dim / 2, Hugging Face's layout."""
+    """Rotates x (batch, seq, heads, head_dim). Dimension i pairs with i + head_dim / 2, as in Hugging Face's layout."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).type_as(x)
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
-    """The place of each token in its document, from 0; documents (batch, seq), equal numbers side by side -> int64."""
-    place = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
+    """The position of each token in its document, from 0: int64 (batch, seq). Tokens of one document are contiguous."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand(documents.shape)
     first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return place - torch.where(first, place, 0).cummax(dim=1).values
+    return index - torch.where(first, index, 0).cummax(dim=1).values
 
 
 # ------------------------------------------------------------------------------------------------------- feed-forward

@@ -1,8 +1,8 @@
-"""Gemma 3 (arXiv:2503.19786), its text models, and Gemma 2 (arXiv:2408.00118): everything about the family in one file.
+"""The text models of Gemma 3 (arXiv:2503.19786), and Gemma 2 (arXiv:2408.00118): everything about the family in one file.
 
-Norms on both sides of attention and feed-forward; most layers look back over a window only, with rotary positions of a base
-of their own; scaled embeddings, which are the output projection too. Gemma 2 caps scores and logits; Gemma 3 has norms on
-queries and keys in place of that.
+Attention and feed-forward have a norm before and after them. Most layers are local: they attend to a window and have their own
+RoPE base. Embeddings are scaled, and tied to the output projection. Gemma 2 caps scores and logits; Gemma 3 normalises queries
+and keys instead.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models import attention, blocks
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, local_weight, rope_frequencies, rope_tables, transformer_flops
+from models.decoder import Decoder
 from models.head import Head
 
 
@@ -27,25 +28,25 @@ class Config:
     n_kv_heads: int
     head_dim: int
     ffn_dim: int
-    window: int  # tokens that a local layer sees, the one at hand among them
+    window: int  # tokens that a local layer attends to, including the current one
     vocab_size: int = 262_208
     norm_eps: float = 1e-6
     query_scalar: int = 256  # scores are divided by its square root
-    rope_theta: float = 1_000_000.0  # of global layers
-    rope_factor: float = 1.0  # by which global layers' wavelengths are stretched
+    rope_theta: float = 1_000_000.0  # global layers
+    rope_factor: float = 1.0  # multiplies the RoPE wavelengths of global layers
     local_rope_theta: float = 10_000.0
-    global_every: int = 6  # every sixth layer is a global one, the others are local
+    global_every: int = 6  # every sixth layer is global, the others are local
     tied_embeddings: bool = True
     qk_norm: bool = True  # False: Gemma 2
     attention_softcap: float | None = None  # Gemma 2
     logits_softcap: float | None = None  # Gemma 2
 
     def window_of(self, layer: int) -> int | None:
-        """How far a layer looks; None: all the way."""
+        """The attention window of a layer; None: the layer is global."""
         return None if (layer + 1) % self.global_every == 0 else self.window
 
 
-_GEMMA_2 = {
+_GEMMA_2: dict[str, Any] = {
     "window": 4096,
     "vocab_size": 256_000,
     "rope_theta": 10_000.0,
@@ -55,7 +56,7 @@ _GEMMA_2 = {
     "logits_softcap": 30.0,
 }
 
-# Published dimensions. Those of Gemma 2 carry its number.
+# Published dimensions. Names with "2-" are Gemma 2.
 # fmt: off
 FLAVORS: dict[str, Config] = {
     #                  dim layers heads kv head    ffn
@@ -73,7 +74,7 @@ FLAVORS: dict[str, Config] = {
 
 
 class RMSNorm(blocks.RMSNorm):
-    """Root-mean-square normalisation that scales by 1 + weight, in float32 throughout."""
+    """Root-mean-square normalisation that scales by 1 + weight, all in float32."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
         weight = 1.0 + local_weight(self.weight).float()
@@ -81,14 +82,14 @@ class RMSNorm(blocks.RMSNorm):
 
 
 class GeGLU(blocks.SwiGLU):
-    """Gated feed-forward layer w2(gelu(w1 x) * w3 x), gelu by its tanh approximation (Shazeer, arXiv:2002.05202)."""
+    """Gated feed-forward layer w2(gelu(w1 x) * w3 x), with the tanh approximation of GELU (Shazeer, arXiv:2002.05202)."""
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> (batch, seq, dim)
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
 
 
 class Attention(attention.Attention):
-    """Attention whose queries and keys are normalised head by head, or, in Gemma 2, whose scores are capped."""
+    """Attention with a norm on the queries and keys of each head, or, in Gemma 2, with a softcap on the scores."""
 
     def __init__(self, config: Config):
         c = config
@@ -99,13 +100,13 @@ class Attention(attention.Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project(x)
-        if self.q_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return q, k, v
         return self.q_norm(q), self.k_norm(k), v
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each between two norms and beside a residual path."""
+    """One layer: attention and feed-forward, each between two norms and with a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -121,49 +122,44 @@ class Block(nn.Module):
         return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x)))
 
 
-class Model(nn.Module):
-    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+class Model(Decoder):
+    """The whole decoder. A pipeline stage has no `embed`, some of the layers, or no `head`."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         norm = RMSNorm(config.dim, config.norm_eps)
-        self.head: Head | None = Head(norm, config.dim, config.vocab_size, config.logits_softcap)
+        self.head = Head(norm, config.dim, config.vocab_size, config.logits_softcap)
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        """Makes embedding and output projection one parameter, where the configuration says so."""
-        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
-            self.head.output.weight = self.embed.weight
-
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq); on later stages, hidden states."""
         c = self.config
         if self.embed is not None:
             x = self.embed(x)
-            x = x * x.new_full((), c.dim**0.5)  # a factor in x's own precision, as the published weights were trained with
-        near, far = with_mask(seq, c.window), with_mask(seq)
+            x = x * x.new_full((), c.dim**0.5)  # the factor has x's precision, as in the training of the published weights
+        local_seq, global_seq = with_mask(seq, c.window), with_mask(seq)
         local_rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.local_rope_theta, None, x.device))
         frequencies = rope_frequencies(c.head_dim, c.rope_theta, None, x.device) / c.rope_factor
         global_rope = rope_tables(seq.positions, frequencies)
         for number, layer in self.layers.items():
             local = c.window_of(int(number)) is not None
-            x = layer(x, local_rope if local else global_rope, near if local else far)
+            x = layer(x, local_rope if local else global_rope, local_seq if local else global_seq)
         return x
 
 
 def sharding(config: Config) -> dict[str, str]:
     """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
-    norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # works on this rank's heads
+    norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # each rank normalises its own heads
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",
         "layers.*.attention.w[qkv]": "column",
         **norms,
         "layers.*.attention.wo": "row",
-        "layers.*.attention_post_norm": "replicate",  # works on this rank's slice of the sequence
+        "layers.*.attention_post_norm": "replicate",  # each rank normalises its slice of the sequence
         "layers.*.ffn_norm": "sequence",
         "layers.*.ffn.w[13]": "column",
         "layers.*.ffn.w2": "row",
@@ -174,23 +170,23 @@ def sharding(config: Config) -> dict[str, str]:
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}; the first match counts.
 
-    The reports give none. Embeddings such that, scaled, they have deviation 1, and so have the logits that they make.
+    The reports publish none. The deviation of the embeddings is chosen so that scaled embeddings and logits have deviation 1.
     """
     return {"embed.weight": Normal(config.dim**-0.5), "*norm.weight": Constant(0.0), "*": Normal(0.02)}
 
 
 def flops(config: Config, seq_len: int) -> Flops:
-    """Training FLOPs a token at a sequence length."""
+    """Training FLOPs per token at a sequence length."""
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
     return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [c.window_of(layer) for layer in range(c.n_layers)])
 
 
-# The model_type of config.json, and our parameter names -> those of transformers' Gemma3ForCausalLM and Gemma2ForCausalLM;
-# {i} is the layer. Names that a configuration does not have do no harm.
+# The model_types of config.json, and our parameter names -> those of transformers' Gemma3ForCausalLM and Gemma2ForCausalLM. {i}
+# is the layer. Names that a configuration does not use are ignored.
 HF_TYPES = ("gemma3_text", "gemma2")
 HF: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
@@ -214,19 +210,19 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def from_hf(json: dict[str, Any]) -> Config:
-    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
     kind, older = json.get("model_type"), json.get("model_type") == "gemma2"
     if kind == "gemma3":
-        raise ValueError("a Gemma 3 that sees images: only text models, of model_type 'gemma3_text', are offered")
+        raise ValueError("a Gemma 3 with vision: only text models, of model_type 'gemma3_text', are supported")
     activation = json.get("hidden_activation") or "gelu_pytorch_tanh"
     if kind not in HF_TYPES or activation != "gelu_pytorch_tanh":
         raise ValueError(f"not a Gemma 2 or 3: model_type {kind!r}, activation {activation!r}")
     for key in ("attention_bias", "use_bidirectional_attention"):
         if json.get(key):
-            raise ValueError(f"Gemma has no {key}, this configuration asks for it")
+            raise ValueError(f"Gemma has no {key}, but config.json sets it")
     cap = json.get("attn_logit_softcapping")
     if cap and not older:
-        raise ValueError(f"Gemma 3's scores are not capped, this configuration has attn_logit_softcapping = {cap}")
+        raise ValueError(f"Gemma 3 has no softcap on scores, but config.json sets attn_logit_softcapping = {cap}")
     theta, local_theta, factor = _rope_of(json, older)
     return Config(
         dim=json["hidden_size"],
@@ -251,27 +247,29 @@ def from_hf(json: dict[str, Any]) -> Config:
 
 
 def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, float]:
-    """(base of global layers, of local ones, stretching of global ones), from the newer or the older spelling."""
+    """(RoPE base of global layers, RoPE base of local layers, wavelength factor of global layers), from newer or older keys."""
     both = json.get("rope_parameters") or {}
-    near = both if older else both.get(_LOCAL) or {}
-    far = both if older else both.get(_GLOBAL) or json.get("rope_scaling") or {}
-    kinds = {part.get("rope_type", part.get("type", "default")) for part in (near, far)}
-    factor = float(far.get("factor") or 1.0)
-    if not kinds <= {"default", "linear"} or (near.get("factor") or 1.0) != (factor if older else 1.0):
-        raise ValueError(f"Gemma stretches only global layers' positions, linearly; this configuration has {near} and {far}")
-    theta = json.get("rope_theta") or far.get("rope_theta") or (1e4 if older else 1e6)
-    local = theta if older else json.get("rope_local_base_freq") or near.get("rope_theta") or 1e4
-    return float(theta), float(local), factor
+    local_rope = both if older else both.get(_LOCAL) or {}
+    global_rope = both if older else both.get(_GLOBAL) or json.get("rope_scaling") or {}
+    kinds = {part.get("rope_type", part.get("type", "default")) for part in (local_rope, global_rope)}
+    factor = float(global_rope.get("factor") or 1.0)
+    if not kinds <= {"default", "linear"} or (local_rope.get("factor") or 1.0) != (factor if older else 1.0):
+        raise ValueError(
+            f"In Gemma only global layers scale RoPE, linearly, but config.json sets {local_rope} and {global_rope}"
+        )
+    theta = json.get("rope_theta") or global_rope.get("rope_theta") or (1e4 if older else 1e6)
+    local_theta = theta if older else json.get("rope_local_base_freq") or local_rope.get("rope_theta") or 1e4
+    return float(theta), float(local_theta), factor
 
 
 def _pattern_of(json: dict[str, Any], older: bool) -> int:
-    """Every how many layers one is global."""
+    """n, where every n-th layer is global."""
     layers, given = json["num_hidden_layers"], json.get("layer_types")
     every = json.get("sliding_window_pattern") or (2 if older else 6)
     if given:
         every = given.index(_GLOBAL) + 1 if _GLOBAL in given else layers + 1
         if given != [_LOCAL if (i + 1) % every else _GLOBAL for i in range(layers)]:
-            raise ValueError(f"Gemma's global layers stand at equal distances, this configuration has layer_types {given}")
+            raise ValueError(f"Gemma's global layers are equally spaced, but config.json sets layer_types = {given}")
     return every
 
 
@@ -279,10 +277,10 @@ def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' Gemma3TextConfig or Gemma2Config reads it."""
     c, older = config, not config.qk_norm
     if older and (c.rope_theta != c.local_rope_theta or c.rope_factor != 1.0):
-        raise ValueError("Gemma 2 has one base for all layers' positions: rope_theta = local_rope_theta, rope_factor = 1")
+        raise ValueError("Gemma 2 has one RoPE base for all layers: set rope_theta = local_rope_theta and rope_factor = 1")
     if not older and c.attention_softcap is not None:
-        raise ValueError("Gemma 3's scores are not capped in Hugging Face's models: attention_softcap = None")
-    stretched = {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1.0 else {"rope_type": "default"}
+        raise ValueError("Hugging Face's Gemma 3 has no softcap on scores: set attention_softcap = None")
+    scaled = {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1.0 else {"rope_type": "default"}
     plain = {"rope_type": "default", "rope_theta": c.local_rope_theta}
     return {
         "architectures": ["Gemma2ForCausalLM" if older else "Gemma3ForCausalLM"],
@@ -299,7 +297,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "rms_norm_eps": c.norm_eps,
         "query_pre_attn_scalar": c.query_scalar,
-        "rope_parameters": plain if older else {_GLOBAL: {"rope_theta": c.rope_theta, **stretched}, _LOCAL: plain},
+        "rope_parameters": plain if older else {_GLOBAL: {"rope_theta": c.rope_theta, **scaled}, _LOCAL: plain},
         "tie_word_embeddings": c.tied_embeddings,
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logits_softcap,

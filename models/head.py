@@ -1,4 +1,4 @@
-"""The output head and its loss: final norm, projection onto the vocabulary, cross entropy without ever holding all logits."""
+"""The output head and its loss: final norm, output projection, and a cross entropy that never holds all logits at once."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,48 +9,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-IGNORE = -100  # a label that counts for nothing, as in PyTorch's own cross entropy
+IGNORE = -100  # a label that the loss ignores, as in PyTorch's cross entropy
 
 
 class Sizes(NamedTuple):
-    """How much the head makes at a time, in numbers."""
+    """The largest temporary tensors of the head, in elements."""
 
-    logits: int  # of a chunk
-    product: int  # of a summand of the weight's gradient, where products are less precise than their sum
+    logits: int  # the logits of one chunk
+    product: int  # one product added to the weight's gradient, where the products are not float32
 
 
 SIZES = {
-    # Larger chunks are a little faster still, and take as much more memory (benchmarks/NOTES.md).
+    # Larger chunks are slightly faster, but use proportionally more memory (benchmarks/NOTES.md).
     "cpu": Sizes(logits=2**26, product=2**23),
-    # Not measured: each chunk reads and writes the weight's gradient, which for 8B takes as long as the products of 250 tokens.
+    # Not measured. Each chunk reads and writes the weight's gradient: for 8B, as long as the products of 250 tokens.
     "cuda": Sizes(logits=2**28, product=2**62),
 }
 
 
 class Head(nn.Module):
-    """Final norm, projection onto the vocabulary, and the loss, as one unit for FSDP.
+    """Final norm, output projection and loss, as one FSDP unit.
 
-    With labels the logits of all tokens never exist at once: they are made in chunks of at most `Sizes.logits` numbers, used
-    for loss and gradients, and dropped. However many chunks, the projection's weight is gathered once and its gradient
-    reduced once. The product is in the precision of the hidden states, whatever that of the weight is.
+    With labels, the logits of all tokens never exist at once: the head computes them in chunks of at most `Sizes.logits`
+    elements, uses each chunk for the loss and the gradients, and drops it. The weight is gathered once and its gradient
+    reduced once, for any number of chunks. Products are in the precision of the hidden states, not of the weight.
 
-    softcap: logits x become softcap x tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2). z_loss: this times the square
-    of the log-sum-exp of the logits is added to each label's loss, which keeps it near 0 (PaLM, arXiv:2204.02311, section 5).
+    softcap: a logit x becomes softcap x tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2). z_loss: the loss of each
+    label gets z_loss x logsumexp(logits)^2 added, which keeps the log-sum-exp near 0 (PaLM, arXiv:2204.02311, section 5).
     """
 
     def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None):
         super().__init__()
         self.vocab_size, self.softcap, self.z_loss = vocab_size, softcap, 0.0
-        self.sizes: Sizes | None = None  # None: those of SIZES for the device
-        self.kernels = Kernels(row_sums, to_slopes, accumulate)
+        self.sizes: Sizes | None = None  # None: SIZES[device]
+        self.kernels = Kernels(logsumexp_and_target, to_gradient, accumulate)
         self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (batch, seq, vocab) of hidden (batch, seq, dim); with labels (batch, seq), the float32 sum of the losses.
+        """Logits (batch, seq, vocab) of hidden (batch, seq, dim); with labels (batch, seq), the sum of the losses, () float32.
 
-        Labels equal to IGNORE add nothing. Under tensor parallelism hidden is this rank's slice of the sequence, labels
-        are whole, and every rank returns the same sum. The z-loss is in it only where gradients are asked for.
+        Labels equal to IGNORE add nothing. Under tensor parallelism, hidden is this rank's slice of the sequence, labels
+        cover the whole sequence, and every rank returns the same sum. The sum has the z-loss only when gradients are enabled.
         """
         hidden, weight = self.norm(hidden), self.output.weight
         if labels is None:
@@ -63,44 +63,44 @@ class Head(nn.Module):
             mesh = weight.device_mesh
             group = mesh.get_group()
             first = mesh.get_local_rank() * -(-self.vocab_size // mesh.size())  # Shard gives all ranks but the last ones this
-            # Each rank's gradient covers its own part of the vocabulary: one summand of the hidden states' gradient.
+            # The hidden states' gradient is the sum over ranks, each of which has the part of its own vocabulary rows.
             hidden = hidden.to_local(grad_placements=[Partial()])
             weight = weight.to_local(grad_placements=[Shard(0)])
         sizes = self.sizes or SIZES[hidden.device.type]
         chunk = chunk_of(labels.numel(), self.vocab_size, sizes)
-        plan = Plan(first, group, chunk, sizes.product, self.softcap, self.z_loss, self.kernels, torch.is_grad_enabled())
-        return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), plan)
+        options = _Options(first, group, chunk, sizes.product, self.softcap, self.z_loss, self.kernels, torch.is_grad_enabled())
+        return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
 
 def chunk_of(tokens: int, vocab_size: int, sizes: Sizes) -> int:
-    """Tokens in a chunk: as many as `sizes` allows, or somewhat less if all chunks are equal then."""
+    """Tokens per chunk: as many as `sizes` allows, or somewhat fewer if that makes all chunks equal."""
     most = max(1, sizes.logits // vocab_size)
     fewest = -(-tokens // most)
-    # a chunk of another size, the last one, would be compiled for itself
+    # a last chunk of another size would be compiled separately
     count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)
     return -(-tokens // count)
 
 
-# ------------------------------------------------------------------- what is done with a chunk's logits, apart from products
+# ------------------------------------------------------------------------------------- elementwise kernels on a chunk of logits
 
 
-def row_sums(logits: Tensor, column: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Each row's log-sum-exp and its logit in `column`: of logits (chunk, rows) and column (chunk,) two (chunk,) float32."""
+def logsumexp_and_target(logits: Tensor, column: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Each row's log-sum-exp and its logit in `column`, (chunk,) float32 each. logits: (chunk, rows); column: (chunk,)."""
     wide = _capped(logits.to(torch.float32, copy=True), softcap)
-    wanted = wide.gather(1, column[:, None])[:, 0]
+    target_logit = wide.gather(1, column[:, None])[:, 0]
     largest = wide.amax(dim=-1)
-    return wide.sub_(largest[:, None]).exp_().sum(dim=-1).log_().add_(largest), wanted
+    return wide.sub_(largest[:, None]).exp_().sum(dim=-1).log_().add_(largest), target_logit
 
 
-def to_slopes(logits: Tensor, normaliser: Tensor, factor: Tensor, softcap: float | None) -> None:
-    """Overwrites logits x (chunk, rows) with factor * exp(x - normaliser), the slopes of log-sum-exps; both (chunk,)."""
+def to_gradient(logits: Tensor, logsumexp: Tensor, factor: Tensor, softcap: float | None) -> None:
+    """Overwrites logits x (chunk, rows) with the gradient of factor x logsumexp; logsumexp and factor are (chunk,)."""
     if softcap is None:
-        slope = logits.to(torch.float32, copy=True).sub_(normaliser[:, None]).exp_().mul_(factor[:, None])
+        gradient = logits.to(torch.float32, copy=True).sub_(logsumexp[:, None]).exp_().mul_(factor[:, None])
     else:
         capped = _capped(logits.to(torch.float32, copy=True), softcap)
-        bend = 1 - (capped / softcap).square_()
-        slope = capped.sub_(normaliser[:, None]).exp_().mul_(factor[:, None]).mul_(bend)
-    logits.copy_(slope)
+        of_cap = 1 - (capped / softcap).square_()
+        gradient = capped.sub_(logsumexp[:, None]).exp_().mul_(factor[:, None]).mul_(of_cap)
+    logits.copy_(gradient)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
@@ -113,53 +113,53 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class Kernels(NamedTuple):
-    """The functions above as they are, or compiled: each then reads the logits once and writes no float32 copy of them."""
+    """The functions above, eager or compiled. Compiled, each reads the logits once and writes no float32 copy of them."""
 
-    row_sums: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
-    to_slopes: Callable[[Tensor, Tensor, Tensor, float | None], None]
+    logsumexp_and_target: Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
+    to_gradient: Callable[[Tensor, Tensor, Tensor, float | None], None]
     accumulate: Callable[[Tensor, Tensor], None]
 
 
 # -------------------------------------------------------------------------------------------------- the autograd function
 
 
-class Plan(NamedTuple):
-    """What `_LinearCrossEntropy` needs beside tensors."""
+class _Options(NamedTuple):
+    """The arguments of `_LinearCrossEntropy` that are not tensors."""
 
     first: int  # this rank's first row of the vocabulary
-    group: dist.ProcessGroup | None  # among whose ranks the vocabulary is split
-    chunk: int  # tokens
+    group: dist.ProcessGroup | None  # the ranks that the vocabulary is split over
+    chunk: int  # tokens per chunk
     product: int  # as in Sizes
     softcap: float | None
     z_loss: float
     kernels: Kernels
-    training: bool  # whether autograd records; inside of a Function it never does, and ctx does not tell
+    training: bool  # whether autograd records; inside a Function is_grad_enabled() is always False
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropies of `hidden @ weight.T`, with weight split by rows over a group.
+    """Sum of the cross entropies of `hidden @ weight.T`, with the rows of weight split over a group.
 
-    The gradients are computed in the forward pass, chunk by chunk, while the logits are there, and only scaled in the
-    backward pass (idea: Liger kernel's fused linear cross entropy, arXiv:2410.10989). The logits of a chunk become its slopes
-    in the same memory, and all chunks use the same.
+    The forward pass computes the gradients too, chunk by chunk, while the logits exist; the backward pass only scales them
+    (idea: Liger kernel's fused linear cross entropy, arXiv:2410.10989). The gradient of a chunk overwrites its logits, and all
+    chunks share one buffer.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, plan: Plan) -> Tensor:
-        """hidden (tokens, dim); weight (rows, dim), the rows `first`.. of the vocabulary; labels (tokens,) -> () float32."""
-        with_gradient = plan.training and any(ctx.needs_input_grad[:2])
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options) -> Tensor:
+        """hidden (tokens, dim); weight (rows, dim), the vocabulary from row `first` on; labels (tokens,) -> () float32."""
+        with_gradient = options.training and any(ctx.needs_input_grad[:2])
         used = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if with_gradient else None
-        # of a frozen weight there is none to be made, nor to be kept
-        grad_weight = _WeightGradient(used, plan) if with_gradient and ctx.needs_input_grad[1] else None
-        room = hidden.new_empty(min(plan.chunk, len(hidden)), len(used))
+        # a frozen weight has no gradient
+        grad_weight = _WeightGradient(used, options) if with_gradient and ctx.needs_input_grad[1] else None
+        buffer = hidden.new_empty(min(options.chunk, len(hidden)), len(used))
         loss = hidden.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(hidden), plan.chunk):
-            part, label = hidden[start : start + plan.chunk], labels[start : start + plan.chunk]
-            logits = torch.mm(part, used.T, out=room[: len(part)])
-            loss += _loss_and_slopes(logits, label, plan, with_gradient)
+        for start in range(0, len(hidden), options.chunk):
+            part, label = hidden[start : start + options.chunk], labels[start : start + options.chunk]
+            logits = torch.mm(part, used.T, out=buffer[: len(part)])
+            loss += _loss_and_gradient(logits, label, options, with_gradient)
             if grad_hidden is not None:
-                torch.mm(logits, used, out=grad_hidden[start : start + plan.chunk])
+                torch.mm(logits, used, out=grad_hidden[start : start + options.chunk])
             if grad_weight is not None:
                 grad_weight.add(logits, part)
         if with_gradient:
@@ -171,54 +171,54 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, scale: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        if grad_weight is not None:  # in place, since nothing else reads it: a second backward pass is refused by autograd
+        if grad_weight is not None:  # in place: autograd refuses a second backward pass, so nothing reads it again
             grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
 
 
-def _loss_and_slopes(logits: Tensor, label: Tensor, plan: Plan, with_gradient: bool) -> Tensor:
-    """The summed loss of a chunk, () float32; with gradients the logits (chunk, rows) become the loss's slopes in them."""
+def _loss_and_gradient(logits: Tensor, label: Tensor, options: _Options, with_gradient: bool) -> Tensor:
+    """The summed loss of a chunk, () float32. with_gradient: overwrites the logits (chunk, rows) with the loss's gradient."""
     valid = label != IGNORE
-    column = label - plan.first
+    column = label - options.first
     mine = valid & (column >= 0) & (column < logits.shape[1])
     column = torch.where(mine, column, 0)
-    normaliser, wanted = plan.kernels.row_sums(logits, column, plan.softcap)
-    local_wanted = wanted
-    if plan.group is not None:
-        normaliser, wanted = _combine(normaliser, torch.where(mine, wanted, 0.0), plan.group)
-    loss = normaliser - wanted
+    logsumexp, target_logit = options.kernels.logsumexp_and_target(logits, column, options.softcap)
+    local_target = target_logit
+    if options.group is not None:
+        logsumexp, target_logit = _combine(logsumexp, torch.where(mine, target_logit, 0.0), options.group)
+    loss = logsumexp - target_logit
     factor = valid.float()
-    if plan.z_loss and plan.training:
-        loss = loss + plan.z_loss * normaliser.square()
-        factor = factor * (1 + 2 * plan.z_loss * normaliser)
+    if options.z_loss and options.training:
+        loss = loss + options.z_loss * logsumexp.square()
+        factor = factor * (1 + 2 * options.z_loss * logsumexp)
     if with_gradient:
-        plan.kernels.to_slopes(logits, normaliser, factor, plan.softcap)
-        # The wanted logits' slopes are made anew: softmax - 1 of a softmax that was rounded loses all digits near 1.
-        slope = (local_wanted - normaliser).exp() * factor - 1
-        if plan.softcap is not None:
-            slope = slope * (1 - (local_wanted / plan.softcap).square())
-        where = (torch.arange(len(logits), device=logits.device), column)  # not scatter_, which copies all logits on a CPU
-        logits[where] = torch.where(mine, slope.to(logits.dtype), logits[where])
+        options.kernels.to_gradient(logits, logsumexp, factor, options.softcap)
+        # The gradient of the target logit is recomputed: softmax - 1 of a rounded softmax loses all digits near 1.
+        gradient = (local_target - logsumexp).exp() * factor - 1
+        if options.softcap is not None:
+            gradient = gradient * (1 - (local_target / options.softcap).square())
+        where = (torch.arange(len(logits), device=logits.device), column)  # not scatter_: on CPU it copies all logits
+        logits[where] = torch.where(mine, gradient.to(logits.dtype), logits[where])
     return torch.where(valid, loss, 0.0).sum()
 
 
 class _WeightGradient:
-    """The sum over chunks of slopes.T @ hidden: `total` (rows, dim) is float32, whatever the precision of the products."""
+    """The sum over chunks of gradient.T @ hidden: `total` (rows, dim), float32 for every precision of the products."""
 
-    def __init__(self, weight: Tensor, plan: Plan):
+    def __init__(self, weight: Tensor, options: _Options):
         self.total = torch.empty_like(weight, dtype=torch.float32)
-        self._accumulate, self._begun = plan.kernels.accumulate, False
-        # so few rows at a time that what is added is in a CPU's cache still
-        self._rows = min(len(weight), max(1, plan.product // weight.shape[1]))
+        self._accumulate, self._begun = options.kernels.accumulate, False
+        # few enough rows at a time that the product is still in the CPU's cache when it is added
+        self._rows = min(len(weight), max(1, options.product // weight.shape[1]))
         self._product = weight.new_empty(self._rows, weight.shape[1]) if weight.dtype != torch.float32 else None
 
-    def add(self, slopes: Tensor, hidden: Tensor) -> None:
-        """slopes (chunk, rows), hidden (chunk, dim)."""
+    def add(self, gradient: Tensor, hidden: Tensor) -> None:
+        """gradient: (chunk, rows), of the logits. hidden: (chunk, dim)."""
         if self._product is None:
-            torch.addmm(self.total, slopes.T, hidden, beta=int(self._begun), out=self.total)
+            torch.addmm(self.total, gradient.T, hidden, beta=int(self._begun), out=self.total)
         else:
-            for slope, total in zip(slopes.T.split(self._rows), self.total.split(self._rows), strict=True):
-                product = torch.mm(slope, hidden, out=self._product[: len(slope)])
+            for part, total in zip(gradient.T.split(self._rows), self.total.split(self._rows), strict=True):
+                product = torch.mm(part, hidden, out=self._product[: len(part)])
                 if self._begun:
                     self._accumulate(total, product)
                 else:
@@ -226,10 +226,10 @@ class _WeightGradient:
         self._begun = True
 
 
-def _combine(normaliser: Tensor, wanted: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """From each rank's log-sum-exp and wanted logit, (tokens,) each, those of the whole vocabulary, in one collective."""
-    mine = torch.stack([normaliser, wanted])
+def _combine(logsumexp: Tensor, target_logit: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Combines each rank's log-sum-exp and target logit, (tokens,) each, into those of the whole vocabulary: one collective."""
+    mine = torch.stack([logsumexp, target_logit])
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
-    every = torch.stack(parts)  # (ranks, 2, tokens)
-    return every[:, 0].logsumexp(dim=0), every[:, 1].sum(dim=0)
+    ranks = torch.stack(parts)  # (ranks, 2, tokens)
+    return ranks[:, 0].logsumexp(dim=0), ranks[:, 1].sum(dim=0)

@@ -17,6 +17,7 @@ from models.blocks import (
     rope_tables,
     transformer_flops,
 )
+from models.decoder import Decoder
 from models.head import Head
 
 
@@ -40,7 +41,7 @@ class Config:
 _SCALING_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _SCALING_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
-# Published dimensions: 1b and 3b are Llama 3.2, the others Llama 3.1.
+# Published dimensions: 1b and 3b are Llama 3.2, the larger ones Llama 3.1.
 # fmt: off
 FLAVORS: dict[str, Config] = {
     #                 dim  layers heads  kv  head    ffn
@@ -55,7 +56,7 @@ FLAVORS: dict[str, Config] = {
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and beside a residual path."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -69,28 +70,23 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
-class Model(nn.Module):
-    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+class Model(Decoder):
+    """The whole decoder. A pipeline stage has no `embed`, some of the layers, or no `head`."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.head: Head | None = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
+        self.head = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        """Makes embedding and output projection one parameter, where the configuration says so."""
-        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
-            self.head.output.weight = self.embed.weight
-
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq); on later stages, hidden states."""
         c = self.config
         if self.embed is not None:
             x = self.embed(x)
-        seq = with_mask(seq)  # once for all layers, which read it in Attention.core
+        seq = with_mask(seq)  # once for all layers; Attention.core uses it
         rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
         for layer in self.layers.values():
             x = layer(x, rope, seq)
@@ -113,11 +109,11 @@ def sharding(config: Config) -> dict[str, str]:
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}; the first match counts.
 
-    Deviation 0.02, and for what writes into the residual path 0.02 / sqrt(2 L), so that its variance does not grow with
-    depth (GPT-2, Radford et al. 2019, section 2.3). Embeddings have deviation 1, which learns faster (the debug recipe:
-    loss 5.1 in place of 6.1 after 80 steps), but where they are the output projection too.
+    The deviation is 0.02, and 0.02 / sqrt(2 L) for matrices that write to the residual stream, so that its variance does not
+    grow with depth (GPT-2, Radford et al. 2019, section 2.3). Untied embeddings have deviation 1, because they train faster
+    (the debug recipe after 80 steps: loss 5.1 instead of 6.1).
     """
     residual = Normal(0.02 / (2 * config.n_layers) ** 0.5)
     return {
@@ -130,15 +126,15 @@ def initial(config: Config) -> dict[str, Normal | Constant]:
 
 
 def flops(config: Config, seq_len: int) -> Flops:
-    """Training FLOPs a token at a sequence length."""
+    """Training FLOPs per token at a sequence length."""
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
     return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [None] * c.n_layers)
 
 
-# The model_type of config.json, and our parameter names -> those of transformers' LlamaForCausalLM; {i} is the layer. Tied
-# models have no head.output there.
+# The model_types of config.json, and our parameter names -> those of transformers' LlamaForCausalLM. {i} is the layer. A tied
+# model has no head.output there.
 HF_TYPES = ("llama",)
 HF: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
@@ -157,7 +153,7 @@ HF: dict[str, str] = {
 
 
 def from_hf(json: dict[str, Any]) -> Config:
-    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind not in ("default", "llama3"):
@@ -165,7 +161,7 @@ def from_hf(json: dict[str, Any]) -> Config:
             f"not a Llama 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
         )
     if json.get("attention_bias") or json.get("mlp_bias"):
-        raise ValueError("Llama 3 has no biases, this configuration asks for attention_bias or mlp_bias")
+        raise ValueError("Llama 3 has no biases, but config.json sets attention_bias or mlp_bias")
     scaling = None
     if kind == "llama3":
         scaling = RopeScaling(

@@ -1,6 +1,6 @@
 """OLMo 2 (arXiv:2501.00656): everything about the family in one file.
 
-Norms stand behind attention and feed-forward, not before them, and queries and keys are normalised over all heads together.
+The norms follow attention and feed-forward instead of preceding them. Queries and keys are normalised over all heads together.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from models import attention
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables, transformer_flops
+from models.decoder import Decoder
 from models.head import Head
 
 
@@ -46,19 +47,20 @@ FLAVORS: dict[str, Config] = {
 
 
 class WideNorm(RMSNorm):
-    """RMSNorm over features that tensor parallelism has split: each rank knows its own, and the mean square is that of all."""
+    """RMSNorm over features that tensor parallelism splits: each rank has its own features; the mean square is over all."""
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, features of this rank) -> the same
         if not isinstance(self.weight, DTensor):
             return super().forward(x)
         mesh = self.weight.device_mesh
-        whole = DTensor.from_local(x, mesh, [Shard(-1)], run_check=False).float()
+        whole: Any = DTensor.from_local(x, mesh, [Shard(-1)], run_check=False).float()
         square = whole.square().sum(-1, keepdim=True).redistribute(mesh, [Replicate()]) / whole.shape[-1]
-        return (self.weight * (whole * torch.rsqrt(square + self.eps))).to_local().type_as(x)
+        normed: Any = self.weight * (whole * torch.rsqrt(square + self.eps))
+        return normed.to_local().type_as(x)
 
 
 class Attention(attention.Attention):
-    """Attention whose queries and keys are normalised over all heads together."""
+    """Attention with one norm over the queries of all heads and one over the keys of all heads."""
 
     def __init__(self, config: Config):
         super().__init__(config.dim, config.n_heads, config.n_kv_heads, config.head_dim)
@@ -70,11 +72,11 @@ class Attention(attention.Attention):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each before a norm and beside a residual path."""
+    """One layer: attention and feed-forward, each with a norm after it and a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()
-        self.attention_input = nn.Identity()  # where tensor parallelism gathers the sequence, since no norm stands here
+        self.attention_input = nn.Identity()  # tensor parallelism gathers the sequence here, where other families have a norm
         self.attention = Attention(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_input = nn.Identity()
@@ -86,24 +88,19 @@ class Block(nn.Module):
         return x + self.ffn_norm(self.ffn(self.ffn_input(x)))
 
 
-class Model(nn.Module):
-    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+class Model(Decoder):
+    """The whole decoder. A pipeline stage has no `embed`, some of the layers, or no `head`."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.head: Head | None = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
+        self.head = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        """Makes embedding and output projection one parameter, where the configuration says so."""
-        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
-            self.head.output.weight = self.embed.weight
-
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq); on later stages, hidden states."""
         c = self.config
         if self.embed is not None:
             x = self.embed(x)
@@ -122,7 +119,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.w[qkv]": "column",
         "layers.*.attention.[qk]_norm": "features",
         "layers.*.attention.wo": "row",
-        "layers.*.attention_norm": "replicate",  # works on this rank's slice of the sequence
+        "layers.*.attention_norm": "replicate",  # each rank normalises its slice of the sequence
         "layers.*.ffn_input": "sequence",
         "layers.*.ffn.w[13]": "column",
         "layers.*.ffn.w2": "row",
@@ -133,23 +130,23 @@ def sharding(config: Config) -> dict[str, str]:
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}; the first match counts.
 
-    Deviation 0.02 for every matrix (section 3.2 of the report).
+    Every matrix has deviation 0.02 (section 3.2 of the report).
     """
     return {"*norm.weight": Constant(1.0), "*": Normal(0.02)}
 
 
 def flops(config: Config, seq_len: int) -> Flops:
-    """Training FLOPs a token at a sequence length."""
+    """Training FLOPs per token at a sequence length."""
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
     return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [None] * c.n_layers)
 
 
-# The model_type of config.json, and our parameter names -> those of transformers' Olmo2ForCausalLM; {i} is the layer. Tied
-# models have no head.output there.
+# The model_types of config.json, and our parameter names -> those of transformers' Olmo2ForCausalLM. {i} is the layer. A tied
+# model has no head.output there.
 HF_TYPES = ("olmo2",)
 HF: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
@@ -170,7 +167,7 @@ HF: dict[str, str] = {
 
 
 def from_hf(json: dict[str, Any]) -> Config:
-    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind != "default":
@@ -178,7 +175,7 @@ def from_hf(json: dict[str, Any]) -> Config:
             f"not an OLMo 2: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
         )
     if json.get("attention_bias"):
-        raise ValueError("OLMo 2 has no biases, this configuration asks for attention_bias")
+        raise ValueError("OLMo 2 has no biases, but config.json sets attention_bias")
     heads = json["num_attention_heads"]
     return Config(
         dim=json["hidden_size"],

@@ -1,6 +1,6 @@
-"""Qwen 3 (arXiv:2505.09388), and Qwen 2 and 2.5 (arXiv:2412.15115): everything about the family in one file.
+"""Qwen 3 (arXiv:2505.09388) and Qwen 2 and 2.5 (arXiv:2412.15115): everything about the family in one file.
 
-Llama's block with a norm on every head's queries and keys; in Qwen 2 with biases on queries, keys and values in its place.
+The block is Llama's. Qwen 3 normalises the queries and keys of each head; Qwen 2 has biases for queries, keys and values.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models import attention
 from models.attention import SeqInfo, with_mask
 from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables, transformer_flops
+from models.decoder import Decoder
 from models.head import Head
 
 
@@ -28,10 +29,10 @@ class Config:
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
     tied_embeddings: bool = False
-    qkv_bias: bool = False  # Qwen 2: biases on queries, keys and values, and no norms on queries and keys
+    qkv_bias: bool = False  # Qwen 2: biases on queries, keys and values; no norms on queries and keys
 
 
-# Published dimensions. Those of Qwen 2.5 carry its number.
+# Published dimensions. Names with "2.5-" are Qwen 2.5.
 # fmt: off
 FLAVORS: dict[str, Config] = {
     #                    dim layers heads kv head    ffn
@@ -54,7 +55,7 @@ FLAVORS: dict[str, Config] = {
 
 
 class Attention(attention.Attention):
-    """Attention whose queries and keys are normalised head by head, or, in Qwen 2, have biases."""
+    """Attention with a norm on the queries and keys of each head, or, in Qwen 2, with biases."""
 
     def __init__(self, config: Config):
         super().__init__(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, qkv_bias=config.qkv_bias)
@@ -63,13 +64,13 @@ class Attention(attention.Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = super().project(x)
-        if self.q_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return q, k, v
         return self.q_norm(q), self.k_norm(k), v
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and beside a residual path."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -83,24 +84,19 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
-class Model(nn.Module):
-    """The decoder. A pipeline stage is a model without `embed`, some of the layers, or without `head`."""
+class Model(Decoder):
+    """The whole decoder. A pipeline stage has no `embed`, some of the layers, or no `head`."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
-        self.head: Head | None = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
+        self.head = Head(RMSNorm(config.dim, config.norm_eps), config.dim, config.vocab_size)
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        """Makes embedding and output projection one parameter, where the configuration says so."""
-        if self.config.tied_embeddings and self.embed is not None and self.head is not None:
-            self.head.output.weight = self.embed.weight
-
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq), or on later stages the hidden states."""
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq); on later stages, hidden states."""
         c = self.config
         if self.embed is not None:
             x = self.embed(x)
@@ -113,7 +109,7 @@ class Model(nn.Module):
 
 def sharding(config: Config) -> dict[str, str]:
     """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
-    norms = {} if config.qkv_bias else {"layers.*.attention.[qk]_norm": "replicate"}  # works on this rank's heads
+    norms = {} if config.qkv_bias else {"layers.*.attention.[qk]_norm": "replicate"}  # each rank normalises its own heads
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",
@@ -129,9 +125,9 @@ def sharding(config: Config) -> dict[str, str]:
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    """Initial distribution of each parameter: {pattern of parameter names: distribution}, the first that matches.
+    """Initial distribution of each parameter: {pattern of parameter names: distribution}; the first match counts.
 
-    As in models/llama3.py, since the reports give none; biases begin with 0.
+    As in models/llama3.py, because the reports publish none; biases start at 0.
     """
     residual = Normal(0.02 / (2 * config.n_layers) ** 0.5)
     biases = {"*.bias": Constant(0.0)} if config.qkv_bias else {}
@@ -146,15 +142,15 @@ def initial(config: Config) -> dict[str, Normal | Constant]:
 
 
 def flops(config: Config, seq_len: int) -> Flops:
-    """Training FLOPs a token at a sequence length."""
+    """Training FLOPs per token at a sequence length."""
     c = config
     attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     matmul = c.n_layers * (attention + 3 * c.dim * c.ffn_dim) + c.dim * c.vocab_size
     return transformer_flops(matmul, c.n_heads * c.head_dim, seq_len, [None] * c.n_layers)
 
 
-# The model_type of config.json, and our parameter names -> those of transformers' Qwen3ForCausalLM and Qwen2ForCausalLM;
-# {i} is the layer. Names that a configuration does not have do no harm.
+# The model_types of config.json, and our parameter names -> those of transformers' Qwen3ForCausalLM and Qwen2ForCausalLM. {i}
+# is the layer. Names that a configuration does not use are ignored.
 HF_TYPES = ("qwen3", "qwen2")
 HF: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
@@ -178,7 +174,7 @@ HF: dict[str, str] = {
 
 
 def from_hf(json: dict[str, Any]) -> Config:
-    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not have."""
+    """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind != "default":
@@ -186,9 +182,9 @@ def from_hf(json: dict[str, Any]) -> Config:
             f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
         )
     if json["model_type"] == "qwen3" and json.get("attention_bias"):
-        raise ValueError("Qwen 3 has no biases, this configuration asks for attention_bias")
+        raise ValueError("Qwen 3 has no biases, but config.json sets attention_bias")
     if json.get("use_sliding_window") or "sliding_attention" in (json.get("layer_types") or []):
-        raise ValueError("Qwen's sliding windows are not offered, this configuration asks for use_sliding_window")
+        raise ValueError("Qwen's sliding windows are not supported, but config.json sets use_sliding_window")
     heads = json["num_attention_heads"]
     older = json["model_type"] == "qwen2"
     return Config(

@@ -25,6 +25,7 @@ _LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirn
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # of a family that can be read and written in Hugging Face's format
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
+_SHARED = ("attention", "blocks", "decoder", "head")  # the files of models/ that are not families
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 
 
@@ -80,7 +81,7 @@ def family_of(keys: Model) -> Family:
 
 def family_names() -> list[str]:
     """The families of the folder models/."""
-    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in ("attention", "blocks", "head")]
+    return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in _SHARED]
 
 
 def load_module(name: str) -> ModuleType:
