@@ -18,7 +18,7 @@ from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.tools.verify import Trajectory, record
+from titanlite.tools.compare import Trajectory, record
 from titanlite.train import train
 from titanlite.transforms.registry import load_family
 

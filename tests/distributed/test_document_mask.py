@@ -20,7 +20,7 @@ from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
 from titanlite.loop.step import build_model
 from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
-from titanlite.tools.verify import whole
+from titanlite.tools.compare import whole
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_document_mask"

@@ -16,8 +16,8 @@ from titanlite.loop.profiling import held_memory
 from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import create_state, named_state
+from titanlite.tools.compare import whole
 from titanlite.tools.estimate import estimate
-from titanlite.tools.verify import whole
 from titanlite.transforms.initialize import fill
 from titanlite.transforms.registry import load_family
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import config_of
-from titanlite.tools.verify import Trajectory, compare
+from titanlite.tools.compare import Trajectory, compare
 
 
 class Cell(NamedTuple):
@@ -87,16 +87,9 @@ def test_the_reference_run_learns(one_process):
 def test_a_mesh_gives_the_weights_batches_losses_norms_and_gradients_of_one_process(pools, one_process, name, record_property):
     cell = CELLS[name]
     result = compare(run(pools, cell), one_process[cell.flavor])
-    for key, value in result._asdict().items():
-        record_property(key, str(value))
+    record_property("differences", str(result))
     print(f"{name}: {result}")
-    assert result.weights == []
-    assert result.batches == []
-    assert result.loss < 1e-5
-    assert result.first_norm < 1e-5
-    assert result.later_norms < 1e-3
-    assert result.gradient < 1e-5, result.worst
-    assert result.equal
+    assert result.equal, result.excessive
 
 
 def test_bfloat16_follows_float32_on_every_mesh_and_keeps_float32_masters(pools, one_process):

@@ -12,7 +12,7 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, mesh_of
 from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, ranks_of, reports, run
 from titanlite.loop.divergence import FILE, read_entries
-from titanlite.tools.replay import Replayed, describe, furthest, layer_of, on_mesh, replay, route_to, setting_of
+from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 
 HERE = "tests.distributed.test_replay"
 
@@ -23,7 +23,7 @@ def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple
     for step, attempt in steps:
         config, global_batch = setting_of(folder, step)
         route = route_to(step, attempt, read_entries(folder / FILE))
-        config = on_mesh(config, global_batch, ranks_of(degrees) if degrees else None)
+        config = replay_config(config, global_batch, ranks_of(degrees) if degrees else None)
         replayed = replay(config, folder, route, step, poisoned(config, bad), mesh_of(degrees), CPU)
         found.append((replayed, describe(replayed, folder, route, config, mesh_of(degrees))))
         dist.barrier()
@@ -178,8 +178,8 @@ def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
     config, global_batch = setting_of(tmp_path, 8)
     assert global_batch == 8
     assert furthest(tmp_path, config, read_entries(tmp_path / FILE)) == 12
-    split = on_mesh(config.model_copy(update={"parallelism": config.parallelism.model_copy(
+    split = replay_config(config.model_copy(update={"parallelism": config.parallelism.model_copy(
         update={"tensor_parallel_degree": 2, "reduce_every_microbatch": False})}), 8, 8)  # fmt: skip
     assert (split.training.local_batch_size, split.parallelism.reduce_every_microbatch) == (2, True)
-    alone = on_mesh(split, 8, None)
+    alone = replay_config(split, 8, None)
     assert (alone.parallelism.tensor_parallel_degree, alone.training.local_batch_size) == (1, 2)

@@ -58,8 +58,7 @@ def start(config: Config) -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if config.training.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_algorithms()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
@@ -67,6 +66,12 @@ def start(config: Config) -> torch.device:
         **({} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}),
     )
     return device
+
+
+def use_deterministic_algorithms() -> None:
+    """The same bits from every run; before anything is computed on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def finish() -> None:

@@ -1,31 +1,33 @@
 """titanlite check-model NAME[:flavor]
 
-Proves that a model file still shards, compiles, checkpoints and converts. On the meta device it looks at the flavour that is
-named, or at all of them; on the CPU it trains a small one for a few steps on random tokens, in one process and on meshes of two
-and four. A table says what passed, and of what failed the parameter or line at fault. Exit code 0: all passed; 1: something
-failed; 2: there is nothing to check.
+Proves that a model file still shards, compiles, checkpoints and converts. On the meta device the command checks the named
+flavor, or all of them. On the CPU it trains a small flavor for a few steps on random tokens, in one process and on meshes of
+two and four. Each failure names the parameter or the line in your file. Exit code 0: all checks passed; 1: a check failed; 2:
+there is nothing to check.
 """
 
+import contextlib
 import logging
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from torch.multiprocessing import ProcessExitedException
-
 from titanlite.errors import UserError
 from titanlite.tools import model_facts
+from titanlite.tools.compare import compare
 from titanlite.tools.model_facts import SMALL, size_of
-from titanlite.tools.model_runs import PATIENCE, Alone, differences, guarded, in_one_process, on_mesh
+from titanlite.tools.model_runs import TIMEOUT_SECONDS, Alone, describe, guarded, in_one_process, train_on_mesh
 from titanlite.tools.ranks import on_ranks
-from titanlite.tools.verify import compare
 from titanlite.transforms.registry import BrokenModule, Family, load_module
 
-ALONE = ("loss and gradients", "parameters", "recomputation", "compile")
+BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
+TABLES = (BUILT, "sharding", "initial")
+ALONE = (TRAINED, "parameters", "recomputation", "compile")
 MESHES = {"2 x 2": {"dp_shard": 2, "tp": 2}, "tp 2": {"tp": 2}, "shard 2": {"dp_shard": 2}}
 CHECKPOINT = "checkpoint"
 
@@ -35,121 +37,121 @@ class Row(NamedTuple):
 
     name: str
     verdict: str  # passed, FAILED or not run
-    texts: list[str]  # what is wrong, or why it was not run, or a remark
+    texts: list[str]  # the faults, the reason why it was not run, or a remark
+
+
+class Table:
+    """Makes the rows, and remembers which have passed."""
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+
+    def row(self, name: str, check: Callable[[], list[str]], needs: Sequence[str] = (), remark: str = "") -> Row:
+        """Runs a check, which returns faults, if all rows that it needs have passed. remark: printed where it passes."""
+        if missing := [need for need in needs if need not in self._passed]:
+            return Row(name, "not run", [f"needs {missing[0]}"])
+        if faults := guarded(check):
+            return Row(name, "FAILED", faults)
+        self._passed.add(name)
+        return Row(name, "passed", [remark] if remark else [])
 
 
 def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None) -> Iterator[Row]:
-    """Every row of the table, as it is found out. flavors: what is looked at on meta. small: what is trained, if any can be."""
-    families = {flavor: Family(module, module.FLAVORS[flavor]) for flavor in flavors}
-    passed = set()
+    """All rows of the table, each as soon as it is known.
 
-    def row(title: str, faults: list[str], remark: str = "") -> Row:
-        if not faults:
-            passed.add(title)
-        return Row(title, "FAILED" if faults else "passed", faults or [remark] * bool(remark))
+    flavors: checked on meta. small: the flavor that is trained; None where no flavor can be built.
+    """
+    families, table = {flavor: Family(module, module.FLAVORS[flavor]) for flavor in flavors}, Table()
 
-    def lacking(*titles: str) -> list[str]:
-        return [f"needs {title}" for title in titles if title not in passed][:1]
+    def on_meta(row: str, check: Callable[[Family], list[str]], of: dict[str, Family], *needs: str) -> Row:
+        return table.row(row, partial(over_flavors, of, check), needs)
 
-    yield row("built on meta", over_flavors(families, model_facts.construction_faults))
+    yield on_meta(BUILT, model_facts.construction_faults, families)
     if small is None:
-        yield from (Row(title, "not run", ["needs built on meta"]) for title in ("sharding", "initial", *ALONE, *MESHES))
+        yield from (table.row(row, list, [BUILT]) for row in ("sharding", "initial", *ALONE, *MESHES))
         return
-    trained = Family(module, module.FLAVORS[small])
-    every = {**families, small: trained}
-    # Of all flavours some may be made for one GPU, such as one with a single key and value head.
-    split = every if len(families) == 1 else {small: trained}
-    yield row("sharding", over_flavors(families, model_facts.table_faults))
-    yield row("initial", over_flavors(families, model_facts.initial_faults))
-    yield row("buffers", guarded(model_facts.buffer_faults, trained))
-    yield row("tp 2 divides", over_flavors(split, model_facts.undivided_faults))
-    yield row("FLOPs", over_flavors(every, model_facts.flops_faults))
-    yield from _hugging_face(families, trained, row)
-
-    tables = lacking("built on meta", "sharding", "initial")
-    with tempfile.TemporaryDirectory() as folder:
-        saves = Path(folder) / "checkpoint"
-        alone = Alone({}) if tables else _alone(name, small, saves)
-        for title in ALONE:
-            if title in alone.faults:
-                yield row(title, alone.faults[title])
-            else:
-                yield Row(title, "not run", tables or lacking("loss and gradients"))
-        step, reloaded, damage = 1, [], []
-        for title, degrees in MESHES.items():
-            why = lacking("loss and gradients")
-            if not why and "tp" in degrees and guarded(model_facts.undivided_faults, trained):
-                why = ["needs tp 2 divides"]
-            if why:
-                yield Row(title, "not run", why)
-                continue
-            arguments = (name, small, degrees, saves, step, alone.stored)
-            try:
-                ranks = math.prod(degrees.values())
-                trajectory, faults = on_ranks(ranks, on_mesh, *arguments, timeout_seconds=PATIENCE, use_gpus=False)
-            except (UserError, ProcessExitedException) as error:
-                yield row(title, [str(error)])
-                continue
-            yield row(title, differences(compare(trajectory, alone.trajectory)))
-            reloaded.append(title)
-            damage += [f"on {title}: {fault}" for fault in faults]
-            step += not faults
-        if reloaded:
-            yield row(CHECKPOINT, damage, f"one process -> {' -> '.join(reloaded)}")
-        else:
-            yield Row(CHECKPOINT, "not run", ["needs a mesh"])
-
-
-def _alone(name: str, small: str, saves: Path) -> Alone:
-    try:
-        return on_ranks(1, in_one_process, name, small, saves, timeout_seconds=PATIENCE, use_gpus=False)
-    except ProcessExitedException as error:
-        return Alone({"loss and gradients": [str(error)]})
-
-
-def _hugging_face(families: dict[str, Family], trained: Family, row: Callable[..., Row]) -> Iterator[Row]:
-    if not hasattr(trained.module, "HF"):
+    trained = {small: Family(module, module.FLAVORS[small])}
+    # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
+    divided = families | trained if len(families) == 1 else trained
+    yield on_meta("sharding", model_facts.table_faults, families)
+    yield on_meta("initial", model_facts.initial_faults, families)
+    yield on_meta("buffers", model_facts.buffer_faults, trained)
+    yield on_meta(DIVIDES, model_facts.undivided_faults, divided)
+    yield on_meta("FLOPs", model_facts.flops_faults, families | trained)
+    if not hasattr(module, "HF"):
         yield Row("Hugging Face", "not run", ["the module has no HF: it has no counterpart there"])
-        return
-    names = over_flavors(families, model_facts.name_faults)
-    yield row("Hugging Face names", names)
-    if not model_facts.has_transformers():
-        yield row("Hugging Face logits", [], "names only: transformers is not installed")
-    elif names:
-        yield Row("Hugging Face logits", "not run", ["needs Hugging Face names"])
     else:
-        shapes = over_flavors(families, model_facts.shape_faults)
-        yield row("Hugging Face shapes", shapes)
-        yield row("Hugging Face logits", guarded(model_facts.logit_faults, trained))
+        yield on_meta("Hugging Face names", model_facts.name_faults, families)
+        if model_facts.has_transformers():
+            yield on_meta("Hugging Face shapes", model_facts.shape_faults, families, "Hugging Face names")
+            yield on_meta("Hugging Face logits", model_facts.logit_faults, trained, "Hugging Face names")
+        else:
+            yield Row("Hugging Face logits", "passed", ["names only: transformers is not installed"])
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _training_rows(name, small, trained[small], Path(folder) / "checkpoint", table)
+
+
+def _training_rows(name: str, small: str, family: Family, saves: Path, table: Table) -> Iterator[Row]:
+    """The rows of a small model in training. Its checkpoint goes from one process to each mesh in turn."""
+    alone, step = Alone({}), 1
+    meshes: list[str] = []  # those that loaded the checkpoint
+    damage: list[str] = []
+    ranks = partial(on_ranks, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
+
+    def train() -> list[str]:
+        nonlocal alone
+        alone = ranks(1, in_one_process, name, small, saves)
+        return alone.faults[TRAINED]
+
+    def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
+        nonlocal step
+        count = math.prod(degrees.values())
+        trajectory, faults = ranks(count, train_on_mesh, name, small, degrees, saves, step, alone.stored)
+        meshes.append(mesh)
+        damage.extend(f"on {mesh}: {fault}" for fault in faults)
+        step += not faults
+        assert alone.trajectory is not None
+        return describe(compare(trajectory, alone.trajectory))
+
+    yield table.row(TRAINED, train, TABLES)
+    for row in ALONE[1:]:
+        yield table.row(row, lambda row=row: alone.faults[row], (*TABLES, TRAINED))
+    undivided = guarded(model_facts.undivided_faults, family)
+    for mesh, degrees in MESHES.items():
+        needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)
+        yield table.row(mesh, partial(train_on, mesh, degrees), needs)
+    if meshes:
+        yield table.row(CHECKPOINT, lambda: damage, remark=f"one process -> {' -> '.join(meshes)}")
+    else:
+        yield Row(CHECKPOINT, "not run", ["needs a mesh"])
 
 
 def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str]]) -> list[str]:
-    """The faults of all flavours, each once; what only some have begins with their names."""
-    found: dict[str, list[str]] = {}
+    """The faults of all flavors, each once; a fault that only some have begins with their names."""
+    owners: dict[str, list[str]] = {}
     for flavor, family in families.items():
         for fault in guarded(check, family):
-            found.setdefault(fault, []).append(flavor)
-    return [fault if len(of) == len(families) else f"{', '.join(of)}: {fault}" for fault, of in found.items()]
+            owners.setdefault(fault, []).append(flavor)
+    return [fault if len(of) == len(families) else f"{', '.join(of)}: {fault}" for fault, of in owners.items()]
 
 
 def choose_small(name: str, module: ModuleType, flavors: list[str]) -> str | None:
-    """The flavour that is trained: the one that was asked for, or "debug", or the smallest; None where none can be built.
+    """The flavor to train: the one the user named, or "debug", or the smallest; None where no flavor can be built.
 
     Raises UserError where even that is too large.
     """
     sizes = {}
     for flavor, config in module.FLAVORS.items():
-        if not guarded(lambda config=config: [size_of(Family(module, config))][1:]):
+        with contextlib.suppress(Exception):  # the row "built on meta" reports it
             sizes[flavor] = size_of(Family(module, config))
     if not sizes:
         return None
-    wanted = [*(flavors if len(flavors) == 1 else []), "debug", min(sizes, key=sizes.__getitem__)]
-    for flavor in wanted:
+    smallest = min(sizes, key=sizes.__getitem__)
+    for flavor in [*(flavors if len(flavors) == 1 else []), "debug", smallest]:
         if sizes.get(flavor, SMALL) < SMALL:
             return flavor
-    smallest = wanted[-1]
     raise UserError(
-        f"{name}: its smallest flavour, {smallest}, has {sizes[smallest]:,} parameters; give FLAVORS one of fewer than "
+        f"{name}: its smallest flavor, {smallest}, has {sizes[smallest]:,} parameters; give FLAVORS one of fewer than "
         f'{SMALL:,}, such as the "debug" of models/llama3.py, for the checks that train'
     )
 
@@ -169,7 +171,7 @@ def main() -> None:
         name, _, flavor = words[0].partition(":")
         module = load_module(name)
         if not module.FLAVORS or (flavor and flavor not in module.FLAVORS):
-            raise UserError(f"{words[0]}: {name} has the flavours {', '.join(module.FLAVORS) or '(none)'}")
+            raise UserError(f"{words[0]}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
         small = choose_small(name, module, flavors)
     except BrokenModule as error:

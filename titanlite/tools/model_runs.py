@@ -1,6 +1,6 @@
-"""What `titanlite check-model` trains: a few steps of a small model on random tokens, in one process and on meshes.
+"""What `titanlite check-model` trains: a small model for a few steps on random tokens, in one process and on meshes.
 
-Each function here runs on the ranks of `on_ranks`, on the CPU. What is wrong comes back as sentences by row of the table.
+The functions run on the ranks of `on_ranks`, on the CPU. They return faults as sentences.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing import ProcessExitedException
 
 from models.blocks import Constant, Normal
 from titanlite.checkpoint.folder import step_folder
@@ -21,32 +22,30 @@ from titanlite.checkpoint.save import Saver
 from titanlite.config.schema import Config, Optimizer
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
-from titanlite.loop.step import build_model
-from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import checkpoint_bytes, create_state, run_tensors
+from titanlite.optim.state import checkpoint_bytes, run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.tools.verify import GRADIENT, Comparison, Trajectory, compare, follow, whole
+from titanlite.tools.compare import Comparison, Run, Trajectory, begin, compare, on_mesh, record_run, replaced, whole
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import every_layer, family_of, place_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
-PATIENCE = 60  # seconds that ranks wait for one which has failed
-MODES = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
+TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
+RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 
 
 class Alone(NamedTuple):
-    """What one process has found."""
+    """What one process found."""
 
-    faults: dict[str, list[str]]  # by row; a row that could not be looked at is not there
+    faults: dict[str, list[str]]  # by row of the table; a row that could not be checked is absent
     trajectory: Trajectory | None = None
-    stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that it has written as step 1
+    stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that the process wrote as step 1
 
 
-def told(error: Exception) -> str:
-    """An error in one line, with the place in the model's code that has led to it."""
+def describe_error(error: Exception) -> str:
+    """An error in one line, with the line of the model's code that led to it."""
     text = str(error).strip()
-    if isinstance(error, UserError):
+    if isinstance(error, (UserError, ProcessExitedException)):
         return text
     return f"{place_of(error)}: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
@@ -55,119 +54,117 @@ def guarded(function: Callable[..., list[str]], *arguments: Any) -> list[str]:
     """The faults that a function finds, or the error that the model's code raises meanwhile."""
     try:
         return function(*arguments)
-    except Exception as error:  # whatever the user's module raises
-        return [told(error)]
+    except Exception as error:  # the user's module may raise anything
+        return [describe_error(error)]
 
 
 # -------------------------------------------------------------------------------------------------------- in one process
 
 
 def in_one_process(device: torch.device, name: str, flavor: str, saves: Path) -> Alone:
-    """Rows "loss and gradients", "recomputation", "compile" and "parameters", and a checkpoint of step 1."""
+    """Rows "loss and gradients", "parameters", "recomputation" and "compile", and a checkpoint of step 1."""
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
-    found = Alone({})
+    result = Alone({})
 
     def train() -> list[str]:
-        nonlocal found
-        watched: list[str] = []
-        model, optimizer = _built(_config(name, flavor, {}), mesh, device)
-        _watch_for_nonfinite(model, watched)
-        trajectory = _follow(model, optimizer, _config(name, flavor, {}), mesh, device)
-        faults = _unsound(model, trajectory, watched)
+        nonlocal result
+        run = begin_small(small_config(name, flavor), mesh, device)
+        nonfinite = _watch_for_nonfinite(run.model)
+        trajectory = record_run(run, random_batches(run))
+        faults = _training_faults(run.model, trajectory, nonfinite)
         if not faults:
-            tensors = run_tensors(model, optimizer, None)
+            tensors = run_tensors(run.model, run.optimizer, None)
             _save(saves, 1, tensors)
-            found = Alone({"parameters": _miscounted(model, tensors)}, trajectory, _digests(tensors))
+            result = Alone({"parameters": _size_faults(run.model, tensors)}, trajectory, _digests(tensors))
         return faults
 
     faults = guarded(train)
-    if found.trajectory is not None:
+    if result.trajectory is not None:
         for row, check in (("recomputation", recomputation_faults), ("compile", compile_faults)):
-            found.faults[row] = guarded(check, name, flavor, found.trajectory, mesh, device)
-    found.faults["loss and gradients"] = faults
-    return found
+            result.faults[row] = guarded(check, small_config(name, flavor), mesh, device, result.trajectory)
+    result.faults["loss and gradients"] = faults
+    return result
 
 
-def recomputation_faults(name: str, flavor: str, reference: Trajectory, mesh: DeviceMesh, device: torch.device) -> list[str]:
+def recomputation_faults(config: Config, mesh: DeviceMesh, device: torch.device, reference: Trajectory) -> list[str]:
     """Activation checkpointing must not change a gradient."""
     faults = []
-    for words, keys in MODES.items():
-        config = _config(name, flavor, {}, activation_checkpoint=keys)
-        result = compare(_follow(*_built(config, mesh, device), config, mesh, device), reference)
-        faults += [f"recomputed {words}: {fault}" for fault in differences(result)]
+    for words, section in RECOMPUTATION.items():
+        run = begin_small(replaced(config, activation_checkpoint=section), mesh, device)
+        differences = describe(compare(record_run(run, random_batches(run)), reference))
+        faults += [f"recomputed {words}: {difference}" for difference in differences]
     return faults
 
 
-def compile_faults(name: str, flavor: str, reference: Trajectory, mesh: DeviceMesh, device: torch.device) -> list[str]:
-    """Each block and the head must compile as one graph, change no gradient, and be done with it after two steps."""
-    config = _config(name, flavor, {}, compile={"enable": True, "backend": "aot_eager"})
+def compile_faults(config: Config, mesh: DeviceMesh, device: torch.device, reference: Trajectory) -> list[str]:
+    """Each block and the head must compile as one graph, change no gradient, and not compile again after two steps."""
     watch = RecompilationWatch()
     logger = logging.getLogger("titanlite.transforms.compile")
-    level, logger.level = logger.level, logging.ERROR  # its warnings are returned too
+    level, logger.level = logger.level, logging.ERROR  # its warnings are among the faults
     try:
-        model, optimizer = _built(config, mesh, device)
-        faults = differences(compare(_follow(model, optimizer, config, mesh, device), reference))
+        run = begin_small(replaced(config, compile={"enable": True, "backend": "aot_eager"}), mesh, device)
+        faults = describe(compare(record_run(run, random_batches(run)), reference))
         watch.settle()
-        _follow(model, optimizer, config, mesh, device, seed=1)
+        record_run(run, random_batches(run, seed=1))
         causes = [" ".join(cause.splitlines()[0].partition("(HINT")[0].split()) for cause in watch.check(STEPS + 1)]
     finally:
         logger.level = level
     return faults + [f"recompiled after step {STEPS}: {cause}" for cause in dict.fromkeys(causes)]
 
 
-def _watch_for_nonfinite(model: nn.Module, found: list[str]) -> None:
-    """Adds to `found` each module whose result is not finite; the first is where it began."""
+def _watch_for_nonfinite(model: nn.Module) -> list[str]:
+    """A list that gets the name of each module when its result is not finite; the first is the origin."""
+    nonfinite: list[str] = []
 
-    def look(path: str) -> Callable[..., None]:
+    def hook_of(path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _arguments: Any, result: Any) -> None:
             if isinstance(result, Tensor) and not result.isfinite().all():
-                found.append(path)
+                nonfinite.append(path)
 
         return hook
 
     for path, module in model.named_modules():
-        module.register_forward_hook(look(path or "the model"))
+        module.register_forward_hook(hook_of(path or "the model"))
+    return nonfinite
 
 
-def _unsound(model: nn.Module, trajectory: Trajectory, watched: list[str]) -> list[str]:
-    if watched:
-        return [f"what {watched[0]} returns is not finite"]
+def _training_faults(model: nn.Module, trajectory: Trajectory, nonfinite: list[str]) -> list[str]:
+    if nonfinite:
+        return [f"the result of {nonfinite[0]} is not finite"]
     if bad := [name for name, gradient in trajectory.gradients.items() if not gradient.isfinite().all()]:
         return [f"the gradient of {name} is not finite" for name in dict.fromkeys(map(every_layer, bad))]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    missed = dict.fromkeys(every_layer(name) for name in trained if name not in trajectory.gradients)
-    return [f"no gradient reaches {name}: not used in the forward pass?" for name in missed]
+    unused = dict.fromkeys(every_layer(name) for name in trained if name not in trajectory.gradients)
+    return [f"no gradient reaches {name}: not used in the forward pass?" for name in unused]
 
 
-def _miscounted(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
-    """What a checkpoint holds against `checkpoint_bytes`, which runs and `titanlite estimate` rely on."""
+def _size_faults(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
+    """A checkpoint must have the size of `checkpoint_bytes`, which runs and `titanlite estimate` rely on."""
     names = {name for name, _ in model.named_parameters()}
     moments = (f"optimizer.{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq"))
     counted = [tensors[key] for key in (*(f"model.{name}" for name in names), *moments) if key in tensors]
-    found, formula = sum(tensor.numel() * tensor.element_size() for tensor in counted), checkpoint_bytes(model, Optimizer())
-    return [] if found == formula else [f"a checkpoint holds {found:,} bytes, checkpoint_bytes says {formula:,}"]
+    size, formula = sum(tensor.nbytes for tensor in counted), checkpoint_bytes(model, Optimizer())
+    return [] if size == formula else [f"a checkpoint holds {size:,} bytes, checkpoint_bytes says {formula:,}"]
 
 
 # ------------------------------------------------------------------------------------------------------------ on a mesh
 
 
-def on_mesh(
+def train_on_mesh(
     device: torch.device, name: str, flavor: str, degrees: dict[str, int], saves: Path, step: int, stored: dict[str, str]
 ) -> tuple[Trajectory, list[str]]:
-    """(what a few steps do on a mesh, what is wrong with the checkpoint of `step` when it is loaded there).
+    """(what a few steps do on a mesh, the faults of the checkpoint of `step` when it is loaded there).
 
-    stored: the digests of what that checkpoint holds. It is written again from this mesh as the step after.
-    Raises UserError for what the model's code raises, on any rank: on_ranks then ends the others, which may be waiting.
+    stored: digests of the tensors of that checkpoint. This mesh writes them again as the next step. Raises UserError for an
+    error of the model's code on any rank: on_ranks then ends the other ranks, which may be waiting.
     """
     try:
         mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        config = _config(name, flavor, degrees)
-        model, optimizer = _built(config, mesh, device)
-        trajectory = _follow(model, optimizer, config, mesh, device)
-        tensors = run_tensors(model, optimizer, None)
-        return trajectory, _reload(saves, step, tensors, stored)
+        run = begin_small(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), mesh, device)
+        trajectory = record_run(run, random_batches(run))
+        return trajectory, _reload(saves, step, run_tensors(run.model, run.optimizer, None), stored)
     except Exception as error:
-        raise UserError(told(error)) from error
+        raise UserError(describe_error(error)) from error
 
 
 def _reload(saves: Path, step: int, tensors: dict[str, Tensor], stored: dict[str, str]) -> list[str]:
@@ -176,86 +173,72 @@ def _reload(saves: Path, step: int, tensors: dict[str, Tensor], stored: dict[str
         load_tensors(source, verified(source), tensors)
     except UserError as error:  # on all ranks
         return [str(error)]
-    found = _digests(tensors)
+    loaded = _digests(tensors)
     _save(saves, step + 1, tensors)
-    return [f"{every_layer(name)} is not what was saved" for name in stored if found.get(name) != stored[name]]
+    return [f"{every_layer(name)} is not what was saved" for name in stored if loaded.get(name) != stored[name]]
 
 
-def differences(result: Comparison) -> list[str]:
-    """In what a trajectory differs from the reference by more than float32 rounding."""
-    if result.equal:
+def describe(comparison: Comparison) -> list[str]:
+    """The largest difference beyond rounding, of the first quantity that has any: the other quantities follow from it."""
+    excessive = comparison.excessive
+    if not excessive:
         return []
-    if result.weights:
-        return [f"the initial values of {every_layer(result.weights[0])} differ"]
-    if result.gradient >= GRADIENT:
-        return [f"the gradient of {result.worst} differs most, by {result.gradient:.1e} of its norm"]
-    return [f"the losses differ by {result.loss:.1e}, the gradient norms by {result.later_norms:.1e}"]
+    cause = [difference for difference in excessive if difference.quantity == excessive[0].quantity]
+    worst = max(cause, key=lambda difference: difference.size)
+    others = f", {len(cause) - 1} others by less" if len(cause) > 1 else ""
+    return [f"{worst}{others}"]
 
 
 # ------------------------------------------------------------------------------------------------------------- the parts
 
 
-def _config(name: str, flavor: str, degrees: dict[str, int], **sections: dict[str, Any]) -> Config:
-    parts = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
-    values: dict[str, Any] = {
-        "model": {"name": name, "flavor": flavor},
-        "training": {
-            "seq_len": SEQ_LEN,
-            "steps": STEPS,
-            "global_batch_size": GLOBAL_BATCH,
-            "local_batch_size": GLOBAL_BATCH // parts,
-            "mixed_precision_param": "float32",
-        },
-        "lr_scheduler": {"warmup_steps": 1},
-    }
-    return Config.model_validate(values | sections)
+def small_config(name: str, flavor: str) -> Config:
+    training = {"seq_len": SEQ_LEN, "steps": STEPS, "global_batch_size": GLOBAL_BATCH, "local_batch_size": GLOBAL_BATCH}
+    return Config.model_validate(
+        {
+            "model": {"name": name, "flavor": flavor},
+            "training": {**training, "mixed_precision_param": "float32"},
+            "lr_scheduler": {"warmup_steps": 1},
+        }
+    )
 
 
-def _built(config: Config, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model as a run builds it, with two changes that make a comparison worth something, and its optimizer with state.
+def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
+    """A run as any other, with two changes without which a comparison could miss a fault.
 
-    What starts as a constant gets values of its own: a gain of one, or a gate of zero, would hide what is wrong around it.
-    Dropout drops nothing, since it draws other numbers on every mesh.
+    Parameters that start as a constant get random values: a gain of one, or a gate of zero, would hide errors around it.
+    Dropout is off, since it draws other numbers on every mesh.
     """
-    family = family_of(config.model)
-    model = build_model(family, config, mesh, device)
-    distributions, _ = match_initial(model, family)
+    run = begin(config, mesh, device)
+    distributions, _ = match_initial(run.model, family_of(config.model))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in run.model.named_parameters():
             if isinstance(distributions[name], Constant):
-                other = torch.empty_like(parameter)
-                fill(other, name, Normal(0.1), config.training.seed)
-                parameter += other
-    for module in model.modules():
+                noise = torch.empty_like(parameter)
+                fill(noise, name, Normal(0.1), config.training.seed)
+                parameter += noise
+    for module in run.model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
-    return model, optimizer
+    return run
 
 
-def _follow(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, mesh: DeviceMesh, device: torch.device, seed: int = 0
-) -> Trajectory:
-    vocabulary = family_of(config.model).config.vocab_size
-    return follow(model, optimizer, _batches(config, vocabulary, mesh, seed), config, mesh, device)
-
-
-def _batches(config: Config, vocabulary: int, mesh: DeviceMesh, seed: int) -> Iterator[Batch]:
+def random_batches(run: Run, seed: int = 0) -> Iterator[Batch]:
     """This rank's part of random global batches, which are the same on every mesh."""
-    keys = config.training
+    training, vocab_size = run.config.training, family_of(run.config.model).config.vocab_size
     generator = torch.Generator().manual_seed(seed)
-    every = torch.randint(vocabulary, (keys.steps, GLOBAL_BATCH, keys.seq_len + 1), generator=generator)
-    for step in every:
-        yield Batch(step.chunk(data_degree(mesh))[data_rank(mesh)].view(-1, keys.local_batch_size, keys.seq_len + 1))
+    shape = (training.steps, GLOBAL_BATCH, training.seq_len + 1)
+    for global_batch in torch.randint(vocab_size, shape, generator=generator):
+        part = global_batch.chunk(data_degree(run.mesh))[data_rank(run.mesh)]
+        yield Batch(part.view(-1, training.local_batch_size, training.seq_len + 1))
 
 
 def _save(saves: Path, step: int, tensors: dict[str, Tensor]) -> None:
     if dist.get_rank() == 0:
         saves.mkdir(exist_ok=True)
-    saver = Saver(saves, Config().checkpoint, PATIENCE)
-    about = {key: {} for key in ("data", "schedule", "config", "architecture")}
-    saver.save(step, tensors, {"samples": 0, "global_batch": GLOBAL_BATCH, **about})
+    saver = Saver(saves, Config().checkpoint, TIMEOUT_SECONDS)
+    sections: dict[str, Any] = {key: {} for key in ("data", "schedule", "config", "architecture")}
+    saver.save(step, tensors, {"samples": 0, "global_batch": GLOBAL_BATCH, **sections})
     saver.finish()
 
 

@@ -1,9 +1,10 @@
 """titanlite replay RUN --step N [--ranks RANKS] [--attempt K]
 
-Does one step of a run again, finished or going on, from the newest sound checkpoint before it, and prints its loss and gradient
-norm, and layer by layer the norms of gradient, weights and update. Nothing in RUN is changed. Start it where the run was
-started, so that paths and model modules are found. It takes one process; with --ranks the run's own mesh on so many, and then
-the numbers equal those of the run bit for bit. Where a rollback has led to a step more than once, --attempt counts from 1.
+Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
+step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
+the command in the folder where the run was started, so that paths and model modules are found. It uses one process. --ranks N
+uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. Where rollbacks made the run repeat a
+step, --attempt selects one, counted from 1.
 """
 
 import argparse
@@ -13,66 +14,61 @@ import math
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.config.read import read_config
-from titanlite.config.schema import Config, Parallelism, Profiling, Validation
+from titanlite.config.schema import Checkpoint, Config, Parallelism, Profiling, Validation
+from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
 from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
-from titanlite.launch import children, process
-from titanlite.loop import divergence as incidents
+from titanlite.launch import process
+from titanlite.loop import divergence
 from titanlite.loop.checks import check
-from titanlite.loop.divergence import Step, Steps
+from titanlite.loop.divergence import Step
 from titanlite.loop.resume import Progress, load_run, restore
-from titanlite.loop.step import build_model, forward_backward, update
-from titanlite.optim.build import build_optimizer
-from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule
-from titanlite.optim.state import create_state, run_tensors
+from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.transforms.dtypes import DTYPES
+from titanlite.tools.compare import Run, begin, data_parts, follow, on_mesh, relative_difference, replaced
+from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of
 from titanlite.transforms.shards import local_part
 
 log = logging.getLogger(__name__)
-
-_PATIENCE = 3.0  # seconds in which the other ranks are ended once rank 0 has told of what all have met
 
 
 # ------------------------------------------------------------------------------------------------------- what the run left
 
 
 class Route(NamedTuple):
-    """How a run has come to a step."""
+    """How a run reached a step."""
 
     attempt: int
-    attempts: int  # how often it has come to it
-    newest: float  # checkpoints of later steps are of later attempts
-    jumps: dict[int, int]  # step of a checkpoint that the run has gone back to -> the sample it went on with
+    attempts: int  # how often the run reached the step
+    newest: float  # checkpoints of later steps belong to later attempts
+    jumps: dict[int, int]  # step of a checkpoint that a rollback restored -> the sample with which the run continued
 
 
 def route_to(step: int, attempt: int | None, entries: list[dict[str, Any]]) -> Route:
-    """The way to an attempt at a step, the last one unless told otherwise. entries: the lines of incidents.jsonl.
+    """The route to an attempt at a step, by default the last one. entries: the lines of incidents.jsonl.
 
     Raises UserError where there was no such attempt.
     """
-    stretches = incidents.stretches(entries)
-    attempts = incidents.attempts_at(step, stretches)
+    stretches = divergence.stretches(entries)
+    attempts = divergence.attempts_at(step, stretches)
     if attempt is not None and not 1 <= attempt <= len(attempts):
-        raise UserError(f"--attempt {attempt}: the run has come to step {step} {len(attempts)} times")
+        raise UserError(f"--attempt {attempt}: the run reached step {step} {len(attempts)} times")
     chosen = attempts[-1 if attempt is None else attempt - 1]
     return Route(
         attempts.index(chosen) + 1,
@@ -83,15 +79,15 @@ def route_to(step: int, attempt: int | None, entries: list[dict[str, Any]]) -> R
 
 
 def reports_of(run: Path) -> dict[int, dict[str, Any]]:
-    """step -> the line of metrics.jsonl; a run that is going on may have written half of the last one."""
-    path, found = run / "metrics.jsonl", {}
+    """step -> its line of metrics.jsonl. While a run trains, the last line may be incomplete."""
+    path, reports = run / "metrics.jsonl", {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             report = json.loads(line)
-            found[report["step"]] = report
+            reports[report["step"]] = report
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return reports
 
 
 def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
@@ -101,10 +97,10 @@ def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
 
 
 def setting_of(run: Path, step: int) -> tuple[Config, int]:
-    """(configuration, global batch size) that a step was done with.
+    """(configuration, global batch size) of a step.
 
-    The first checkpoint after it has them: between two checkpoints there was one start. Else they are of the latest start.
-    Raises UserError for what is not the folder of a run.
+    The first checkpoint at or after the step holds them: between two checkpoints a run has one configuration. Without such a
+    checkpoint they are those of the latest start. Raises UserError for a folder that is no run directory.
     """
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: there is no config.toml: not the folder of a run")
@@ -122,138 +118,125 @@ def setting_of(run: Path, step: int) -> tuple[Config, int]:
     try:
         return config, json.loads((run / "provenance.json").read_text())[-1]["global_batch"]
     except (OSError, ValueError, LookupError, TypeError):
-        raise UserError(f"{run / 'provenance.json'}: does not say how large the global batch was") from None
+        raise UserError(f"{run / 'provenance.json'}: does not contain the global batch size") from None
 
 
-def on_mesh(config: Config, global_batch: int, ranks: int | None) -> Config:
-    """The configuration with the run's own degrees on so many ranks, or on one process, and the same global batch.
+def replay_config(config: Config, global_batch: int, ranks: int | None) -> Config:
+    """The configuration on the mesh of the run with this many ranks, or on one process; the global batch stays the same.
 
     Raises UserError for ranks that cannot hold that mesh or share that batch.
     """
     offload = config.parallelism.cpu_offload and torch.cuda.is_available()
     parallelism = config.parallelism if ranks else Parallelism(data_parallel_shard_degree=1, cpu_offload=offload)
     degrees = resolve_degrees(parallelism, ranks or 1)
-    parts = degrees["dp_replicate"] * degrees["dp_shard"]
-    if global_batch % parts:
+    if global_batch % (parts := data_parts(degrees)):
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
-    local = math.gcd(config.training.local_batch_size, global_batch // parts)
-    if local * parts == global_batch:  # without accumulation it has no effect, and would be refused
-        parallelism = parallelism.model_copy(update={"reduce_every_microbatch": True})
-    sizes = {"global_batch_size": global_batch, "local_batch_size": local}
-    return config.model_copy(
-        update={"parallelism": parallelism, "training": config.training.model_copy(update=sizes)}
-        | {"validation": Validation(), "profiling": Profiling()}
-    )
+    sections = {"parallelism": parallelism, "validation": Validation(), "profiling": Profiling()}
+    return on_mesh(config.model_copy(update=sections), degrees, global_batch)
 
 
 def check_setting(config: Config, run: Path, ranks: int) -> None:
-    """Raises UserError for what this machine cannot do; folders do not matter, since nothing is written."""
-    job = config.job.model_copy(update={"dump_folder": tempfile.gettempdir(), "time_limit_minutes": 0.0})
-    training = config.training.model_copy(update={"on_nonfinite": "stop"})
-    plain = {"job": job, "training": training, "checkpoint": type(config.checkpoint)()}
-    check(config.model_copy(update=plain), str(run / "config.toml"), ranks)
+    """Raises UserError for a run that this machine cannot repeat. Folders do not matter: replay writes nothing."""
+    if 0 < torch.cuda.device_count() < ranks:
+        raise UserError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank needs one")
+    job = {"dump_folder": tempfile.gettempdir(), "time_limit_minutes": 0.0}
+    config = replaced(config, job=job, training={"on_nonfinite": "stop"}).model_copy(update={"checkpoint": Checkpoint()})
+    check(config, str(run / "config.toml"), ranks)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the step
 
 
 class Layer(NamedTuple):
-    """L2 norms of a layer's parameters together."""
+    """L2 norms over all parameters of a layer."""
 
     gradient: float  # before clipping
     weights: float  # before the step
-    update: float  # of what the step has added
+    update: float  # what the step added
 
 
 class Replayed(NamedTuple):
-    """What is known of a step that was done again."""
+    """A repeated step."""
 
     step: Step
-    start: str  # what it was reached from
+    start: str  # what the replay started from, in words
     layers: dict[str, Layer]
 
 
-def replay(config: Config, run: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device) -> Replayed:
-    """Does all steps from the newest sound checkpoint of a route up to a step; all ranks together.
+def replay(
+    config: Config, folder: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device
+) -> Replayed:
+    """Repeats all steps from the newest sound checkpoint of a route up to `step`; all ranks together.
 
-    config: of `on_mesh`. Raises UserError where the data or the model are not those of the run.
+    config: of `replay_config`. Raises UserError where the data or the model are not those of the run.
     """
-    training, parts = config.training, (data_rank(mesh), data_degree(mesh))
-    model, optimizer, loss_scale, progress, schedule = begin(config, run, route, step, data, mesh, device)
+    run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
-        raise UserError(f"--step {step}: this run began after step {progress.step}, as a branch of {given}")
-    beginning = f"the weights of {given}" if given else "the initial weights"
-    start = f"the checkpoint of step {progress.step}" if progress.step else beginning
+        raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
+    weights = f"the weights of {given}" if given else "the initial weights"
+    start = f"the checkpoint of step {progress.step}" if progress.step else weights
     log.info("from %s: steps %d to %d", start, progress.step + 1, step)
-    seat = parts[0] * mesh["tp"].size() + mesh["tp"].get_local_rank()  # as in the loop
-    steps, samples, source = Steps(mesh), progress.samples, None
-    for number in range(progress.step + 1, step + 1):
-        if source is None or number - 1 in route.jumps:
-            samples = route.jumps.get(number - 1, samples)
-            source = read_batches(config, data, samples, training.global_batch_size, parts, device.type == "cuda")
-        process.seed_step(training.seed, number, seat)
-        batch = next(source).to(device, non_blocking=True)
-        scale = loss_scale and loss_scale.scale
-        share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
-        if number == step:
-            divisor = 1.0 if scale is None else scale.item()
-            gradients = norms((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-            weights = norms(model.named_parameters())
-            before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        norm = update(model, optimizer, schedule.at(number), training.max_norm, loss_scale)
-        if number == step:
-            steps.add(number, samples, share, norm)
-        samples += training.global_batch_size
+    samples = progress.samples
+
+    def batches() -> Iterator[Batch]:
+        nonlocal samples
+        source = None
+        for number in range(progress.step + 1, step + 1):
+            if source is None or number - 1 in route.jumps:
+                samples = route.jumps.get(number - 1, samples)
+                part = data_rank(mesh), data_degree(mesh)
+                source = read_batches(config, data, samples, config.training.global_batch_size, part, device.type == "cuda")
+            yield next(source)
+            samples += config.training.global_batch_size
+
+    for number, _ in follow(run, schedule, batches(), range(progress.step + 1, step + 1)):
         if number % config.metrics.log_freq == 0:
             log.info("step %d", number)
-    moved = norms((name, p.detach() - before[name]) for name, p in model.named_parameters())
-    layers = {name: Layer(gradients.get(name, 0.0) / divisor, weights[name], moved[name]) for name in weights}
-    return Replayed(steps.read()[0], start, layers)
+        if number == step:
+            scale = run.loss_scale.scale.item() if run.loss_scale else 1.0
+            gradients = layer_norms((name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None)
+            before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    weights = layer_norms(before.items())
+    updates = layer_norms((name, p.detach() - before[name]) for name, p in run.model.named_parameters())
+    layers = {name: Layer(gradients.get(name, 0.0) / scale, weights[name], updates[name]) for name in weights}
+    return Replayed(run.steps.read()[-1]._replace(first_sample=samples), start, layers)
 
 
-def begin(
-    config: Config, run: Path, route: Route, step: int, data: Data, mesh: DeviceMesh, device: torch.device
-) -> tuple[nn.Module, torch.optim.Optimizer, LossScale | None, Progress, Schedule]:
-    """The state that a run went on from to a step: its newest sound checkpoint before it, or what the run began with."""
-    family = family_of(config.model)
-    saves = run / config.checkpoint.folder
+def begin_before(
+    step: int, config: Config, folder: Path, route: Route, data: Data, mesh: DeviceMesh, device: torch.device
+) -> tuple[Run, Progress, Schedule]:
+    """The state before a step from which the run continued: its newest sound checkpoint, or what the run started with."""
+    family, size = family_of(config.model), config.training.global_batch_size
+    saves = folder / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
-    dist.broadcast_object_list(listed)  # the run may be saving and deleting meanwhile
-    size = config.training.global_batch_size
+    dist.broadcast_object_list(listed)  # a run that still trains saves and deletes checkpoints meanwhile
     for number in [*reversed(listed[0]), None]:
-        # anew for each: a checkpoint that is deleted while it is read leaves half of its tensors
-        model = build_model(family, config, mesh, device)
-        optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
-        create_state(optimizer)
-        loss_scale = LossScale(device) if config.training.mixed_precision_param == "float16" else None
-        if number is None:  # in a folder without checkpoints `restore` begins as a new run does
-            found = restore(config, family, data, size, model, optimizer, loss_scale, saves / "none")
-            return model, optimizer, loss_scale, *found
+        run = begin(config, mesh, device)  # a new one each time: a checkpoint deleted during a read leaves a mixture
+        state = run.model, run.optimizer, run.loss_scale
+        if number is None:  # a folder without checkpoints, with which `restore` starts a new run
+            return run, *restore(config, family, data, size, *state, saves / "none")
         source = step_folder(saves, number)
         try:
-            stored = load.verified(source)
-            found = load_run(source, stored, config, family, data, size, run_tensors(model, optimizer, loss_scale))
+            return run, *load_run(source, load.verified(source), config, family, data, size, run_tensors(*state))
         except Damaged as error:
             log.warning("not used: %s", error)
-            continue
         except UserError as error:
-            raise UserError(f"{error}\nBut here nothing can be allowed: it would be another step than the run's") from None
-        return model, optimizer, loss_scale, *found
+            raise UserError(f"{error}\nReplay cannot allow changes: the step would differ from that of the run") from None
     raise AssertionError
 
 
 @torch.no_grad()
-def norms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """Layer -> the L2 norm of its tensors together, over all shards, summed in float64; all ranks together."""
-    every = [(name, tensor.numel(), local_part(tensor)) for name, tensor in tensors]
-    sums = [local.double().square().sum() for _, _, local in every]
-    counts = torch.tensor([local.numel() for _, _, local in every], device=sums[0].device)
+def layer_norms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """Layer -> the L2 norm over its tensors and all their shards, summed in float64; all ranks together."""
+    named = [(name, tensor.numel(), local_part(tensor)) for name, tensor in tensors]
+    sums = [local.double().square().sum() for _, _, local in named]
+    counts = torch.tensor([local.numel() for _, _, local in named], device=sums[0].device)
     both = torch.stack([torch.stack(sums), counts.double()])
     dist.all_reduce(both)
     squares: dict[str, float] = {}
-    for (name, size, _), total, count in zip(every, *both.tolist(), strict=True):
-        # each number of a tensor is held by equally many ranks: by count / size
+    for (name, size, _), total, count in zip(named, *both.tolist(), strict=True):
+        # every value of a tensor is on equally many ranks: count / size
         squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + total * size / count
     return {layer: math.sqrt(square) for layer, square in squares.items()}
 
@@ -268,33 +251,34 @@ def layer_of(name: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- the command
 
 
-def describe(found: Replayed, run: Path, route: Route, config: Config, mesh: DeviceMesh) -> str:
-    """What is printed."""
-    step, batch = found.step, config.training.global_batch_size
+def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: DeviceMesh) -> str:
+    """The text that the command prints."""
+    step, batch = replayed.step, config.training.global_batch_size
     used = [f"{name} {mesh[name].size()}" for name in mesh.mesh_dim_names or () if mesh[name].size() > 1]
     attempt = f", attempt {route.attempt} of {route.attempts}" if route.attempts > 1 else ""
     lines = [
         f"step {step.number} of {run}{attempt}: samples {step.first_sample} to {step.first_sample + batch - 1}, "
-        f"from {found.start}, on {' x '.join(used) or 'one process'}",
+        f"from {replayed.start}, on {' x '.join(used) or 'one process'}",
         f"{'loss':<14} {step.loss!r}",
         f"{'gradient norm':<14} {step.norm!r}",
     ]
     if route.attempt == route.attempts and (report := reports_of(run).get(step.number)):
-        lines.append(f"{'metrics.jsonl':<14} loss {_compared(step.loss, report['loss'])}, gradient norm "
-                     f"{_compared(step.norm, report['grad_norm'])}")  # fmt: skip
-    width = max(len(name) for name in ["layer", *found.layers])
+        loss, norm = _compared(step.loss, report["loss"]), _compared(step.norm, report["grad_norm"])
+        lines.append(f"{'metrics.jsonl':<14} loss {loss}, gradient norm {norm}")
+    width = max(len(name) for name in ["layer", *replayed.layers])
     lines.append(f"{'layer':<{width}} {'gradient':>12} {'weights':>12} {'update':>12} {'update/weights':>15}")
-    for name, layer in found.layers.items():
+    for name, layer in replayed.layers.items():
         ratio = layer.update / layer.weights if layer.weights else math.nan
         lines.append(f"{name:<{width}} {layer.gradient:>12.5g} {layer.weights:>12.5g} {layer.update:>12.5g} {ratio:>15.3g}")
     return "\n".join(lines)
 
 
-def _compared(found: float, reported: float | None) -> str:
-    if reported is None or not math.isfinite(found):
-        same = reported is None and not math.isfinite(found)
-        return "is not finite there either" if same else f"{reported!r}"
-    return "equal" if found == reported else f"{reported!r}, which differs by {abs(found - reported) / abs(reported):.1e}"
+def _compared(value: float, reported: float | None) -> str:
+    """A value against what metrics.jsonl says, which is None where the value was not finite."""
+    if reported is None:
+        return "is not finite there" + ("" if math.isfinite(value) else " either")
+    difference = relative_difference(value, reported)
+    return f"{reported!r}, which differs by {difference:.1e}" if difference else "equal"
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -303,56 +287,38 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--attempt", type=int)
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     for name in ("step", "ranks", "attempt"):
-        if (value := getattr(asked, name)) is not None and value < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise UserError(f"--{name} {value}: must be at least 1")
-    return asked
+    return options
 
 
-def _start(asked: argparse.Namespace) -> None:
-    """Finds all faults that can be found here, then starts the ranks."""
-    config, global_batch = setting_of(asked.run, asked.step)
-    entries = incidents.read_entries(asked.run / incidents.FILE)
-    if asked.step > (last := furthest(asked.run, config, entries)):
-        raise UserError(f"--step {asked.step}: the run in {asked.run} has come to step {last} at most")
-    route = route_to(asked.step, asked.attempt, entries)
-    config, ranks = on_mesh(config, global_batch, asked.ranks), asked.ranks or 1
-    check_setting(config, asked.run, ranks)
-    open_data(config)
-    # as run_train.sh and torchrun have it: the threads of a rank decide how its sums are rounded
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # that it ends the ranks that are left
-    try:
-        multiprocessing.spawn(_rank, (ranks, config, asked.run, asked.step, route), nprocs=ranks)
-    except multiprocessing.ProcessExitedException as ended:
-        sys.exit(ended.exit_code if ended.exit_code > 0 else 1)
-
-
-def _rank(rank: int, ranks: int, config: Config, run: Path, step: int, route: Route) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+def _on_rank(device: torch.device, config: Config, run: Path, step: int, route: Route) -> str:
     process.set_up_logging()
-    children.end_with_parent()
-    try:
-        device = process.start(config)
-        mesh = build_mesh(resolve_degrees(config.parallelism, ranks), device.type)
-        found = replay(config, run, route, step, open_data(config), mesh, device)
-        if rank == 0:
-            print(describe(found, run, route, config, mesh))
-        process.finish()
-    except UserError as error:
-        if rank > 0:
-            time.sleep(_PATIENCE)
-        print(error, file=sys.stderr, flush=True)
-        os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and are ended from outside
+    if config.training.deterministic:
+        process.use_deterministic_algorithms()
+    mesh = build_mesh(resolve_degrees(config.parallelism, dist.get_world_size()), device.type)
+    return describe(replay(config, run, route, step, open_data(config), mesh, device), run, route, config, mesh)
 
 
 def main() -> None:
     process.set_up_logging()
     try:
-        _start(_parse(sys.argv[1:]))
+        options = _parse(sys.argv[1:])
+        run, step, ranks = options.run, options.step, options.ranks or 1
+        config, global_batch = setting_of(run, step)
+        entries = divergence.read_entries(run / divergence.FILE)
+        if step > (last := furthest(run, config, entries)):
+            raise UserError(f"--step {step}: the run in {run} reached step {last} at most")
+        route = route_to(step, options.attempt, entries)
+        config = replay_config(config, global_batch, options.ranks)
+        check_setting(config, run, ranks)
+        open_data(config)  # fills the cache for the ranks
+        # As in run_train.sh: the number of threads of a rank decides how its sums are rounded.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        timeout = config.comm.init_timeout_seconds
+        print(on_ranks(ranks, _on_rank, config, run, step, route, timeout_seconds=timeout))
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

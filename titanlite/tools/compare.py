@@ -1,0 +1,231 @@
+"""Runs of a few steps, and how they differ: the engine of `verify`, `check-model` and `replay`.
+
+`begin` and `follow` train with the functions of the training loop. `record` keeps what a run did. `compare` lists every value
+that differs from a reference run, with its relative difference and tolerance.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.schema import Config
+from titanlite.data.batch import Batch
+from titanlite.data.batches import read_batches
+from titanlite.data.mixture import Data
+from titanlite.launch import process
+from titanlite.loop.divergence import Steps
+from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.state import create_state
+from titanlite.parallel.mesh import DATA_DIMENSIONS, data_degree, data_rank
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.registry import family_of
+
+# mesh dimension -> its key in [parallelism]
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+# ------------------------------------------------------------------------------------------------------------------ runs
+
+
+class Run(NamedTuple):
+    """What the training loop holds while it trains."""
+
+    config: Config
+    mesh: DeviceMesh
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_scale: LossScale | None
+    steps: Steps  # losses and gradient norms of the steps taken
+
+
+def replaced(config: Config, **sections: dict[str, Any]) -> Config:
+    """A copy of the configuration with other values in some sections."""
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=update)
+
+
+def data_parts(degrees: dict[str, int]) -> int:
+    """Into how many parts a mesh splits the global batch."""
+    return math.prod(degrees.get(name, 1) for name in DATA_DIMENSIONS)
+
+
+def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:
+    """The configuration on another mesh, with this global batch. degrees: those that are not 1."""
+    parts = data_parts(degrees)
+    local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts))
+    parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
+    if local * parts == global_batch:  # without accumulation the key has no effect, and `check` refuses another value
+        parallelism["reduce_every_microbatch"] = True
+    return replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
+
+
+def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
+    """A run before its first step: the initial weights, and an optimizer that has its state."""
+    model = build_model(family_of(config.model), config, mesh, device)
+    precision = config.training.mixed_precision_param
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
+    create_state(optimizer)
+    return Run(config, mesh, device, model, optimizer, LossScale(device) if precision == "float16" else None, Steps(mesh))
+
+
+def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:
+    """Takes these steps as the training loop does. Yields (step, batch) after each backward pass, before the update."""
+    training, scale = run.config.training, run.loss_scale and run.loss_scale.scale
+    rng_rank = data_rank(run.mesh) * run.mesh["tp"].size() + run.mesh["tp"].get_local_rank()  # as in the loop
+    for number, local_batch in zip(numbers, batches, strict=False):
+        process.seed_step(training.seed, number, rng_rank)
+        batch = local_batch.to(run.device, non_blocking=True)
+        share = forward_backward(run.model, batch, run.mesh, scale, run.config.parallelism.reduce_every_microbatch)
+        yield number, batch
+        norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale)
+        run.steps.add(number, 0, share, norm)
+
+
+# ---------------------------------------------------------------------------------------------------------- trajectories
+
+
+class Trajectory(NamedTuple):
+    """What a few steps of training did; tensors are whole, and on the CPU."""
+
+    weights: dict[str, Tensor]  # before the first step
+    batches: list[Tensor]  # (global batch, values) of each step: tokens, label masks, document numbers
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]  # of the first step, before clipping; frozen and unused parameters have none
+    dtypes: set[torch.dtype]  # of masters, gradients and moments
+
+
+def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
+    """Trains `training.steps` steps on `data`; all ranks return the same."""
+    part = data_rank(mesh), data_degree(mesh)
+    batches = read_batches(config, data, 0, config.global_batch(data_degree(mesh)), part)
+    return record_run(begin(config, mesh, device), batches)
+
+
+def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
+    """Trains `training.steps` steps on this rank's part of each batch; all ranks return the same."""
+    weights = {name: whole(parameter) for name, parameter in run.model.named_parameters()}
+    global_batches, gradients = [], {}
+    for number, batch in follow(run, build_schedule(run.config), batches, range(1, run.config.training.steps + 1)):
+        global_batches.append(_gather_batch(batch, run.mesh))
+        if number == 1:
+            gradients = {name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
+    steps = run.steps.read()
+    moments = [value for state in run.optimizer.state.values() for value in state.values()]
+    dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}
+    return Trajectory(weights, global_batches, [s.loss for s in steps], [s.norm for s in steps], gradients, dtypes)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor on the CPU; a DTensor is gathered."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+
+
+def _gather_batch(batch: Batch, mesh: DeviceMesh) -> Tensor:
+    """The global batch, of which each data-parallel rank holds a part, in order; the values of a row stand side by side."""
+    own = torch.cat([tensor.flatten(0, 1).long().cpu() for tensor in batch if tensor is not None], dim=1)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (data_rank(mesh), own))
+    by_rank = dict(parts)
+    return torch.cat([by_rank[rank] for rank in range(data_degree(mesh))])
+
+
+# ----------------------------------------------------------------------------------------------------------- differences
+
+
+class Quantity(NamedTuple):
+    """One field of Trajectory: what a value of it is called, and which relative difference float32 rounding explains."""
+
+    name: str
+    tolerance: float
+
+
+# Causes stand before their consequences.
+QUANTITIES = {
+    "weights": Quantity("initial value", 0.0),
+    "batches": Quantity("global batch", 0.0),
+    "gradients": Quantity("gradient", 1e-5),
+    "losses": Quantity("loss", 1e-5),
+    "norms": Quantity("gradient norm", 1e-3),
+}
+FIRST_NORM = 1e-5  # Rounding errors grow with the steps, so the first gradient norm has a smaller tolerance than later ones.
+
+
+class Difference(NamedTuple):
+    """How far one value of a trajectory is from that of the reference."""
+
+    quantity: str  # a key of QUANTITIES
+    place: str  # the parameter, or "step 3"
+    size: float  # relative to the reference; 0 where the values are equal
+    tolerance: float
+
+    def __str__(self) -> str:
+        size = f" by {self.size:.1e} of its norm" if self.tolerance else ""
+        return f"the {QUANTITIES[self.quantity].name} of {self.place} differs{size}"
+
+
+class Comparison(NamedTuple):
+    """The differences between all values of two trajectories."""
+
+    differences: list[Difference]
+
+    @property
+    def excessive(self) -> list[Difference]:
+        """Those beyond their tolerance, causes before consequences."""
+        return [difference for difference in self.differences if difference.size > difference.tolerance]
+
+    @property
+    def equal(self) -> bool:
+        return not self.excessive
+
+    def of(self, quantity: str) -> list[Difference]:
+        """Those of one quantity."""
+        return [difference for difference in self.differences if difference.quantity == quantity]
+
+    def worst(self, quantity: str) -> Difference:
+        """The largest of one quantity."""
+        return max(self.of(quantity), key=lambda difference: difference.size)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{quantity} {self.worst(quantity).size:.1e}" for quantity in QUANTITIES)
+
+
+def compare(trajectory: Trajectory, reference: Trajectory) -> Comparison:
+    """Compares every weight, batch, gradient, loss and gradient norm. A value that only one of the two has differs by inf."""
+    differences = []
+    for field, quantity in QUANTITIES.items():
+        values, expected = _by_place(getattr(trajectory, field)), _by_place(getattr(reference, field))
+        for place in expected | values:
+            tolerance = FIRST_NORM if (field, place) == ("norms", "step 1") else quantity.tolerance
+            size = relative_difference(values.get(place), expected.get(place))
+            differences.append(Difference(field, place, size, tolerance))
+    return Comparison(differences)
+
+
+def relative_difference(value: Tensor | float | None, reference: Tensor | float | None) -> float:
+    """L2 norm of the difference over that of the reference; inf where only one of the two exists, is finite, or is not zero."""
+    if value is None or reference is None:
+        return math.inf
+    ours, theirs = torch.as_tensor(value).double(), torch.as_tensor(reference).double()
+    difference, size = (ours - theirs).norm().item(), theirs.norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / size if size and math.isfinite(difference) else math.inf
+
+
+def _by_place(values: dict[str, Any] | list[Any]) -> dict[str, Any]:
+    return values if isinstance(values, dict) else {f"step {number}": value for number, value in enumerate(values, 1)}
