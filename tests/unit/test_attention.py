@@ -341,7 +341,7 @@ def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
 def test_flash_attention_3_needs_hopper_and_its_package(monkeypatch):
     fake_gpu(monkeypatch, 8, set())
     (fault,) = refused(config_of("flash3", **HALF))
-    assert "made for Hopper, and this is Thinking Machine" in fault
+    assert "needs a Hopper GPU, and this is Thinking Machine" in fault
     fake_gpu(monkeypatch, 9, set())
     (fault,) = refused(config_of("flash3", **HALF))
     assert "flash_attn_interface, which is not installed" in fault

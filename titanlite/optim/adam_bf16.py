@@ -1,8 +1,9 @@
 """Adam and AdamW for a model whose parameters, gradients and moments are all bfloat16 (`training.dtype`).
 
-The arithmetic is float32: an update reads a parameter, its gradient and its moments, and rounds what it writes (rounding.py).
-Moments are always rounded stochastically. To nearest, the second one would stop short of its mean: with beta2 = 0.999 it moves
-by at most a thousandth of the difference, which bfloat16 loses unless a gradient's square is several times the mean.
+The arithmetic is float32: an update reads a parameter, its gradient and its moments, and rounds its results (rounding.py).
+Moments are always rounded stochastically. Rounded to nearest, the second moment would stop short of its mean: with beta2 =
+0.999 it moves by at most a thousandth of the difference, which bfloat16 loses unless the squared gradient is several times the
+mean.
 """
 
 from typing import Any
@@ -27,13 +28,13 @@ from titanlite.optim.rounding import (
 from titanlite.transforms.shards import key_of, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-REMAINDER = "remainder"  # the optimizer's state that `optimizer.rounding = "compensated"` keeps
+REMAINDER = "remainder"  # the state for `optimizer.rounding = "compensated"`
 
 
 class Part:
-    """A group of parameters, its state, and what of a step is computed for all of them at once.
+    """A parameter group with its state, and the parts of a step that are computed for the whole group at once.
 
-    group: of torch.optim, with names. kept: of each parameter, the names of its state's tensors, which are of its own kind.
+    group: of torch.optim, with names. kept: names of each parameter's state tensors, which have its dtype and placement.
     """
 
     def __init__(self, group: dict[str, Any], state: dict[Tensor, Any], kept: tuple[str, ...], compensated: bool):
@@ -50,28 +51,28 @@ class Part:
                 state[p][REMAINDER] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
 
     def count(self, skip: Tensor) -> list[int]:
-        """Counts a step of every parameter that has a gradient, unless it is skipped; which these are."""
+        """Counts a step for every parameter with a gradient, unless it is skipped; returns the indices of these parameters."""
         having = [p.grad is not None for p in self.parameters]
-        if self._reached is None or self._reached[0] != having:  # a tensor made from numbers is waited for
+        if self._reached is None or self._reached[0] != having:  # making a tensor from numbers is a host sync
             self._reached = having, torch.tensor(having, dtype=torch.float32, device=self.counts.device)
         self.counts += torch.where(skip, 0.0, self._reached[1])
         return [number for number, has in enumerate(having) if has]
 
 
 def signals(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Whether a step is skipped, () bool, and what gradients are divided by, () float32: `found_inf` and `grad_scale`, which
-    the loop sets as for the fused optimizers of torch, without waiting for the device."""
+    """Whether a step is skipped, () bool, and the divisor of gradients, () float32: `found_inf` and `grad_scale`, which
+    the loop sets as for torch's fused optimizers, without a host sync."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     skip = torch.zeros((), dtype=torch.bool, device=device) if found_inf is None else found_inf > 0
     return skip, torch.ones((), device=device) if scale is None else scale.float()
 
 
 class Bfloat16Adam(torch.optim.Optimizer):
-    """torch.optim's Adam or AdamW, in bfloat16. Takes `found_inf` and `grad_scale`, as the fused ones of torch do.
+    """torch.optim's Adam or AdamW, in bfloat16. Takes `found_inf` and `grad_scale`, as torch's fused ones do.
 
-    groups: as of torch.optim, with pairs (name, parameter). decoupled: AdamW. compensated: keep of each parameter the bits that
-    bfloat16 lacks; otherwise it is rounded stochastically. compiled: one kernel a parameter, by torch.compile; otherwise one
-    an operation, a few rows at a time. Both give the same values on a CPU.
+    groups: as of torch.optim, with pairs (name, parameter). decoupled: AdamW. compensated: keep the bits of each parameter that
+    bfloat16 lacks; otherwise round stochastically. compiled: one kernel for each parameter, by torch.compile; otherwise one
+    for each operation, a few rows at a time. Both give the same values on a CPU.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class Bfloat16Adam(torch.optim.Optimizer):
     def _of_matrix(
         self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor, scale: Tensor
     ) -> None:
-        """One step of one parameter. numbers: (4,) float32, the rate over its bias correction, the decay, the second moment's
-        correction."""
+        """One step of one parameter. numbers: (4,) float32: the rate over its bias correction, the decay, the second moment's
+        correction, and the count, which is not used."""
         (p, grad, exp_avg, exp_avg_sq), remainder = tensors[:4], tensors[4] if len(tensors) > 4 else None
         beta1, beta2 = self._betas
         value, g = joined(p, remainder), grad.float() / scale

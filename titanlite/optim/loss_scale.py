@@ -1,8 +1,8 @@
 """Loss scaling for float16 (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2).
 
-float16 has few exponents: small gradients vanish. The loss is multiplied by a scale before the backward pass, gradients are
-divided by it before the step. A step whose gradients overflow is skipped and the scale halved; after many good steps it is
-doubled. All of that stays on the device, and since it hangs on the gradient's global norm, all ranks decide alike.
+float16 has few exponents: small gradients underflow. The loss is multiplied by a scale before the backward pass, and gradients
+are divided by it before the step. A step whose gradients overflow is skipped and the scale halved; after many good steps the
+scale is doubled. All of this stays on the device. It depends on the gradient's global norm, so all ranks decide alike.
 """
 
 import torch
@@ -12,7 +12,7 @@ _FIRST, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
 class LossScale:
-    """The scale and how many good steps it has seen, as tensors that checkpoints keep."""
+    """The scale and its number of good steps, as tensors for checkpoints."""
 
     def __init__(self, device: torch.device):
         self.scale = torch.full((), _FIRST, device=device)
@@ -25,9 +25,9 @@ class LossScale:
         self.skipped += overflow
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """The tensors for a checkpoint."""
         return {"loss_scale.scale": self.scale, "loss_scale.good_steps": self.good_steps, "loss_scale.skipped": self.skipped}
 
     def report(self) -> dict[str, float]:
-        """For the metrics; waits for the device."""
+        """For the metrics; a host sync."""
         return {"loss_scale": self.scale.item(), "skipped_steps": int(self.skipped.item())}

@@ -1,4 +1,4 @@
-"""The learning rate as a closed formula of the step: nothing to save, nothing to restore."""
+"""The learning rate as a closed formula of the step: no state to save or restore."""
 
 import math
 from typing import NamedTuple
@@ -17,8 +17,8 @@ class Schedule(NamedTuple):
     min_factor: float
 
     def at(self, step: int) -> float:
-        """The learning rate of a step. Step `warmup_steps` has the full rate; after `total_steps` it stays at the minimum,
-        or where nothing decays, at the full rate."""
+        """The learning rate of a step. Step `warmup_steps` has the full rate. After `total_steps` it stays at the minimum,
+        or at the full rate where nothing decays."""
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
         if step <= self.decay_start or self.decay_start == self.total_steps:
@@ -35,10 +35,10 @@ class Schedule(NamedTuple):
 
 
 def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
-    """The schedule of a configuration that `titanlite.loop.checks` has let pass.
+    """The schedule of a configuration that has passed `titanlite.loop.checks`.
 
-    total_steps: its length where it is not what the configuration says, as in a run that is extended.
+    total_steps: its length, where that differs from the configuration's, as in an extended run.
     """
-    keys, total = config.lr_scheduler, total_steps or config.schedule_steps
-    start = keys.warmup_steps if keys.decay_ratio is None else total - round(total * keys.decay_ratio)
-    return Schedule(config.optimizer.lr, keys.warmup_steps, start, total, keys.decay_type, keys.min_lr_factor)
+    cfg, total = config.lr_scheduler, total_steps or config.schedule_steps
+    start = cfg.warmup_steps if cfg.decay_ratio is None else total - round(total * cfg.decay_ratio)
+    return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, cfg.min_lr_factor)

@@ -1,8 +1,8 @@
-"""Muon: momentum whose matrices are made orthogonal, so that an update changes all directions of a matrix alike.
+"""Muon: orthogonalised momentum, so that an update changes all directions of a matrix equally.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), for the orthogonalisation; Liu et al., "Muon is
-scalable for LLM training", arXiv:2502.16982, for the size of an update, 0.2 sqrt(max(rows, columns)), with which it is as large
-as one of AdamW: learning rate and weight decay carry over. Everything but the matrices of the blocks is left to AdamW.
+scalable for LLM training", arXiv:2502.16982, for the scale of an update, 0.2 sqrt(max(rows, columns)), which makes it as large
+as an update of AdamW: learning rate and weight decay carry over. AdamW updates everything but the blocks' matrices.
 """
 
 from typing import Any
@@ -15,16 +15,16 @@ from titanlite.optim.rounding import Places, any_shape, apply, each_row, flat, j
 from titanlite.optim.whole_matrices import Exchange, Round
 
 MOMENTUM = "momentum_buffer"
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: singular values above 0.01 come near to 1 in five steps
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: bring singular values above 0.01 close to 1 in five steps
 _AS_LARGE_AS_ADAMW = 0.2  # root mean square of an update, arXiv:2502.16982, section 2.2
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for `groups`, together with an optimizer for the rest, as one optimizer: their parameters, state and steps.
+    """Muon for `groups`, combined with an optimizer for the rest: one set of parameters, state and steps.
 
     groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
-    of what travels between ranks for it. compensated, compiled: as of `Bfloat16Adam`, for bfloat16 parameters. Takes
-    `found_inf` and `grad_scale` if the optimizer of the rest does. All ranks make it together.
+    of its communication. compensated, compiled: as in `Bfloat16Adam`, for bfloat16 parameters. Takes `found_inf` and
+    `grad_scale` if the optimizer of the rest does. All ranks construct it together.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Muon(torch.optim.Optimizer):
                 self._round(one, work, skip, scale)
 
     def _numbers(self, part: Part) -> Tensor:
-        """For each parameter the rate and the decay of this step, (n, 4) float32."""
+        """The rate and decay of each parameter in this step, (n, 4) float32; the last two columns are padding."""
         lr, decay = part.group["lr"], part.group["weight_decay"]
         rates = part.longest.sqrt() * _AS_LARGE_AS_ADAMW * lr
         return torch.stack([rates, torch.full_like(rates, lr * decay), rates, rates], dim=1).float()
 
     def _round(self, one: Round, work: list[tuple[Tensor, Places, Tensor, Tensor]], skip: Tensor, scale: Tensor) -> None:
-        wanted = []
+        pending = []
         for p, place, key, _ in work:
-            wanted.append(torch.empty_like(flat(p), dtype=self._precision))
-            tensors = [flat(p.grad), flat(self.state[p][MOMENTUM]), wanted[-1]]
-            if wanted[-1].numel():
+            pending.append(torch.empty_like(flat(p), dtype=self._precision))
+            tensors = [flat(p.grad), flat(self.state[p][MOMENTUM]), pending[-1]]
+            if pending[-1].numel():
                 apply(self._gather, self._compiled, tensors, place, key, skip, scale)
-        directions = self._exchange.map(one, wanted, lambda whole: orthogonalised(whole, self._ns_steps))
+        directions = self._exchange.map(one, pending, lambda whole: orthogonalised(whole, self._ns_steps))
         for (p, place, key, numbers), direction in zip(work, directions, strict=True):
             tensors = [flat(p), direction]
             tensors += [flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
@@ -92,11 +92,11 @@ class Muon(torch.optim.Optimizer):
                 apply(self._update, self._compiled, tensors, place, key, numbers, skip)
 
     def _momentum_of(self, tensors: list[Tensor], place: Places, key: Tensor, skip: Tensor, scale: Tensor) -> None:
-        """Adds a gradient to the momentum, and writes what is to be orthogonalised."""
-        grad, kept, wanted = tensors
+        """Adds a gradient to the momentum, and writes the matrix to orthogonalise."""
+        grad, kept, pending = tensors
         g = grad.float() / scale
         mean = kept.float() * self._momentum + g * (1 - self._momentum)
-        wanted.copy_(g * (1 - self._momentum) + mean * self._momentum if self._nesterov else mean)
+        pending.copy_(g * (1 - self._momentum) + mean * self._momentum if self._nesterov else mean)
         narrow = kept.dtype == torch.bfloat16
         kept.copy_(torch.where(skip, kept, stochastic(mean, random_bits(place, key, 0)) if narrow else mean))
 
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """About U V^T of a matrix U S V^T, in its own precision: singular values between 0.7 and 1.2, by Newton-Schulz iterations
+    """Approximately U V^T of a matrix U S V^T, in its dtype, with singular values between 0.7 and 1.2: Newton-Schulz iterations
     of a polynomial that has no fixed point at 1 but grows fast from 0."""
     a, b, c = _COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix

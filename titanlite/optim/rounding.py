@@ -1,14 +1,15 @@
-"""Writing float32 results into bfloat16 tensors without losing what is small: stochastic rounding, and kept remainders.
+"""Rounding float32 results to bfloat16 without losing small updates: stochastic rounding, and kept remainders.
 
 bfloat16 has 8 bits of mantissa. Rounded to nearest, a weight does not move by steps smaller than 1/512 of it, and most steps
-of a training are. Two remedies:
+of training are smaller. Two remedies:
 
-- stochastic rounding (Gupta et al., "Deep learning with limited numerical precision", arXiv:1502.02551): up or down by chance,
-  so that the mean is right. Chance is a hash of (name, step, position in the whole parameter): every mesh rounds alike.
-- a remainder: the 16 bits that bfloat16 lacks of a float32, kept beside it. Both together are the float32, exactly.
+- stochastic rounding (Gupta et al., "Deep learning with limited numerical precision", arXiv:1502.02551): up or down at random,
+  so that the mean is right. The random bits are a hash of (name, step, position in the whole parameter): every mesh rounds
+  alike.
+- a remainder: the 16 bits of a float32 that bfloat16 lacks, kept beside it. Both together are exactly the float32.
 
-Tensors here are local and have two dimensions; every operation is a single one of IEEE or of integers, so that a value is the
-same in whichever shard it is. A function that is to be compiled takes numbers that change as tensors.
+Tensors here are local and two-dimensional. Every operation is a single IEEE or integer operation, so that a value does not
+depend on its shard. Compiled functions take changing numbers as tensors.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,11 @@ from torch import Tensor
 from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
 
 _LOW = 0xFFFF
-_TILE = 2**20  # values worked on at a time where nothing is compiled: what an operation returns is no larger
+_TILE = 2**20  # values processed at a time where nothing is compiled, to bound the temporaries
 
 
 class Places(NamedTuple):
-    """Where a shard's values stand in the whole parameter, modulo 2**32: the sum of its row's and its column's number."""
+    """Positions of a shard's values in the whole parameter, modulo 2**32: the sum of the row's and the column's number."""
 
     rows: Tensor  # (rows, 1) int32
     columns: Tensor  # (columns,) int32
@@ -39,7 +40,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def places(tensor: Tensor) -> Places:
-    """Of the values of `flat(tensor)`."""
+    """The positions of the values of `flat(tensor)`."""
     local = local_part(tensor)
     first, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
     if local.ndim == 1:
@@ -53,13 +54,13 @@ def _wrapped(index: Tensor) -> Tensor:
 
 
 def each_row(table: Tensor) -> list[Tensor]:
-    """The rows of a table, for a compiled function. To the compiler a tensor that begins where its memory does is of a kind of
-    its own; none of these does."""
+    """The rows of a table, for a compiled function. The compiler specialises on a tensor with storage offset 0; none of these
+    has it."""
     return list(torch.cat([table[:1], table]).unbind()[1:])
 
 
 def keys_of(names: Tensor, counts: Tensor) -> Tensor:
-    """What decides the random bits of a step, (n, 4) int32, for n parameters.
+    """Keys of a step's random bits, (n, 4) int32, for n parameters.
 
     names: (n,) int64, a hash of each name. counts: (n,) how many steps each has taken.
     """
@@ -98,8 +99,8 @@ def joined(value: Tensor, remainder: Tensor | None) -> Tensor:
 
 
 def store(target: Tensor, remainder: Tensor | None, value: Tensor, bits: Tensor | None, skip: Tensor) -> None:
-    """Writes float32 values into `target` where `skip`, () bool, is false: as they are into float32, into bfloat16 with their
-    remainder where there is one, or else rounded by `bits`."""
+    """Writes float32 values to `target` unless `skip`, () bool: unchanged to float32; to bfloat16 with their remainder where
+    there is one, else rounded by `bits`."""
     if target.dtype == torch.float32:
         target.copy_(torch.where(skip, target, value))
     elif remainder is not None:
@@ -112,15 +113,15 @@ def store(target: Tensor, remainder: Tensor | None, value: Tensor, bits: Tensor 
 
 
 def root(value: Tensor) -> Tensor:
-    """The square root of float32 values, rounded as IEEE says: as compiled kernels do it, but not PyTorch's own on a CPU, which
-    is off by one in the last digit of every fifth value."""
+    """The correctly rounded square root of float32 values, as in compiled kernels. PyTorch's own on a CPU is off by one in the
+    last digit of every fifth value."""
     return value.sqrt() if torch.compiler.is_compiling() else value.double().sqrt().float()
 
 
 def apply(update: Callable[..., None], compiled: bool, tensors: list[Tensor], place: Places, *rest: Tensor) -> None:
-    """Calls update(tensors, place, *rest) for a whole matrix at once where that is compiled, or else for a few rows at a time.
+    """Calls update(tensors, place, *rest) for a whole matrix where that is compiled, else for a few rows at a time.
 
-    tensors: all (rows, columns) of one shape; the update works on each value by itself.
+    tensors: all (rows, columns) of one shape; the update is elementwise.
     """
     if compiled:
         update(tensors, place, *rest)
@@ -132,5 +133,5 @@ def apply(update: Callable[..., None], compiled: bool, tensors: list[Tensor], pl
 
 
 def any_shape() -> AbstractContextManager:
-    """While something is compiled for matrices of any shape: that rows and columns are equally many is no rule for the next."""
+    """Compiles for matrices of any shape: a square one must not make the compiler assume that all are square."""
     return torch.fx.experimental._config.patch(use_duck_shape=False)

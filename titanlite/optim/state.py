@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter: made before the first step, named for checkpoints, and its size."""
+"""Optimizer state: allocated before the first step, named for checkpoints, and its size."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.config.schema import Optimizer as Keys
+from titanlite.config.schema import Optimizer
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.build import is_orthogonalised, set_lr
 from titanlite.optim.loss_scale import LossScale
@@ -14,19 +14,19 @@ from titanlite.optim.muon import Muon
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the moments of every trained parameter, zero, as a first step would; one that never gets a gradient has them too.
+    """Allocates zero moments for every trained parameter, also for one that never gets a gradient.
 
     So every checkpoint of a run holds the same tensors, and a new process can read them.
     """
     if isinstance(optimizer, Muon) and optimizer.rest is not None:
         create_state(optimizer.rest)
     if isinstance(optimizer, (Bfloat16Adam, Muon)):
-        return  # they have made theirs already
+        return  # their constructors allocate state
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.zeros_like(p)
-    set_lr(optimizer, 0.0)  # with rate 0 neither update nor decay changes a weight
+    set_lr(optimizer, 0.0)  # at rate 0 neither update nor decay changes a weight
     optimizer.step()
     optimizer.zero_grad()
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
@@ -46,19 +46,19 @@ def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str,
 
 
 def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) -> dict[str, Tensor]:
-    """Everything of a run that is a tensor: the parameters, the optimizer's moments, and in float16 the loss scale."""
+    """All tensors of a run: the parameters, the optimizer's moments, and in float16 the loss scale."""
     moments = {f"optimizer.{name}": tensor for name, tensor in named_state(optimizer, model).items()}
     return model_tensors(model) | moments | (loss_scale.tensors() if loss_scale else {})
 
 
-def state_bytes(name: str, parameter: Tensor, keys: Keys) -> int:
-    """What the optimizer keeps of each value of a trained parameter, in bytes; its count of steps apart."""
-    moments = 1 if is_orthogonalised(name, parameter, keys) else 2  # kept as the parameter is
-    remainder = 2 if parameter.dtype == torch.bfloat16 and keys.rounding == "compensated" else 0
+def state_bytes(name: str, parameter: Tensor, cfg: Optimizer) -> int:
+    """Bytes of optimizer state per value of a trained parameter, without its step counter."""
+    moments = 1 if is_orthogonalised(name, parameter, cfg) else 2  # in the parameter's dtype
+    remainder = 2 if parameter.dtype == torch.bfloat16 and cfg.rounding == "compensated" else 0
     return moments * parameter.element_size() + remainder
 
 
-def checkpoint_bytes(model: nn.Module, keys: Keys) -> int:
-    """About how large a checkpoint of a model is, which may be on the meta device: the tensors alone."""
-    state = {name: state_bytes(name, p, keys) if p.requires_grad else 0 for name, p in model.named_parameters()}
+def checkpoint_bytes(model: nn.Module, cfg: Optimizer) -> int:
+    """Bytes of the tensors in a checkpoint of a model, which may be on the meta device."""
+    state = {name: state_bytes(name, p, cfg) if p.requires_grad else 0 for name, p in model.named_parameters()}
     return sum(p.numel() * (p.element_size() + state[name]) for name, p in model.named_parameters())

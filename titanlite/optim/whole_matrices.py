@@ -1,8 +1,8 @@
-"""Whole matrices for what shards cannot be computed on: each rank gathers some, computes, and gives all others their shards.
+"""Functions of whole matrices: each rank gathers some of the matrices, computes, and returns the shards of the results.
 
-Of N ranks each owns every N-th matrix. For N matrices at a time the shards travel to the owners by one all-to-all, and what the
-owners make of them travels back by another. So no matrix is computed twice, not even where there are replicas of it, no rank
-holds more than one whole matrix, and each sends and receives about as much as it holds of the matrices.
+Each of N ranks owns every N-th matrix. For N matrices at a time, one all-to-all sends the shards to the owners, and another
+returns the shards of the results. So no matrix is computed twice, not even one with replicas; no rank holds more than one whole
+matrix; and each rank sends and receives about as much as its shards of the matrices.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from titanlite.transforms.shards import global_offset, local_part
 
 
 class Box(NamedTuple):
-    """Which part of a matrix a rank holds."""
+    """The part of a matrix that a rank holds."""
 
     row: int
     column: int
@@ -32,19 +32,19 @@ class Box(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What this rank does for up to N matrices; number j of them is owned by rank j."""
+    """The exchange of up to N matrices, from this rank's view; rank j owns matrix j of them."""
 
     matrices: list[int]
-    sent: list[int]  # values of mine that each rank is sent on the way there
-    gathered: list[tuple[int, Box]]  # rank and box of what I am sent: together they are my matrix
-    returned: list[Box]  # the box of each rank in my matrix
-    mine: list[Box]  # my box in each of the matrices
+    sent: list[int]  # how many values this rank sends to each owner
+    gathered: list[tuple[int, Box]]  # source rank and box of what this rank receives: together they are its matrix
+    returned: list[Box]  # the box of each rank in this rank's matrix
+    mine: list[Box]  # this rank's box in each of the matrices
 
 
 class Exchange:
-    """The rounds for the same matrices at every step. All ranks make one, and call `map`, together.
+    """The rounds for the same matrices at every step. All ranks construct it, and call `map`, together.
 
-    matrices: parameters of two dimensions, DTensors on any meshes or plain tensors that every rank has whole.
+    matrices: two-dimensional parameters, DTensors on any meshes or plain tensors that every rank holds whole.
     """
 
     def __init__(self, matrices: list[Tensor]):
@@ -61,7 +61,7 @@ class Exchange:
         self._rounds: tuple[list[int], list[Round]] = [], []
 
     def rounds(self, used: list[int]) -> list[Round]:
-        """Which matrices go together, of those that are used in a step: such of one shape, so that owners have equal work."""
+        """Groups the matrices of a step into rounds, by shape, so that owners have equal work."""
         if self._rounds[0] != used:
             ordered = sorted(used, key=lambda number: self._shapes[number])
             groups = [ordered[first : first + self._world] for first in range(0, len(ordered), self._world)]
@@ -80,7 +80,7 @@ class Exchange:
         return Round(group, sent, gathered, [boxes[group[me]] for boxes in self._boxes], mine)
 
     def _senders(self, number: int, owner: int) -> set[int]:
-        """The ranks that send the owner their part of a matrix: of those that hold the same part the nearest one."""
+        """The ranks that send the owner their part of a matrix: of several with the same part, the nearest one."""
         nearest: dict[Box, int] = {}
         for rank, boxes in enumerate(self._boxes):
             box = boxes[number]
@@ -112,7 +112,7 @@ class Exchange:
 
 
 def _all_to_all(sending: list[Tensor], sent: list[int], received: list[int], kind: Tensor) -> Tensor:
-    """What all ranks have sent to this one, in their order. sent, received: values for and from each rank."""
+    """The values that all ranks sent to this one, in rank order. sent, received: how many for and from each rank."""
     output = kind.new_empty(sum(received))
     dist.all_to_all_single(output, torch.cat(sending) if sending else kind.new_empty(0), received, sent)
     return output

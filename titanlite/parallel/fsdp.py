@@ -18,7 +18,7 @@ from titanlite.transforms.dtypes import DTYPES
 
 
 def needs_fsdp(config: Config, ranks: int) -> str:
-    """Why FSDP2 is needed: what there is to gather, to fetch, or to accumulate in another precision; "" where nothing is."""
+    """Why FSDP2 is needed: something to gather, to fetch, or to accumulate in another precision; "" where nothing is."""
     reasons = {
         f"there are {ranks} processes": ranks > 1,
         "parallelism.cpu_offload = true": config.parallelism.cpu_offload,
@@ -29,7 +29,7 @@ def needs_fsdp(config: Config, ranks: int) -> str:
 
 
 def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """FSDP2 on embedding, each block and head; gradients are summed, not averaged, since the loss is divided already."""
+    """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already."""
     training, parallelism = config.training, config.parallelism
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[training.mixed_precision_param],
@@ -44,9 +44,9 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=of_block, **options)
     tied = model.head is not None and model.embed is not None and model.head.output.weight is model.embed.weight
-    if tied:  # one parameter must be in one unit; it is gathered before the first layer and freed after the loss
+    if tied:  # one parameter belongs to one unit, gathered before the first layer and freed after the loss
         fully_shard([model.embed, model.head], reshard_after_forward=of_head, **options)
-        if of_head is False:  # it is there until the head's backward pass is over, and nothing later reads it
+        if of_head is False:  # it stays gathered through the head's backward pass, and nothing later reads it
             model.head.set_unshard_in_backward(False)
     else:
         if model.embed is not None:
@@ -59,13 +59,13 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-    if parallelism.fsdp_prefetch > 1:  # one ahead is FSDP2's own way
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
         prefetch(list(model.layers.values()), parallelism.fsdp_prefetch)
 
 
 def prefetch(blocks: list[nn.Module], depth: int) -> None:
-    """Has each block gather the parameters of the `depth` blocks that are used after it, in either direction."""
+    """Makes each block prefetch the parameters of the next `depth` blocks, in both passes."""
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
         block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
@@ -73,7 +73,7 @@ def prefetch(blocks: list[nn.Module], depth: int) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without gradients and dropout, and what FSDP keeps for a backward pass given back afterwards."""
+    """Runs the model without gradients and dropout; afterwards frees what FSDP keeps for a backward pass."""
     training = model.training
     model.eval()
     try:
@@ -81,6 +81,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-    for module in model.modules():  # what is kept for a backward pass that does not come
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,6 +1,6 @@
-"""Degrees -> one DeviceMesh with named dimensions. The code asks the mesh, never the number of processes.
+"""Degrees -> one DeviceMesh with named dimensions. The code asks the mesh, never the world size.
 
-The dimensions `pp, dp_replicate, dp_shard, cp, tp` are always all there, of size 1 where unused. Batches are split over
+The dimensions `pp, dp_replicate, dp_shard, cp, tp` always exist, with size 1 where unused. Batches are split over
 dp_replicate x dp_shard; parameters are sharded over dp_shard (FSDP2) and tp.
 """
 
@@ -22,7 +22,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     tensor = parallelism.tensor_parallel_degree
     fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
     if shard == 0:
-        raise UserError("parallelism.data_parallel_shard_degree = 0: must be -1 (what is left) or at least 1")
+        raise UserError("parallelism.data_parallel_shard_degree = 0: must be -1 (all remaining ranks) or at least 1")
     if shard > 0:
         fixed["data_parallel_shard_degree"] = shard
     product = 1
@@ -38,22 +38,22 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of `resolve_degrees`; every process takes part, tensor-parallel neighbours are adjacent ranks."""
+    """The mesh of `resolve_degrees`, over all processes. Tensor-parallel neighbours are adjacent ranks."""
     return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` takes: (dp_shard,), or (dp_replicate, dp_shard) where there are replicas."""
+    """The mesh that `fully_shard` takes: (dp_shard,), or (dp_replicate, dp_shard) where there are replicas."""
     return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
 
 
 def data_degree(mesh: DeviceMesh) -> int:
-    """Into how many parts a global batch is split."""
+    """The number of parts of a global batch."""
     return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Which of these parts this process reads."""
+    """The part of a global batch that this process reads."""
     return mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
 
 

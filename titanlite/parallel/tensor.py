@@ -22,10 +22,10 @@ _SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism sp
 
 
 class Style(NamedTuple):
-    """What one name of a sharding table means."""
+    """The meaning of one name in a sharding table."""
 
-    weight: Placement  # of parameters with two dimensions, on the tp mesh
-    bias: Placement  # of parameters with one
+    weight: Placement  # of two-dimensional parameters, on the tp mesh
+    bias: Placement  # of one-dimensional parameters
     before: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # (module's name, its first argument, tp mesh)
     after: Callable[[Tensor, DeviceMesh], Tensor] | None = None  # (its output, tp mesh)
 
@@ -38,7 +38,7 @@ def _expect_gathered(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
 
 def _wrap_features(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
     if isinstance(x, DTensor):
-        raise UserError(f"sharding: {name} is 'row' and must read what 'column' modules return, this rank's features")
+        raise UserError(f"sharding: {name} is 'row' and must read this rank's features, the output of 'column' modules")
     return DTensor.from_local(x, tp, [Shard(-1)], run_check=False)
 
 
@@ -55,7 +55,7 @@ def _scatter_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
 
 
 def _scatter_embedded(x: Tensor, tp: DeviceMesh) -> Tensor:
-    # FSDP hangs its backward hook on what its module returns, and warns of views, which an in-place operation would unhook
+    # FSDP registers its backward hook on the output, and warns of views, whose hook an in-place operation would drop
     return _scatter_sequence(x, tp).clone()
 
 
@@ -72,9 +72,9 @@ STYLES: dict[str, Style] = {
     "vocab": Style(Shard(0), Shard(0)),
     # works on this rank's slice of the sequence with whole weights, and returns the gathered sequence
     "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
-    # whole weights applied to whatever comes (this rank's heads, or its slice of the sequence); gradients are summed over ranks
+    # whole weights, applied to this rank's heads or its slice of the sequence; gradients are summed over ranks
     "replicate": Style(Replicate(), Replicate()),
-    # weights of features, split as the features that a "column" module returns; what is between the ranks is the module's own
+    # weights of features, split like the output of a "column" module; the module itself communicates between ranks
     "features": Style(Shard(0), Shard(0)),
 }
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
@@ -83,7 +83,7 @@ _STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, n
 
 
 def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
-    """What is wrong with a family's sharding table: parameters without a style, unknown styles, sizes tp does not divide."""
+    """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide."""
     styles, faults = styles_of(model, family)
     for name, style in styles.items():
         if style not in STYLES:
@@ -107,14 +107,14 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
 def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[str]]:
     """The style name of every module that has parameters of its own, and the faults of the table.
 
-    An nn.Identity marks a place in the flow of data, and the table says what happens there.
+    An nn.Identity marks a point in the data flow, for which the table gives a style.
     """
     holders = [name for name, module in model.named_modules() if module._parameters or isinstance(module, nn.Identity)]
     return match_table(family.module.sharding(family.config), holders, "sharding")
 
 
 def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> None:
-    """Turns each parameter into a DTensor on the tp mesh and hangs each style's redistributions on its module."""
+    """Makes each parameter a DTensor on the tp mesh, and hooks each style's redistributions to its module."""
     for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
@@ -135,13 +135,13 @@ def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> N
 
 
 def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
-    """Has the compiler turn gather -> products and product -> sum into operations that do both at once, piece by piece.
+    """Makes the compiler fuse gather -> products and product -> sum into operations that overlap both, piece by piece.
 
-    Its pass looks for these patterns in each graph ("async TP", the setting is one a process). In the backward pass of a gather
-    whose sequence several matrices read, the sum of their products is no product: that one stays as it is.
+    Its pass matches these patterns in each graph ("async TP"; one setting a process). Where several matrices read a gathered
+    sequence, the backward pass sums their products, which does not match, and stays as it is.
     """
     torch._inductor.config._micro_pipeline_tp = enable
     if enable:
-        with warnings.catch_warnings():  # 2.13 calls it needless; its own pass still asks whether it was done
+        with warnings.catch_warnings():  # 2.13 deprecates the call, and its own pass still requires it
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(tp.get_group().group_name)

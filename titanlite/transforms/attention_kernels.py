@@ -1,6 +1,6 @@
-"""Which kernel computes attention: the best one of the device by a rule, or the one that `model.attention` names.
+"""The attention kernel: the fastest one of the device by a rule, or the one that `model.attention` names.
 
-What is forced is all that may run: PyTorch refuses with an error what that kernel cannot do, and takes no other.
+A forced kernel is the only one allowed: PyTorch raises an error for inputs that it cannot take.
 """
 
 import importlib.util
@@ -20,24 +20,24 @@ from titanlite.transforms.registry import Family
 
 
 class Kernel(NamedTuple):
-    """What one value of `model.attention` stands for."""
+    """One value of `model.attention`."""
 
     backend: Backend
     devices: tuple[str, ...]
-    masks: tuple[str, ...]  # the devices on which it takes a mask of documents or of a window
+    masks: tuple[str, ...]  # the devices on which it takes a document or window mask
     half: bool = False  # only 16-bit precisions
 
 
 KERNELS = {
     "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), (), half=True),
     "flash3": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda",), (), half=True),
-    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), half=True),  # a CPU's takes float32 too
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), half=True),  # on CPUs float32 too
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",)),
     "tiles": Kernel(TILES, ("cpu",), ()),
     "math": Kernel(SDPBackend.MATH, ("cuda", "cpu"), ("cuda", "cpu")),
 }
 # cuDNN's kernels are the fastest on Hopper (compute capability 9), and slower than FlashAttention's on Ampere and no faster on
-# Ada (six GPUs measured in huggingface/transformers pull request 48163). FlashAttention 3 is used where it is named.
+# Ada (six GPUs measured in huggingface/transformers pull request 48163). FlashAttention 3 is used only when named.
 _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
 # Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
 # sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
@@ -51,22 +51,22 @@ _ABLE = {
 
 
 def choose_attention(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Tells every attention module of a model its kernel. Call it before anything is compiled.
+    """Sets the kernel of every attention module of a model. Call it before compiling.
 
-    Raises UserError for a forced one that the device cannot run with this model's shapes.
+    Raises UserError for a forced kernel that the device cannot run with this model's shapes.
     """
     name, modules = config.model.attention, _modules(model)
     precision = config.training.mixed_precision_param
     if name != "auto" and not modules:
-        raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/attention.py to tell')
+        raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/attention.py')
     if name == "auto" and device.type == "cpu":
         for each in modules:
-            # otherwise it is PyTorch's choice, which goes over to the mathematics where a fork asks for more than flash can do
+            # otherwise PyTorch chooses, and takes the math kernel where a fork needs more than flash offers
             each.backends = (TILES if _tiles_win(config) and each.softcap is None else None, None)
         return
     for each in modules:
         if name != "auto":
-            if device.type == "cuda" and not _able(name, each, precision, device, told=True):
+            if device.type == "cuda" and not _able(name, each, precision, device, warn=True):
                 raise UserError(
                     f'model.attention = "{name}": {torch.cuda.get_device_name(device)} cannot run it with head_dim = '
                     f"{each.head_dim} in {precision}; the warnings above say why"
@@ -76,14 +76,14 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
             if each.softcap is not None:
                 continue  # FlexAttention caps scores, and no other kernel
             order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
-            found = next(kernel for kernel in order if _able(kernel, each, precision, device, told=False))
-            each.backends = (KERNELS[found].backend, None)
+            chosen = next(kernel for kernel in order if _able(kernel, each, precision, device, warn=False))
+            each.backends = (KERNELS[chosen].backend, None)
     if name == "flash3":
         activate_flash_attention_impl("FA3")
 
 
 def attention_sentence(model: nn.Module, config: Config) -> str:
-    """What the log says of `choose_attention`."""
+    """The result of `choose_attention`, for the log."""
     modules = _modules(model)
     if not modules:
         return "the model's own"
@@ -97,7 +97,7 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
 
 
 def attention_faults(config: Config, family: Family) -> Iterator[str]:
-    """Why a forced kernel cannot run, as far as it can be known without the device's own answer."""
+    """Why a forced kernel cannot run, as far as is known without asking the device."""
     name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":
         return
@@ -127,30 +127,30 @@ def _modules(model: nn.Module) -> list[Attention]:
 
 
 def _tiles_win(config: Config) -> bool:
-    """Whether this training on a CPU is faster with tiles."""
+    """Whether tiles are faster for this training on a CPU."""
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
     narrow = config.training.mixed_precision_param == "bfloat16"
     return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES
 
 
-def _able(name: str, attention: Attention, precision: str, device: torch.device, told: bool) -> bool:
-    """Whether a GPU runs a kernel on this module's shapes, by PyTorch's own checks; told: they warn of what is in the way."""
+def _able(name: str, attention: Attention, precision: str, device: torch.device, warn: bool) -> bool:
+    """Whether a GPU runs a kernel on this module's shapes, by PyTorch's own checks; warn: they log the reason if not."""
     if name == "math":
         return True
     heads, kv_heads = (part.out_features // attention.head_dim for part in (attention.wq, attention.wk))
     if name == "efficient":
-        kv_heads = heads  # it knows no groups of queries: `attend` repeats the others
+        kv_heads = heads  # it has no grouped queries: `attend` repeats keys and values
     q, k, v = (
         torch.empty(1, count, 128, attention.head_dim, dtype=DTYPES[precision], device=device, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
     )
-    return _ABLE[name](cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=told)
+    return _ABLE[name](cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=warn)
 
 
 def _flash3_fault() -> str:
-    """Why FlashAttention 3 is not to be had here, or nothing."""
+    """Why FlashAttention 3 cannot run here; empty if it can."""
     if torch.cuda.get_device_capability()[0] != 9:
-        return f"FlashAttention 3 is made for Hopper, and this is {torch.cuda.get_device_name()}"
+        return f"FlashAttention 3 needs a Hopper GPU, and this is {torch.cuda.get_device_name()}"
     if importlib.util.find_spec("flash_attn_interface") is None:
-        return "FlashAttention 3 is a package of its own, flash_attn_interface, which is not installed"
+        return "FlashAttention 3 needs the package flash_attn_interface, which is not installed"
     return ""

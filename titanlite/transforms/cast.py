@@ -13,14 +13,14 @@ from models.head import Head
 
 
 def cast_where_used(model: nn.Module, dtype: torch.dtype, again: bool) -> None:
-    """Has a model compute in `dtype` with parameters that stay what they are: FSDP2's mixed precision, for one process.
+    """Makes a model compute in `dtype` without changing its parameters: FSDP2's mixed precision, for one process.
 
-    Call it before what recomputes or compiles, so that casts are done again, or are parts of other kernels. Embeddings are cast
-    after the look-up, the output projection by the head: the same numbers, but no cast copy of either is kept, and their
-    gradients arrive in the precision of the masters.
+    Call it before recomputation and compilation, so that casts are recomputed, or fused into other kernels. Embeddings are cast
+    after the look-up, the output projection by the head: the numbers are the same, no cast copy of either is kept, and their
+    gradients arrive in the masters' precision.
 
-    again: where nothing is compiled, cast anew in the backward pass, as FSDP2 gathers anew, instead of keeping what was cast.
-    Recomputation does so by itself.
+    again: where nothing is compiled, repeat the cast in the backward pass, as FSDP2 repeats its gather, instead of keeping the
+    copy. Recomputation does so anyway.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     apart = set()
@@ -33,41 +33,41 @@ def cast_where_used(model: nn.Module, dtype: torch.dtype, again: bool) -> None:
     units = {f"layers.{index}.": layer for index, layer in model.layers.items()}
     if model.head is not None:
         units["head."] = model.head
-    for prefix, unit in [*units.items(), ("", model)]:  # last what is in no unit, a table of positions, say
+    for prefix, unit in [*units.items(), ("", model)]:  # last the parameters outside of units, such as a table of positions
         names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
         left -= {prefix + name for name in names}
         if names:
-            vars(unit)["_as_it_was"] = _AsItWas(unit, type(unit).forward)  # not as a submodule: it holds the unit
+            vars(unit)["_as_it_was"] = _AsItWas(unit, type(unit).forward)  # a submodule would contain its parent
             unit.__class__ = _casting_class(type(unit), tuple(sorted(names)), dtype, again)
 
 
 class _AsItWas(nn.Module):
-    """A module before it casts, in the form that `functional_call` wants."""
+    """A module without its cast, in the form that `functional_call` takes."""
 
     def __init__(self, unit: nn.Module, inner: Callable[..., Any]):
         super().__init__()
         self.unit, self.inner = unit, inner
 
-    def forward(self, *args: Any, **keys: Any) -> Any:
-        return self.inner(self.unit, *args, **keys)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(self.unit, *args, **kwargs)
 
 
 @functools.cache
 def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype, again: bool) -> type[nn.Module]:
-    """The class of modules that see parameters of these names cast; one class for all blocks, so that one graph serves all."""
+    """The class of modules that cast the parameters of these names; all blocks share it, so that one graph serves all."""
 
-    def forward(self: Any, *args: Any, **keys: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cast = {f"unit.{name}": self.get_parameter(name).to(dtype) for name in names}
         if torch.compiler.is_compiling() or not again:
-            return functional_call(self._as_it_was, cast, args, keys)
+            return functional_call(self._as_it_was, cast, args, kwargs)
         with _kept_as_masters(self, cast):
-            return functional_call(self._as_it_was, cast, args, keys)
+            return functional_call(self._as_it_was, cast, args, kwargs)
 
     return type(f"Casting{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _kept_as_masters(unit: nn.Module, cast: dict[str, Tensor]) -> saved_tensors_hooks:
-    """While it lasts, autograd keeps no cast parameter for the backward pass, but the master, to cast it anew."""
+    """Makes autograd keep the master instead of its cast copy, and repeat the cast in the backward pass."""
     masters = {part.untyped_storage().data_ptr(): name.removeprefix("unit.") for name, part in cast.items()}
 
     def pack(tensor: Tensor) -> Any:

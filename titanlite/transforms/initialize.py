@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter name, position in the whole parameter).
 
-Every rank computes just its own shard, and the values do not depend on how many ranks there are or on the device: a hash of
-positions (titanlite/transforms/shards.py), a table look-up, and single IEEE operations, which CPU and CUDA carry out alike.
+Each rank computes its own shard only. The values depend neither on the number of ranks nor on the device: they come from a hash
+of positions (transforms/shards.py), a table look-up, and single IEEE operations, which CPU and CUDA execute alike.
 """
 
 import functools
@@ -16,8 +16,8 @@ from titanlite.errors import UserError
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 from titanlite.transforms.shards import box_index, global_offset, key_of, local_part, splitmix64
 
-_TABLE_BITS = 14  # steps of the tabulated inverse distribution; between them it is interpolated
-_FRACTION_BITS = 24  # as many as a float32 holds
+_TABLE_BITS = 14  # steps of the tabulated inverse distribution, with linear interpolation between them
+_FRACTION_BITS = 24  # the mantissa of a float32
 _CHUNK = 2**17  # values made at a time: int64 temporaries stay in the cache
 
 
@@ -37,9 +37,9 @@ def initialize(model: nn.Module, family: Family, seed: int, device: torch.device
 
 
 def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | Constant], list[str]]:
-    """The distribution of every parameter and buffer by name, and what is wrong with the family's `initial` table.
+    """The distribution of every parameter and buffer by name, and the faults of the family's `initial` table.
 
-    A model is built without memory, so whatever a constructor computes into a buffer is lost: a buffer may only be constant.
+    A model is built without memory, which loses what a constructor computes into a buffer: a buffer can only be constant.
     """
     named = dict(named_tensors(model))
     own = {f"{path}.{name}": how for path, module in model.named_modules() for name, how in _own_initial(module).items()}
@@ -49,21 +49,21 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
     for name, tensor in named.items():
         if not isinstance(tensor, nn.Parameter) and isinstance(distributions.get(name), Normal):
             faults.append(
-                f"initial: {every_layer(name)} is a buffer, and must be a Constant: what a constructor computes is lost when "
-                "a model is built on the meta device; compute it in forward"
+                f"initial: {every_layer(name)} is a buffer, and must be a Constant: a model is built on the meta device, which "
+                "loses what its constructor computes; compute it in forward"
             )
         elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
-            faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one, of size 1")
+            faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one of size 1")
     return distributions, list(dict.fromkeys(faults))
 
 
 def _own_initial(module: nn.Module) -> dict[str, Normal | Constant]:
-    """How a module that the framework has put in place of the family's, such as one with an adapter, begins."""
+    """Initial distributions of a module that the framework has substituted, such as one with an adapter."""
     return module.own_initial() if hasattr(module, "own_initial") else {}
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Memory for a meta-device module, filled with NaN so that what nobody sets is found out."""
+    """Allocates a meta-device module, filled with NaN, so that a value that is never set shows."""
     module.to_empty(device=device)
     tie(module)
     for _, tensor in named_tensors(module):
@@ -72,14 +72,14 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent or other buffers, a tied one once, under its first name."""
+    """Parameters and all buffers; a tied parameter once, under its first name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, name: str, distribution: Normal | Constant, seed: int) -> None:
-    """Writes a parameter's initial values, of a DTensor those of the local shard; rounded where it is of less than float32."""
+    """Writes a parameter's initial values (of a DTensor those of the local shard), rounded to its dtype."""
     local = local_part(tensor)
     if isinstance(distribution, Constant):
         local.fill_(distribution.value)
@@ -100,7 +100,7 @@ def _normal(index: Tensor, key: int, steps: Tensor, heights: Tensor) -> Tensor:
     bits = splitmix64(index, key)
     step = (bits >> _FRACTION_BITS) & (2**_TABLE_BITS - 1)
     fraction = (bits & (2**_FRACTION_BITS - 1)).float() * 2.0**-_FRACTION_BITS
-    # One operation at a time: a fused multiply-add would round once, and only on some devices.
+    # Separate operations: a fused multiply-add rounds once, and only some devices have it.
     return fraction.mul_(heights[step]).add_(steps[step])
 
 

@@ -1,9 +1,9 @@
 """Low-rank adapters (Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685): y = W x + s B A x.
 
-The weights of a model are frozen; beside those of the chosen linear layers stand two thin matrices that are trained, A with
-`rank` rows and B with `rank` columns, s = alpha / rank. B begins at zero, so the adapted model begins as the one it adapts.
-The surgery is done on the meta device, before anything is sharded: whatever splits, initialises or saves a model finds the
-adapters as parameters of the linear layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weight".
+The weights of a model are frozen. Each chosen linear layer gets two thin trained matrices, A with `rank` rows and B with `rank`
+columns, and s = alpha / rank. B begins at zero, so the adapted model begins equal to the original. Adapters are added on the
+meta device, before anything is sharded: code that splits, initialises or saves a model finds them as parameters of the linear
+layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weight".
 """
 
 import difflib
@@ -22,7 +22,7 @@ from titanlite.transforms.registry import A, B, every_layer, is_adapter
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter; lora_a (rank, in), lora_b (out, rank). What `adapt` makes of an nn.Linear."""
+    """An nn.Linear to which `adapt` has added an adapter; lora_a (rank, in), lora_b (out, rank)."""
 
     SPLIT: ClassVar = {A: 1, B: 0}  # tensor parallelism splits an adapter along the dimension that it shares with the weight
     scale: float
@@ -36,38 +36,38 @@ class LoraLinear(nn.Linear):
         return {A: Normal(self.in_features**-0.5), B: Constant(0.0)}
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        # Under tensor parallelism these are DTensors, and that costs no collective here: split by rows ("column") both summands
-        # are this rank's features, split by columns ("row") both are summands of a sum over ranks, which is taken once.
+        # Under tensor parallelism these are DTensors, and need no collective here: split by rows ("column") both summands are
+        # this rank's features; split by columns ("row") both are parts of one sum over ranks.
         return super().forward(x) + F.linear(F.linear(x, self.lora_a) * self.scale, self.lora_b)
 
 
-def adapt(model: nn.Module, keys: Lora, frozen: torch.dtype) -> None:
-    """Freezes a model and gives the linear layers that `keys.modules` matches an adapter, in place.
+def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
+    """Freezes a model, and adds adapters to the linear layers that `cfg.modules` matches, in place.
 
-    frozen: the dtype that the weights are kept in. What computes reads them in that precision in any case, and they take no
-    steps that only a float32 master could hold. Adapters are float32.
+    frozen: the dtype of the frozen weights, the compute precision: they take no steps that need a float32 master. Adapters are
+    float32.
 
     Raises UserError that lists the patterns which match no linear layer of the blocks, and for a model with parameters of
     such names of its own.
     """
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
-        raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; call it something else")
-    # Of the blocks alone: a head multiplies by its weight in chunks and never calls its projection. Of a subclass nobody
-    # knows what it computes.
+        raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
+    # Only in blocks: a head multiplies by its weight in chunks and never calls its projection. Only nn.Linear itself: a
+    # subclass may compute anything.
     linears = {
         name: module for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith("layers.")
     }
-    if faults := [_fault(pattern, linears) for pattern in keys.modules if not _matches(pattern, linears)]:
+    if faults := [_fault(pattern, linears) for pattern in cfg.modules if not _matches(pattern, linears)]:
         raise UserError("\n".join(faults))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(frozen)
-    for name in {name for pattern in keys.modules for name in _matches(pattern, linears)}:
+    for name in {name for pattern in cfg.modules for name in _matches(pattern, linears)}:
         module = linears[name]
         module.__class__ = LoraLinear
-        module.scale = keys.alpha / keys.rank
-        module.lora_a = nn.Parameter(torch.empty(keys.rank, module.in_features, device="meta"))
-        module.lora_b = nn.Parameter(torch.empty(module.out_features, keys.rank, device="meta"))
+        module.scale = cfg.alpha / cfg.rank
+        module.lora_a = nn.Parameter(torch.empty(cfg.rank, module.in_features, device="meta"))
+        module.lora_b = nn.Parameter(torch.empty(module.out_features, cfg.rank, device="meta"))
 
 
 def _matches(pattern: str, names: Iterable[str]) -> list[str]:
@@ -87,10 +87,10 @@ def _fault(pattern: str, names: Iterable[str]) -> str:
 def merged(
     names: Iterable[str], read: Callable[[str], Tensor], lora: dict[str, Any]
 ) -> tuple[list[str], Callable[[str], Tensor]]:
-    """A checkpoint's tensors as those of a model without adapters: their names, and what reads one of them.
+    """A checkpoint's tensors with adapters merged into weights: their names, and the function that reads one.
 
-    read: the whole tensor of a name. lora: that section of the configuration that is stored with them; where it is not
-    enabled nothing changes. A weight with an adapter is W + alpha / rank * B A, computed in float32 and rounded to W's dtype.
+    read: returns the whole tensor of a name. lora: the [lora] section that is stored with them; where it is not enabled,
+    nothing changes. A weight with an adapter is W + alpha / rank * B A, computed in float32 and rounded to W's dtype.
     """
     every = dict.fromkeys(names)
     if not lora.get("enable"):

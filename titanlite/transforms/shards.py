@@ -1,8 +1,8 @@
-"""Where the values of a shard stand in the whole parameter, and a hash of such positions.
+"""Shards: the positions of a shard's values in the whole parameter, and a hash of such positions.
 
-What is random about a value (how it begins, how it is rounded) is a function of its position in the whole parameter. So it does
-not depend on how many ranks there are, nor on the device: a counter-based generator (Salmon et al., "Parallel random numbers:
-as easy as 1, 2, 3", SC'11) made of integer operations.
+Random choices about a value (initial value, rounding) are functions of its position in the whole parameter, and so depend
+neither on the number of ranks nor on the device: a counter-based generator (Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", SC'11) made of integer operations.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without its history."""
+    """This rank's part of a tensor, detached: the local shard of a DTensor, or the tensor itself."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def global_offset(tensor: Tensor) -> tuple[int, ...]:
-    """The place in the whole tensor where what this rank holds begins. A shard is a box of the whole."""
+    """The position in the whole tensor where this rank's shard, a box, begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
@@ -29,9 +29,9 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
 def box_index(
     shape: tuple[int, ...], offset: tuple[int, ...], box: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Positions in the flattened whole parameter: of each row of the box, and of each value inside a row, both int64.
+    """Positions in the flattened whole parameter: of each row of the box, and of each value within a row, both int64.
 
-    The position of a value is the sum of the two. A row is all but the first dimension.
+    A value's position is the sum of the two. A row spans all dimensions but the first.
     """
     inner = torch.zeros(1, dtype=torch.int64, device=device)
     stride = 1
@@ -43,7 +43,7 @@ def box_index(
 
 
 def key_of(text: str) -> int:
-    """64 bits, signed, of a text."""
+    """A signed 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -56,5 +56,5 @@ def splitmix64(index: Tensor, key: int | Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right; int64 shifts carry the sign along."""
+    """Logical right shift; an int64 shift alone extends the sign."""
     return (z >> bits) & (2 ** (64 - bits) - 1)
