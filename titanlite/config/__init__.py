@@ -1,0 +1,6 @@
+"""The configuration: what a TOML file can say, and how it is read. Imports no torch.
+
+schema.py        every key: type, bounds, default, meaning, and when it has an effect
+read.py          TOML files, their bases and the command line, merged and validated once
+renamed_keys.py  what to write in place of other names, such as torchtitan's
+"""

@@ -1,0 +1,9 @@
+"""Processes: how ranks are started, watched and stopped, and what they leave on the disk.
+
+launcher.py    torchrun with our signals, restarts and stack dumps
+process.py     this rank among the others: device, process group, timeouts, random seeds, logging
+stop.py        a request to stop, agreed by all ranks
+stacks.py      the stacks of every rank when one fails
+children.py    processes that end with their parent
+run_folder.py  the lock and the provenance of a run directory
+"""

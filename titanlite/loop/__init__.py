@@ -1,0 +1,12 @@
+"""What a training run does beside the mathematics of the model; train.py calls it.
+
+step.py        the model, the gradients of a global batch, the update
+loss.py        from a batch to the loss
+validation.py  loss and samples on text that is not trained on
+resume.py      what a run continues from, and which keys may have changed
+divergence.py  losses that are not finite, spikes, rollbacks
+metrics.py     reports: console, metrics.jsonl, TensorBoard; speed
+profiling.py   traces, memory snapshots, out of memory
+summary.py     derived values, for the start of the log
+checks.py      every fault of a configuration, before a process starts
+"""

@@ -1,0 +1,14 @@
+"""What is done to a model, apart from splitting it over ranks; parallel/parallelize.py has the order.
+
+registry.py               [model] name and flavor -> a model family; names and tables of its parameters
+meta.py                   a run's model without memory, and its FLOPs
+dtypes.py                 names of precisions -> PyTorch's dtypes
+lora.py                   low-rank adapters
+float8.py                 linear layers that multiply in float8
+attention_kernels.py      the kernel of attention
+cast.py                   mixed precision for one process
+activation_checkpoint.py  what the backward pass recomputes
+compile.py                torch.compile
+shards.py                 this rank's part of a tensor, and the positions of its values
+initialize.py             initial weights by position
+"""
