@@ -17,7 +17,7 @@ def on_a_cpu(monkeypatch):
     ("environment", "expected"),
     [
         ({}, "the system's default"),
-        ({"MALLOC_TRIM_THRESHOLD_": "1099511627776"}, "freed blocks are kept"),
+        ({"MALLOC_TRIM_THRESHOLD_": "1099511627776"}, "freed memory is kept"),
         ({"LD_PRELOAD": "/usr/lib/libtcmalloc_minimal.so.4"}, "libtcmalloc_minimal.so.4"),
     ],
 )

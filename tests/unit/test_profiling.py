@@ -186,9 +186,9 @@ def test_running_out_of_memory_is_told_with_step_bytes_and_remedies():
     with pytest.raises(UserError) as caught, watch.step(12):
         raise torch.OutOfMemoryError(text)
     assert str(caught.value).splitlines() == [
-        "step 12: out of memory, 20.50 GiB more were asked for",
+        "step 12: out of memory, 20.50 GiB more were requested",
         "  held by this rank: parameters 0.00 GiB, gradients 0.00 GiB, optimizer state 0.00 GiB",
-        "  what helps, the cheapest first:",
+        "  remedies, the cheapest first:",
         *(f"  {number}. {line}" for number, line in enumerate(remedies(watch.config, 16), 1)),
     ]
 

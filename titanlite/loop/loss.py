@@ -1,7 +1,7 @@
 """From a batch to the loss: one function for every pass over data.
 
-A step's loss is the sum of the cross entropies of all its labels divided by how many there are, on all ranks and in all
-microbatches together, so that neither the mesh nor accumulation changes it.
+A step's loss is the sum of the cross entropies of all its labels, over all ranks and microbatches, divided by their number, so
+that neither the mesh nor accumulation changes it.
 """
 
 import torch
@@ -16,9 +16,9 @@ from titanlite.parallel.mesh import sum_over_data
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
-    """How many labels the global batch has, of which `batch` is this rank's part; () float32, to divide the loss by.
+    """The number of labels of the global batch, of which `batch` is this rank's part; () float32, the divisor of the loss.
 
-    At least 1: the loss of a batch without labels, which chats can give, is 0. Stays on the device: nobody waits for it.
+    At least 1: the loss of a batch without labels, which chats can give, is 0. Stays on the device, without a host sync.
     """
     return sum_over_data((batch.labels() != IGNORE).sum(), mesh).clamp(min=1).float()
 

@@ -1,4 +1,4 @@
-"""What a run reports: console, metrics.jsonl, TensorBoard; speed without what is not training; model FLOPs utilisation."""
+"""What a run reports: console, metrics.jsonl, TensorBoard; training speed; model FLOPs utilisation."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from titanlite.launch import stacks
 
 log = logging.getLogger(__name__)
 
-# Dense bfloat16 FLOP/s by what the driver calls the device, first match; from the vendors' data sheets.
+# Dense bfloat16 FLOP/s by the driver's name of the device, first match; from the vendors' data sheets.
 _PEAK_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -39,19 +39,19 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's dense FLOP/s in bfloat16, or None where it is not known or the computation is in another precision."""
+    """The device's dense FLOP/s in bfloat16, or None for an unknown device or another precision."""
     if device.type != "cuda" or precision != "bfloat16":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device))
 
 
 def peak_flops_of(name: str) -> float | None:
-    """The dense bfloat16 FLOP/s of what the driver calls a device, or None where it is not known."""
+    """The dense bfloat16 FLOP/s of a device by the driver's name, or None if it is unknown."""
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory this process has held: allocated on its GPU, or on a CPU resident."""
+    """Peak memory of this process: allocated on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -102,7 +102,7 @@ class Clock:
 
     @contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Time that is not training; it is left out of the speed and reported as `<name>_seconds`."""
+        """Time that is not training: excluded from the speed, and reported as `<name>_seconds`."""
         begin = time.perf_counter()
         yield
         self.add_pause(name, time.perf_counter() - begin)
@@ -134,7 +134,7 @@ class Meter:
 
 
 def speed(clock: Clock, tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
-    """Tokens a second of the whole job since the clock's last restart, and what follows from it. MFU only with a `peak`."""
+    """Tokens a second of the whole job since the clock's last restart, and derived values; MFU only with a `peak`."""
     seconds = clock.training_seconds()
     values = {
         "tokens_per_second": tokens / seconds,
@@ -148,12 +148,12 @@ def speed(clock: Clock, tokens: int, devices: int, flops: Flops, peak: float | N
 
 
 class Reporter:
-    """Writes reports; on all ranks but one it does nothing."""
+    """Writes reports, on one rank."""
 
     def __init__(self, folder: Path, tensorboard: str | None, first_step: int, active: bool):
-        """folder: the run directory; tensorboard: the name of its event folder, or None; first_step: what comes next.
+        """folder: the run directory; tensorboard: the name of its event folder, or None; first_step: the next step.
 
-        Reports of `first_step` and later, left by a run that got further than its last checkpoint, are removed.
+        Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint.
         """
         self.file = self.board = None
         self._folder, self._tensorboard, self._active = folder, tensorboard, active
@@ -170,7 +170,7 @@ class Reporter:
                 self.board = SummaryWriter(str(self._folder / self._tensorboard), purge_step=first_step)
 
     def go_back(self, step: int) -> None:
-        """Removes the reports of the steps after `step`: they are done again."""
+        """Removes the reports of steps after `step`, which are repeated."""
         self.close()
         self._open(step + 1)
 
@@ -186,7 +186,7 @@ class Reporter:
                 self.board.add_scalar(name, value, step)
 
     def samples(self, step: int, texts: list[str]) -> None:
-        """What the model has written, to TensorBoard, where Markdown leaves it as it is."""
+        """Texts of the model, to TensorBoard, as code blocks that Markdown does not format."""
         if self.board is not None:
             for number, text in enumerate(texts):
                 self.board.add_text(f"sample/{number}", "".join(f"    {line}\n" for line in text.splitlines()), step)
@@ -211,7 +211,7 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a report; infinite for a line that a killed run has left torn."""
+    """The step of a report; infinite for a torn line of a killed run."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else math.inf
     except (ValueError, TypeError, KeyError):
@@ -219,7 +219,7 @@ def _step_of(line: str) -> float:
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
-    """What a person reads of a report."""
+    """A report as one line of the console."""
     parts = [
         f"step {step:>{len(str(steps))}}/{steps}",
         "loss not finite" if values["loss"] is None else f"loss {values['loss']:.4f}",

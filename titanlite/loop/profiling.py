@@ -1,5 +1,5 @@
 """Everything behind [profiling] and comm.trace_buf_size: traces of a step's time, snapshots of a GPU's memory, a record of
-collectives, and what to say when memory runs out."""
+collectives, and the message when memory runs out."""
 
 import os
 import re
@@ -23,7 +23,7 @@ _RECORDED_ALLOCATIONS = 100_000  # events that a memory snapshot looks back on; 
 
 
 class Memory(NamedTuple):
-    """What one rank holds on its device, in bytes."""
+    """Bytes that one rank holds on its device."""
 
     parameters: int
     gradients: int
@@ -31,11 +31,10 @@ class Memory(NamedTuple):
 
 
 class Watch:
-    """Watches the steps of a run; each is taken inside `with watch.step(number):`.
+    """Profiles the steps of a run; each runs inside `with watch.step(number):`.
 
     Every rank writes <save_traces_folder>/step-00000010/rank-0.json.gz and <save_memory_snapshot_folder>/step-00000010/
-    rank-0.pickle in the run directory, at the steps that `profile_freq` divides. What that takes is no training time, and
-    the clock is told so.
+    rank-0.pickle in the run directory, at the steps that `profile_freq` divides. The clock counts that time as a pause.
     """
 
     def __init__(
@@ -51,14 +50,14 @@ class Watch:
         self.model, self.optimizer, self.global_batch = model, optimizer, global_batch
         self.profiler: profile | None = None
         if device.type == "cpu":
-            # PyTorch 2.13 writes two lines a trace on standard error, at a level above that of its errors. Those concern GPUs.
+            # PyTorch 2.13 writes two lines about GPUs to standard error for each trace, at a level above its errors.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if config.profiling.enable_memory_snapshot:
             torch.cuda.memory._record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Raises UserError in place of torch.OutOfMemoryError; its text says what holds the memory, and what helps."""
+        """Raises UserError in place of torch.OutOfMemoryError; its text lists what holds the memory, and remedies."""
         self._begin(step)
         try:
             with record_function(f"step {step}"):
@@ -70,7 +69,7 @@ class Watch:
         self._end(step)
 
     def close(self) -> None:
-        """After the last step; a trace that was prepared for the step to come is not written."""
+        """After the last step; discards a trace that was prepared for the next one."""
         if self.profiler is not None:
             self.profiler.start_trace()
             self.profiler.stop_trace()
@@ -79,27 +78,27 @@ class Watch:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _begin(self, step: int) -> None:
-        keys = self.config.profiling
-        # The step before is the warm-up: the profiler is set up then, so that it does not show in the trace.
-        if keys.enable_profiling and self.profiler is None and step % keys.profile_freq in (0, keys.profile_freq - 1):
+        cfg = self.config.profiling
+        # The profiler is set up in the step before, so that its set-up is not in the trace.
+        if cfg.enable_profiling and self.profiler is None and step % cfg.profile_freq in (0, cfg.profile_freq - 1):
             with self.clock.pause("profile"):
                 on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-                # acc_events: one profiler makes one trace, so this only silences PyTorch 2.11's warning of the next ones
+                # acc_events only silences a warning of PyTorch 2.11; one profiler makes one trace
                 self.profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True, acc_events=True)
                 self.profiler.prepare_trace()
-        if self.profiler is not None and step % keys.profile_freq == 0:
+        if self.profiler is not None and step % cfg.profile_freq == 0:
             self.profiler.start_trace()
 
     def _end(self, step: int) -> None:
-        keys = self.config.profiling
-        if step % keys.profile_freq or not (keys.enable_profiling or keys.enable_memory_snapshot):
+        cfg = self.config.profiling
+        if step % cfg.profile_freq or not (cfg.enable_profiling or cfg.enable_memory_snapshot):
             return
         with self.clock.pause("profile"):
             if self.profiler is not None:
-                self.profiler.stop_trace()  # waits for the GPU
-                self.profiler.export_chrome_trace(str(self._file(keys.save_traces_folder, step, "", "json.gz")))
+                self.profiler.stop_trace()  # synchronises the GPU
+                self.profiler.export_chrome_trace(str(self._file(cfg.save_traces_folder, step, "", "json.gz")))
                 self.profiler = None
-            if keys.enable_memory_snapshot:
+            if cfg.enable_memory_snapshot:
                 self._snapshot(step)
 
     def _snapshot(self, step: int, suffix: str = "") -> None:
@@ -118,9 +117,9 @@ class Watch:
         if self.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         lines = [
-            f"step {step}: out of memory" + (f", {asked[1]} more were asked for" if asked else ""),
+            f"step {step}: out of memory" + (f", {asked[1]} more were requested" if asked else ""),
             f"held by this rank: {describe(held, allocated, reserved)}",
-            "what helps, the cheapest first:",
+            "remedies, the cheapest first:",
             *(f"{number}. {remedy}" for number, remedy in enumerate(remedies(self.config, self.global_batch), 1)),
         ]
         return "\n  ".join(lines)
@@ -130,20 +129,20 @@ class Watch:
 
 
 def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
-    """Bytes that tensors take on a device; of a DTensor its local shard counts."""
+    """Bytes of tensors on a device; of a DTensor, its local shard."""
     local = [local_part(t) for t in tensors if t is not None]
     return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
 
 
 def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:
-    """What stays from step to step on `device`; what was moved off it, as by cpu_offload, does not count."""
+    """Memory on `device` that lasts from step to step; what cpu_offload has moved off it does not count."""
     parameters = list(model.parameters())
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     return Memory(bytes_on(device, parameters), bytes_on(device, (p.grad for p in parameters)), bytes_on(device, state))
 
 
 def describe(held: Memory, allocated: int | None = None, reserved: int | None = None) -> str:
-    """A sentence on what holds a device's memory; allocated and reserved: bytes by PyTorch's allocator, where it has one."""
+    """A sentence on a device's memory; allocated and reserved: bytes by PyTorch's allocator, if there is one."""
     parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in held._asdict().items()]
     if allocated is not None and reserved is not None:
         parts.append(f"activations and all else {_gib(max(0, allocated - sum(held)))}")
@@ -156,23 +155,23 @@ def _gib(size: int) -> str:
 
 
 def remedies(config: Config, global_batch: int) -> list[str]:
-    """What saves memory and is not in use yet, the cheapest first. global_batch: sequences of a step over all ranks."""
-    found = []
+    """Ways to save memory that are not in use yet, the cheapest first. global_batch: sequences of a step over all ranks."""
+    ways = []
     mode, local, parallelism = config.activation_checkpoint.mode, config.training.local_batch_size, config.parallelism
     if mode != "full":
         stronger = "selective" if mode == "none" else "full"
-        found.append(f'activation_checkpoint.mode = "{stronger}": some of the forward pass is computed twice')
+        ways.append(f'activation_checkpoint.mode = "{stronger}": a part of the forward pass is computed twice')
     if local > 1:
         smaller = local // next(n for n in range(2, local + 1) if local % n == 0)
-        found.append(
+        ways.append(
             f"training.local_batch_size = {smaller} with training.global_batch_size = {global_batch}: "
             "more microbatches a step, the same mathematics"
         )
     shard = "a larger parallelism.data_parallel_shard_degree, on more GPUs"
     if parallelism.data_parallel_replicate_degree > 1:
         shard += " or with a smaller data_parallel_replicate_degree"
-    found.append(shard + ("" if parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"))
-    return found
+    ways.append(shard + ("" if parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"))
+    return ways
 
 
 # ----------------------------------------------------------------------------------------------------------- collectives
@@ -181,8 +180,8 @@ def remedies(config: Config, global_batch: int) -> list[str]:
 def record_collectives(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets up NCCL's flight recorder, before the process group starts; a hang then leaves comm_traces/rank_N, a pickle.
 
-    PyTorch 2.11 to 2.13 record 2,000 collectives and write them outside of the run directory unless told otherwise. The names
-    are read in torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.cpp; the older names would be warned of.
+    By default PyTorch 2.11 to 2.13 record 2,000 collectives and write them outside of the run directory. The variables' names
+    are from torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.cpp; older names cause warnings.
     """
     size = config.comm.trace_buf_size
     if size == 0:

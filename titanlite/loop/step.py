@@ -33,7 +33,7 @@ def forward_backward(
     """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
 
     batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
-    scale: what the loss is multiplied by for the gradients (float16).
+    scale: factor of the loss for the gradients (float16).
     """
     labels = count_labels(batch, mesh)
     share = torch.zeros((), device=batch.tokens.device)
@@ -52,8 +52,8 @@ def update(
 ) -> Tensor:
     """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
 
-    A fused optimizer changes nothing where that norm is not finite: it sees to it on the device, and nobody waits. So does the
-    loss scale, which then gets smaller.
+    Where that norm is not finite, a fused optimizer skips the step on the device, without a host sync, and the loss scale
+    shrinks.
     """
     norm = clip_gradients(optimizer, max_norm, loss_scale and loss_scale.scale)
     set_lr(optimizer, lr)
@@ -69,7 +69,7 @@ def update(
 
 
 def warn_of_unused(model: nn.Module) -> None:
-    """Names the trained parameters that the backward pass has not reached; they stay what they are, decay apart."""
+    """Names the trained parameters that the backward pass has not reached; only weight decay changes them."""
     unused = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if unused:
         log.info("no gradient reaches %s: not used in the forward pass?", ", ".join(unused))

@@ -1,4 +1,4 @@
-"""What follows from a configuration, for the start of the log: what a run does, in words and numbers."""
+"""Derived values for the start of the log: what a run does, in words and numbers."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ from titanlite.transforms.registry import Family
 def derived_values(
     config: Config, family: Family, data: Data, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
 ) -> dict[str, str]:
-    """What follows from the configuration, for the start of the log: name -> sentence."""
+    """Derived values, for the start of the log: name -> sentence."""
     training = config.training
     global_batch = config.global_batch(data_degree(mesh))
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
@@ -36,12 +36,12 @@ def derived_values(
     products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
     reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
-    keys = config.activation_checkpoint
-    detail = {"selective": f": {keys.selective_ac_option}", "memory_budget": f": {keys.memory_budget:g}"}.get(keys.mode, "")
+    cfg = config.activation_checkpoint
+    detail = {"selective": f": {cfg.selective_ac_option}", "memory_budget": f": {cfg.memory_budget:g}"}.get(cfg.mode, "")
     graphs = {"model": "blocks" if config.compile.unit == "block" else "all blocks as one graph", "loss": "loss"}
     compiled = " and ".join(graphs[part] for part in config.compile.components) + f" by {config.compile.backend}"
     compiled = compiled if config.compile.enable else "nothing"
-    recomputed = "nothing" if keys.mode == "none" else keys.mode + detail
+    recomputed = "nothing" if cfg.mode == "none" else cfg.mode + detail
     decay = schedule.total_steps - schedule.decay_start
     stable = schedule.decay_start - schedule.warmup_steps
     return {
@@ -55,9 +55,9 @@ def derived_values(
         "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
         "attention": attention_sentence(model, config),
         "settings": settings(training.gc_freq),
-        "again in backward": recomputed,
+        "recomputed": recomputed,
         "compiled": compiled,
-        "parameters kept": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
+        "parameters": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
         if isinstance(model, FSDPModule)
         else "whole",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
@@ -71,12 +71,12 @@ def derived_values(
 
 
 def settings(gc_freq: int) -> str:
-    """What is set for the whole process: collection of garbage, allocator, products of float32 matrices."""
+    """Settings of the whole process: garbage collection, allocator, precision of float32 matrix products."""
     if torch.cuda.is_available():
         memory = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "PyTorch's default"
     elif "malloc" in (preloaded := Path(os.environ.get("LD_PRELOAD", "")).name):
         memory = preloaded
     else:
-        memory = "freed blocks are kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "the system's default"
+        memory = "freed memory is kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "the system's default"
     precision = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
     return f"garbage collected every {gc_freq} steps; memory: {memory}; float32 products: {precision}"

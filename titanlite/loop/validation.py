@@ -1,4 +1,4 @@
-"""Loss on text that is not trained on: the same samples at every round and on every mesh, by the training's own loss."""
+"""Loss on text that is not trained on: the same samples in every round and on every mesh, with the training's own loss."""
 
 import math
 
@@ -21,10 +21,10 @@ from titanlite.transforms.registry import Family
 
 
 def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
-    """One round over the first samples of each source; -> validation_loss (nats a token) and validation_bits_per_byte.
+    """One round over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte.
 
-    Of several sources each has its own, such as validation_loss/web; those without a name are of all labels together.
-    Every rank makes as many forward passes as every other; where samples run out, it is given labels that do not count.
+    Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
+    make the same number of forward passes; after the last sample they get padding, whose labels do not count.
     """
     lengths = torch.from_numpy(data.byte_lengths).to(device)
     sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
@@ -38,11 +38,11 @@ def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, dev
                     text = lengths[torch.where(counted, labels, 0)] * counted
                     total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
     sums = sum_over_data(sums, mesh).cpu()
-    found = _figures("", sums.sum(0))
+    values = _figures("", sums.sum(0))
     if len(data.sources) > 1:
         for source, total in zip(data.sources, sums, strict=True):
-            found |= _figures(f"/{source.source.name}", total)
-    return found
+            values |= _figures(f"/{source.source.name}", total)
+    return values
 
 
 def sample_texts(model: nn.Module, config: Config, family: Family, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
@@ -54,19 +54,19 @@ def sample_texts(model: nn.Module, config: Config, family: Family, tokenizer: Lo
 
 def _figures(suffix: str, total: torch.Tensor) -> dict[str, float]:
     loss, labels, text = total.tolist()
-    # where no label counts, or no text stands behind them, there is nothing to tell
+    # without labels, or without text behind them, there is no value
     figures = {f"validation_loss{suffix}": loss / labels} if labels else {}
     return figures | ({f"validation_bits_per_byte{suffix}": loss / math.log(2) / text} if text else {})
 
 
 def rounds(data: Data, source: int, config: Config, parts: int) -> int:
-    """How many batches of a source a round has: `validation.steps`, or fewer where its samples end before."""
+    """Batches of a source in a round: `validation.steps`, or fewer if it has fewer samples."""
     every = math.ceil(data.sources[source].count / config.global_batch(parts))
     return every if config.validation.steps == -1 else min(config.validation.steps, every)
 
 
 def part_of_batch(data: Data, source: int, config: Config, batch: int, part: int, parts: int) -> Batch:
-    """One rank's part of a batch, (microbatches, local_batch, ...); beyond the last sample there is padding."""
+    """One rank's part of a batch, (microbatches, local_batch, ...); padding after the last sample."""
     size = config.global_batch(parts)
     share = size // parts
     first = batch * size + part * share
