@@ -6,6 +6,7 @@ the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoi
     torchrun ... -m titanlite train CONFIG.toml [--section.key value ...]     (run_train.sh does this)
 """
 
+import functools
 import gc
 import logging
 import os
@@ -40,7 +41,6 @@ from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import create_state, run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.transforms import float8
@@ -87,9 +87,7 @@ def train(
         create_state(optimizer)
         loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
 
-    def load() -> tuple[Progress, Schedule]:
-        return restore(config, family, data, global_batch, model, optimizer, loss_scale, saves)
-
+    load = functools.partial(restore, config, family, data, global_batch, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
     facts = derived_values(config, family, data, mesh, model, schedule, progress)
@@ -170,10 +168,7 @@ def train(
                     reporter.samples(step, sample_texts(model, config, family, tokenizer, mesh))
         if reporting:
             values = {"loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm), "lr": schedule.at(step), **measured}
-            if loss_scale is not None:
-                values |= loss_scale.report()
-            if config.compile.enable:
-                values |= {"recompilations": recompilations.recompilations}
+            values |= (loss_scale.report() if loss_scale else {}) | recompilations.report(config.compile)
             values |= {"tokens_seen": progress.samples * training.seq_len, **meter.read()}
             reporter.report(step, values)
             log.info(console_line(step, training.steps, values))

@@ -54,6 +54,10 @@ class RecompilationWatch:
         """Everything compiled so far was expected."""
         self.expected = counters["stats"]["unique_graphs"]
 
+    def report(self, cfg: Compile) -> dict[str, int]:
+        """For the metrics, where anything is compiled."""
+        return {"recompilations": self.recompilations} if cfg.enable else {}
+
     def check(self, step: int) -> list[str]:
         """Warns of every compilation since `settle` or the last check; returns their causes."""
         new = 0 if self.expected is None else counters["stats"]["unique_graphs"] - self.expected
