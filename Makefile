@@ -21,6 +21,7 @@ lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/lint-imports --no-logo
+	.venv/bin/mypy
 
 install: .venv/installed
 

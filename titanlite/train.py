@@ -78,7 +78,7 @@ def train(
     stop = Stop(config.job.time_limit_minutes)
 
     def set_timeout(seconds: int) -> None:  # of every process group but the saver's, which has its own
-        process.set_timeout(seconds, but=saver and saver.group)
+        process.set_timeout(seconds, but=saver.group if saver else None)
 
     set_timeout(config.comm.init_timeout_seconds)
     with clock.phase(0, "building the model"):
@@ -128,7 +128,7 @@ def train(
             with clock.phase(step, "reading data"):
                 batch = batches.take()
             with clock.phase(step, "forward and backward"):
-                scale = loss_scale and loss_scale.scale
+                scale = loss_scale.scale if loss_scale else None
                 share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
             if step == first:
                 warn_of_unused(model)
@@ -161,6 +161,7 @@ def train(
                 continue
         measured: dict[str, float] = {}
         if validating:
+            assert validation is not None
             with clock.phase(step, "validation"):
                 measured = validate(model, validation, config, mesh, device)
             if tokenizer:

@@ -87,7 +87,7 @@ def test_where_every_checkpoint_is_damaged_all_are_named_and_nothing_is_touched(
     ranks = train(pools, SHARD, run, 6)
     for told in ranks:
         assert "all 2 checkpoints are damaged" in told.error and "step-00000004/__1_0.distcp" in told.error
-        assert "rename the folder to start anew" in told.error
+        assert "rename the folder to start from scratch" in told.error
     assert len([line for line in ranks[0].log if line.startswith("not used: ")]) == 2
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 

@@ -80,7 +80,7 @@ def test_all_damaged_ends_with_their_names_and_changes_nothing(copy):
         spoil(step_folder(copy / "out/checkpoint", step) / name)
     before = contents(copy)
     told = ["step-00000002/.metadata: is damaged", "step-00000004/manifest.json: is damaged", "all 2 checkpoints are damaged"]
-    assert_refused(start(copy, 6), *told, "rename the folder to start anew")
+    assert_refused(start(copy, 6), *told, "rename the folder to start from scratch")
     assert contents(copy) == before
 
 

@@ -157,9 +157,9 @@ def call(module: str, name: str, argument: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("protocol", ["oldest", "newest"])
 def test_metadata_that_asks_for_anything_else_is_refused_with_its_name(source, module, name, protocol):
     put(source, METADATA, call(module, name, "true")[protocol])
-    with pytest.raises(Damaged, match="is refused: it asks for") as raised:
+    with pytest.raises(Damaged, match="is refused: it references") as raised:
         load.verified(source)
-    assert f"{source / METADATA}: is refused: it asks for {module}.{name}, which no checkpoint" in str(raised.value)
+    assert f"{source / METADATA}: is refused: it references {module}.{name}, which no titanlite checkpoint" in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------------------ code in every file
@@ -229,7 +229,7 @@ def test_what_is_put_in_place_between_checking_and_reading_is_not_run_either(sou
     """DCP asks its reader for the metadata once more."""
     found = load.verified(source)
     put(source, METADATA, pickle.dumps(Evil(tmp_path / "was here")))
-    with pytest.raises(Damaged, match="is refused: it asks for"):
+    with pytest.raises(Damaged, match="is refused: it references"):
         Reader(source, found.files).read_metadata()
     assert not (tmp_path / "was here").exists()
 
@@ -273,21 +273,21 @@ LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "the manifest itself": (change(relative_path=manifest.FILE), "which the manifest does not list"),
     "a number": (change(relative_path=5), "outside of the checkpoint"),
     "no name": (change(relative_path=None), "is refused: "),
-    "beyond the end": (change(offset=10**9), "said to be in bytes 1000000000 to "),
+    "beyond the end": (change(offset=10**9), "is in bytes 1000000000 to "),
     "beyond the end by one": (
         lambda found, source: change(length=(source / DATA).stat().st_size - weight(found).offset + 1)(found, source),
-        "said to be in bytes",
+        "is in bytes",
     ),
-    "before the beginning": (change(offset=-1), "said to be in bytes -1 to"),
-    "backwards": (change(length=-1), "said to be in bytes"),
+    "before the beginning": (change(offset=-1), "is in bytes -1 to"),
+    "backwards": (change(length=-1), "is in bytes"),
     "text for a place": (change(offset="0"), "is refused: "),
     "no length": (change(length=None), "is refused: "),
-    "transformed": (change(transform_descriptors=["zstd"]), "is said to be stored by ['zstd']"),
-    "bytes": (entry(BytesStorageMetadata()), "BytesStorageMetadata, which no checkpoint"),
+    "transformed": (change(transform_descriptors=["zstd"]), "is transformed by ['zstd']"),
+    "bytes": (entry(BytesStorageMetadata()), "BytesStorageMetadata, which no titanlite checkpoint"),
     "no tensor": (entry(5), "'model.weight' is not a tensor"),
     "no name of a tensor": (lambda found, source: found.state_dict_metadata.update({5: None}), "5 is not a tensor"),
-    "a place of no tensor": (lambda found, source: found.storage_data.update({"model.weight": weight(found)}), "has no place"),
-    "a tensor of no place": (lambda found, source: found.storage_data.update({MetadataIndex("a"): 5}), "has no place"),
+    "a place of no tensor": (lambda found, source: found.storage_data.update({"a": weight(found)}), "has no location"),
+    "a tensor of no place": (lambda found, source: found.storage_data.update({MetadataIndex("a"): 5}), "has no location"),
     "no tensors": (lambda found, source: setattr(found, "state_dict_metadata", None), "is not the metadata of a checkpoint"),
     "no places": (lambda found, source: setattr(found, "storage_data", None), "is not the metadata of a checkpoint"),
 }  # fmt: skip
@@ -322,7 +322,7 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
     change(relative_path=listed, offset=0, length=size)(lying, source)
     manifest.write(source, Manifest(found.numbers, files))
     (source / METADATA).write_bytes(pickle.dumps(lying))
-    with pytest.raises(Damaged, match="is no name of a file in a checkpoint"):
+    with pytest.raises(Damaged, match="is not a valid file name in a checkpoint"):
         load.verified(source)
     with pytest.raises(Damaged, match="outside of the checkpoint"):  # nor does the metadata get there by itself
         storage.read_metadata(source, files)
@@ -332,7 +332,7 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
 def test_a_manifest_that_lists_what_is_no_file_of_a_checkpoint_is_refused_before_it_is_opened(source, name):
     found = manifest.read(source)
     manifest.write(source, Manifest(found.numbers, found.files | {name: Contents(0, "")}))
-    with pytest.raises(Damaged, match="is no name of a file in a checkpoint"):
+    with pytest.raises(Damaged, match="is not a valid file name in a checkpoint"):
         load.verified(source)
 
 

@@ -57,7 +57,7 @@ def test_a_text_of_which_there_is_enough_goes_no_further_and_when_all_have_enoug
     model, steps = tiny(), []
     whole = generate(model, PROMPTS, 12, None, GREEDY)
     model.head.register_forward_hook(lambda *_: steps.append(1))
-    cut = generate(model, PROMPTS, 12, None, GREEDY, enough=lambda new: len(new) == 3 or new[:2] == whole[0][:2])
+    cut = generate(model, PROMPTS, 12, None, GREEDY, is_done=lambda new: len(new) == 3 or new[:2] == whole[0][:2])
     assert [len(new) for new in cut] == [2, 3, 3] and all(a == b[: len(a)] for a, b in zip(cut, whole, strict=True))
     assert len(steps) == 3
 
@@ -74,7 +74,7 @@ def test_scores_are_the_log_probabilities_of_the_whole_text_and_tell_the_likelie
         logits = model.head(model(text[:, :-1], SeqInfo(torch.arange(text.shape[1] - 1)[None])))[0].log_softmax(-1)
         expected = logits[len(context) - 1 :].gather(1, torch.tensor(new)[:, None]).sum().item()
         assert answer.log_probability == pytest.approx(expected, abs=1e-4)
-    assert [answer.likeliest for answer in found] == [True] * 3 + [False] * 4
+    assert [answer.is_greedy for answer in found] == [True] * 3 + [False] * 4
 
 
 def test_generation_leaves_the_model_as_it_was_and_builds_no_graph():

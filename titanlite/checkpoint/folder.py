@@ -1,9 +1,8 @@
-"""The folder of a run's checkpoints: names, what is there, room for more, what is kept and what is cleaned up."""
+"""The checkpoint folder of a run: names, the checkpoints in it, free disk space, retention and cleaning up."""
 
 import contextlib
 import itertools
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.config.schema import Checkpoint as Keys
+from titanlite.config.schema import Checkpoint
 from titanlite.errors import UserError
-from titanlite.files import sync
+from titanlite.files import replace_file, sync
+from titanlite.launch.process import raise_together
 
 log = logging.getLogger(__name__)
 
@@ -27,50 +27,50 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def unfinished_folder(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """The folder that a checkpoint is written to before it is complete."""
     return folder / f".step-{step:08d}.unfinished"
 
 
 def export_folder(folder: Path, step: int) -> Path:
-    """Where the weights of a step are in Hugging Face's format; its name is no checkpoint's."""
+    """The folder for the weights of a step in Hugging Face's format. `step_of` does not take it for a checkpoint."""
     return folder / f"step-{step:08d}-hf"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder's name says; None where the name is no checkpoint's, such as that of one set aside."""
+    """The step in a folder's name; None if the name is not a checkpoint's, for example after `clean_up` renamed it."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, oldest first; some may have been damaged since."""
-    inside = [entry for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
-    return sorted(step for entry in inside if (step := step_of(entry)) is not None)
+    """The steps of the complete checkpoints in a folder, oldest first. Their files are not verified."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted(step for entry in entries if entry.is_dir() and (step := step_of(entry)) is not None)
 
 
 # -------------------------------------------------------------------------------------------------------------- before a run
 
 
-def room_fault(folder: Path, size: int, keys: Keys) -> str:
-    """What is wrong where checkpoints of `size` bytes will not fit on the disk, or nothing.
+def room_fault(folder: Path, size: int, cfg: Checkpoint) -> str:
+    """The fault if checkpoints of `size` bytes do not fit on the disk, or "".
 
-    While a checkpoint is written, those that it replaces are still there. So a run needs room for two, or for one where as
-    many as are kept are there already.
+    Retention deletes an old checkpoint only after the new one is complete. A run therefore needs space for two, or for one if
+    the folder already has all that retention keeps.
     """
-    lacking = keys.keep_latest_k + 1 - len(list_steps(folder)) if keys.keep_latest_k else 2
-    needed = min(2, max(1, lacking))
+    missing = cfg.keep_latest_k + 1 - len(list_steps(folder)) if cfg.keep_latest_k else 2
+    needed = min(2, max(1, missing))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free + sum(_size(path) for path in _left_over(folder))  # which clean_up deletes
+    free = shutil.disk_usage(existing).free + sum(_size(path) for path in _leftovers(folder))  # clean_up deletes them
     if free >= needed * size:
         return ""
     return (
-        f'checkpoint.folder = "{keys.folder}": {existing} has {_gib(free)} free, and {needed} checkpoints of this run need '
-        f"{_gib(needed * size)}; make room, or name a folder of another disk in job.dump_folder"
+        f'checkpoint.folder = "{cfg.folder}": {existing} has {_gib(free)} free, and {needed} checkpoints of this run need '
+        f"{_gib(needed * size)}; free some space, or set job.dump_folder to a folder on another disk"
     )
 
 
-def _left_over(folder: Path) -> list[Path]:
-    """What a killed run has left half written or half deleted."""
+def _leftovers(folder: Path) -> list[Path]:
+    """Folders that a killed run left half written or half deleted."""
     return [*folder.glob(".step-*.unfinished"), *folder.glob(".step-*.retired")]
 
 
@@ -83,82 +83,69 @@ def _gib(size: int) -> str:
 
 
 def try_out(folder: Path) -> None:
-    """Writes, renames and removes a small file where checkpoints will go, and has all ranks see it; all ranks together.
+    """Writes and renames a small file in the checkpoint folder, and checks that all ranks can read it. All ranks together.
 
-    So a run finds out at its start, not at its first checkpoint, what it may not do. Raises UserError.
+    A run thus fails at its start, not at its first checkpoint. Raises UserError.
     """
-    token = [""]
-    fault = ""
+    token, error = [secrets.token_hex(16)], None
     if dist.get_rank() == 0:
         try:
-            token = [secrets.token_hex(16)]
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"{_PROBE}.tmp", "w") as file:
-                file.write(token[0])
-                file.flush()
-                os.fsync(file.fileno())
-            (folder / f"{_PROBE}.tmp").rename(folder / _PROBE)
+            replace_file(folder / _PROBE, token[0])
             sync(folder)
-        except OSError as error:
-            fault = f"{folder}: checkpoints cannot be written: {error}"
+        except OSError as cause:
+            error = UserError(f"{folder}: checkpoints cannot be written: {cause}")
+    raise_together(error)
     dist.broadcast_object_list(token)
-    if not fault:
-        try:
-            sees = (folder / _PROBE).read_text() == token[0]
-        except OSError:
-            sees = False
-        if not sees:
-            fault = f"{folder}: rank {dist.get_rank()} does not see what rank 0 writes there; all machines must share that disk"
+    fault = f"{folder}: rank {dist.get_rank()} does not see what rank 0 writes there; all nodes must share this disk"
+    with contextlib.suppress(OSError):
+        fault = "" if (folder / _PROBE).read_text() == token[0] else fault
     faults: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
     if dist.get_rank() == 0:
-        for name in (_PROBE, f"{_PROBE}.tmp"):
-            with contextlib.suppress(OSError):  # where nothing could be written there is nothing to remove
-                (folder / name).unlink()
+        (folder / _PROBE).unlink()
     if first := next(filter(None, faults), ""):
         raise UserError(first)
 
 
 def clean_up(folder: Path, step: int) -> None:
-    """Before a run goes on from a step: deletes what a killed run has left unfinished, and renames later checkpoints.
+    """Before a run continues from `step`: deletes leftovers of a killed run, and renames later checkpoints. All ranks together.
 
-    So a run that went back, with `load_step` or since a later checkpoint was damaged, never resumes from its old future. What
-    is set aside is kept, as .aside-1, -2. All ranks together.
+    A run that went back, by `load_step` or because a later checkpoint was damaged, must never resume from the abandoned steps.
+    Their checkpoints and exports stay on the disk, as .aside-1, .aside-2, ...
     """
     if dist.get_rank() == 0:
-        for left_over in _left_over(folder):
-            shutil.rmtree(left_over)
+        for path in _leftovers(folder):
+            shutil.rmtree(path)
         for path in sorted(folder.glob("step-*")):
-            later = step_of(path.with_name(path.name.removesuffix("-hf")))  # an export is of the same old future
+            later = step_of(path.with_name(path.name.removesuffix("-hf")))
             if later is not None and later > step and path.is_dir():
-                aside = next(
-                    name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.aside-{n}")).exists()
-                )
-                path.rename(aside)
-                log.info("set aside %s: this run goes on from step %d", aside, step)
+                names = (path.with_name(f"{path.name}.aside-{n}") for n in itertools.count(1))
+                aside = path.rename(next(name for name in names if not name.exists()))
+                log.info("set aside %s: this run continues from step %d", aside, step)
     dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------------------------- after a save
 
 
-def superfluous(steps: Iterable[int], keys: Keys) -> list[int]:
-    """Which checkpoints retention deletes: none of the newest `keep_latest_k`, of those that `keep_every_n_steps` keeps, and
-    not the one that `load_step` names."""
-    if not keys.keep_latest_k:
+def superfluous(steps: Iterable[int], cfg: Checkpoint) -> list[int]:
+    """The checkpoints that retention deletes: all but the newest `keep_latest_k`, those that `keep_every_n_steps` keeps, and
+    `load_step`."""
+    if not cfg.keep_latest_k:
         return []
     return [
         step
-        for step in sorted(steps)[: -keys.keep_latest_k]
-        if step != keys.load_step and not (keys.keep_every_n_steps and step % keys.keep_every_n_steps == 0)
+        for step in sorted(steps)[: -cfg.keep_latest_k]
+        if step != cfg.load_step and not (cfg.keep_every_n_steps and step % cfg.keep_every_n_steps == 0)
     ]
 
 
-def retire(folder: Path, keys: Keys) -> None:
-    """Deletes superfluous checkpoints; on one rank. What is half deleted has no final name any more."""
-    left_over = folder.glob(".step-*.retired")
-    for path in [*left_over, *(step_folder(folder, step) for step in superfluous(list_steps(folder), keys))]:
+def retire(folder: Path, cfg: Checkpoint) -> None:
+    """Deletes superfluous checkpoints; on one rank. Each is renamed first, so that a half deleted one is no checkpoint."""
+    half_deleted = folder.glob(".step-*.retired")
+    for path in [*half_deleted, *(step_folder(folder, step) for step in superfluous(list_steps(folder), cfg))]:
         try:
             shutil.rmtree(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.retired")))
-        except OSError as error:  # it costs room, no checkpoint; the next save tries again
+        except OSError as error:  # this wastes disk space but loses no checkpoint; the next save tries again
             log.warning("%s: cannot be deleted: %s", path, error)

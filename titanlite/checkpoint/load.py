@@ -1,4 +1,4 @@
-"""Reading checkpoints: which one is sound, and its tensors onto the mesh that there is, whatever mesh wrote them."""
+"""Finds intact checkpoints and loads their tensors onto any mesh, whatever mesh wrote them."""
 
 import fnmatch
 import logging
@@ -14,19 +14,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
-from titanlite.checkpoint.storage import Reader, read_metadata
+from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
 from titanlite.errors import UserError
+from titanlite.launch.process import raise_together
 
 log = logging.getLogger(__name__)
 
 
 def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
-    """(step folder, manifest) of the newest checkpoint that is what was written; None where there is none.
+    """(step folder, manifest) of the newest intact checkpoint; None if there are no checkpoints. All ranks together.
 
-    All ranks together. Damaged ones are named in the log. Raises UserError where there are checkpoints and all are damaged.
+    The log names each damaged checkpoint. Raises UserError if all are damaged.
     """
     steps = [list_steps(folder)]
-    dist.broadcast_object_list(steps)  # of rank 0, which may see a folder a moment before the others do
+    dist.broadcast_object_list(steps)  # from rank 0, because on shared disks the other ranks may see a new folder later
     faults = []
     for step in reversed(steps[0]):
         source = step_folder(folder, step)
@@ -34,48 +35,39 @@ def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
             return source, verified(source)
         except Damaged as error:
             faults.append(str(error))
-            if dist.get_rank() == 0:  # all have found the same
+            if dist.get_rank() == 0:  # the error is the same on all ranks
                 log.warning("not used: %s", error)
     if faults:
         raise UserError(
             f"{folder}: all {len(faults)} checkpoints are damaged, the newest is: {faults[0]}\n"
-            "Restore one from a copy, or rename the folder to start anew"
+            "Restore one from a copy, or rename the folder to start from scratch"
         )
     return None
 
 
 def verified(source: Path) -> Manifest:
-    """The manifest of a checkpoint whose files have all been read and found to be what was written.
+    """The manifest of a checkpoint after all its files were read and compared with their checksums.
 
-    All ranks together, each reads its share. Raises Damaged, on all ranks, which says what is wrong with which file, and
-    UserError for a checkpoint of another version of titanlite.
+    All ranks together; each reads its share. Raises Damaged on all ranks, naming each damaged file, or UserError if another
+    version of titanlite wrote the checkpoint.
     """
-    found, fault = None, None
+    result, fault = None, None
     try:
-        found = manifest.read(source)
-        if step_of(source) not in (None, found.numbers["step"]):  # None: the user's own name for a copy
-            raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {found.numbers['step']}")
-        if damage := "\n".join(faults(source, found, dist.get_rank(), dist.get_world_size())):
+        result = manifest.read(source)
+        if step_of(source) not in (None, result.numbers["step"]):  # None: the user renamed a copy
+            raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {result.numbers['step']}")
+        if damage := "\n".join(faults(source, result, dist.get_rank(), dist.get_world_size())):
             raise Damaged(damage)
-        read_metadata(source, found.files)
+        read_metadata(source, result.files)
     except UserError as error:
         fault = error
-    _raise_together(fault)
-    assert found is not None
-    return found
-
-
-def _raise_together(fault: UserError | None) -> None:
-    """Raises, on all ranks, what some of them have met: otherwise those would be missing in the next collective."""
-    every: list[tuple[bool, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (isinstance(fault, Damaged), str(fault)) if fault else None)
-    if met := list(dict.fromkeys(filter(None, every))):
-        kind = Damaged if all(damaged for damaged, _ in met) else UserError
-        raise kind("\n".join(text for _, text in met))
+    raise_together(fault)
+    assert result is not None
+    return result
 
 
 def faults(source: Path, found: Manifest, part: int = 0, parts: int = 1) -> Iterator[str]:
-    """What is wrong with the files of a checkpoint; of every `parts`-th file, from number `part` on, the largest first."""
+    """The damage of a checkpoint's files. Reads every `parts`-th file from number `part` on, in order of size."""
     by_size = sorted(found.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, contents in by_size[part::parts]:
         if fault := manifest.fault(source, name, contents):
@@ -83,51 +75,44 @@ def faults(source: Path, found: Manifest, part: int = 0, parts: int = 1) -> Iter
 
 
 def load_tensors(
-    source: Path, found: Manifest, tensors: dict[str, Tensor], exclude: Sequence[str] = (), prefix: str = ""
+    source: Path, saved: Manifest, tensors: dict[str, Tensor], exclude: Sequence[str] = (), prefix: str = ""
 ) -> None:
-    """Reads a checkpoint's values into `tensors`, in place; all ranks together.
+    """Loads a checkpoint into `tensors`, in place. All ranks together.
 
-    exclude: patterns of names that are left as they are. prefix: of the checkpoint, only names that begin like this count.
-    Raises UserError that lists every tensor which the checkpoint lacks, has besides, or holds in another shape.
+    exclude: patterns of tensors that keep their values. prefix: ignores tensors of the checkpoint without this prefix. Raises
+    UserError that lists every tensor that is missing in the checkpoint, is only in the checkpoint, or has another shape there.
     """
-    fault, every = None, {}
+    fault, entries = None, {}
     try:
-        every = read_metadata(source, found.files).state_dict_metadata
-    except Damaged as error:  # since it was verified
+        entries = tensor_entries(read_metadata(source, saved.files))
+    except Damaged as error:  # damaged after it was verified
         fault = error
-    _raise_together(fault)
-    stored = {name: entry for name, entry in every.items() if name.startswith(prefix)}
+    raise_together(fault)
+    stored = {name: entry for name, entry in entries.items() if name.startswith(prefix)}
     for pattern in exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in [*stored, *tensors]):
-            whose = f"{source} or of this run" if not prefix else f"{source} that is loaded, which are its weights alone"
-            raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of {whose}')
+            where = f"{source}, of which only the weights are loaded" if prefix else f"{source} or of this run"
+            raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of {where}')
 
-    def counts(name: str) -> bool:
+    def is_loaded(name: str) -> bool:
         return not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
-    wanted = {name: tensor for name, tensor in tensors.items() if counts(name)}
-    if problems := list(_misfits(wanted, {name: entry for name, entry in stored.items() if counts(name)})):
-        raise UserError(
-            "\n".join(
-                [
-                    f"{source}: does not fit this run:",
-                    *problems,
-                    "What is to keep its initial value, or to be left out, can be named in checkpoint.exclude_from_loading",
-                ]
-            )
-        )
+    targets = {name: tensor for name, tensor in tensors.items() if is_loaded(name)}
+    if mismatches := list(_mismatches(targets, {name: entry for name, entry in stored.items() if is_loaded(name)})):
+        remedy = "checkpoint.exclude_from_loading can list tensors that keep their initial values or are not loaded"
+        raise UserError("\n".join([f"{source}: does not fit this run:", *mismatches, remedy]))
     try:
-        dcp.load(wanted, storage_reader=Reader(source, found.files))
+        dcp.load(targets, storage_reader=Reader(source, saved.files))
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise Damaged(str(cause) if isinstance(cause, Damaged) else f"{source}: cannot be read: {cause!r}") from error
 
 
-def _misfits(wanted: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> Iterator[str]:
-    for name, tensor in wanted.items():
+def _mismatches(targets: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> Iterator[str]:
+    for name, tensor in targets.items():
         if name not in stored:
             yield f"  {name}: not in the checkpoint"
         elif tuple(stored[name].size) != tuple(tensor.shape):
             yield f"  {name}: {tuple(stored[name].size)} in the checkpoint, {tuple(tensor.shape)} here"
-    for name in sorted(stored.keys() - wanted.keys()):
+    for name in sorted(stored.keys() - targets.keys()):
         yield f"  {name}: in the checkpoint, not here"

@@ -1,10 +1,10 @@
-"""The manifest of a checkpoint: its numbers, and size and checksum of each of its files. A checkpoint without one is none.
+"""The manifest of a checkpoint: the numbers of the run, and size and checksum of each file. No checkpoint is without one.
 
     {"format": 3, "step": 100, "samples": 800, ..., "files": {".metadata": {"bytes": 5310, "xxh3_128": "8f0e..."}, ...},
-     "xxh3_128": the checksum of all of the above as it is written}
+     "xxh3_128": the checksum of all the text above}
 
-XXH3 (https://xxhash.com) finds damage, not malice: it reads 20 times as fast as SHA-256, so that checking costs no more than
-reading. Against malice see storage.py. `xxhsum -H128` computes the same.
+XXH3 (https://xxhash.com) detects damage, not manipulation. It is 20 times as fast as SHA-256, so that verifying takes as long
+as reading. storage.py guards against manipulation. `xxhsum -H128` computes the same checksums.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from titanlite.errors import UserError
+from titanlite.files import sync
 
 FILE = "manifest.json"
 _FORMAT = 3
@@ -32,25 +33,25 @@ _CHUNK = 2**22
 
 
 class Contents(NamedTuple):
-    """What a file must hold."""
+    """Size and checksum of a file."""
 
     bytes: int
     xxh3_128: str
 
 
 class Manifest(NamedTuple):
-    """The numbers of a run at a step, and the files with its tensors: path inside the folder -> contents."""
+    """The numbers of a run at a step, and the files with its tensors: name in the folder -> contents."""
 
     numbers: dict[str, Any]
     files: dict[str, Contents]
 
 
 class Damaged(UserError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint differs from what was written."""
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, on the disk when this returns."""
+    """Writes the manifest, and syncs it to the disk."""
     files = {name: contents._asdict() for name, contents in sorted(manifest.files.items())}
     with open(folder / FILE, "w", encoding="utf-8") as file:
         file.write(_text({"format": _FORMAT, **manifest.numbers, "files": files}))
@@ -58,41 +59,49 @@ def write(folder: Path, manifest: Manifest) -> None:
         os.fsync(file.fileno())
 
 
-def read(folder: Path) -> Manifest:
-    """Reads a manifest, and checks that it is byte for byte what was written.
+def commit(unfinished: Path, final: Path, manifest: Manifest) -> None:
+    """Makes a written folder a checkpoint: adds the manifest, and then gives the folder its final name."""
+    write(unfinished, manifest)
+    sync(unfinished)
+    unfinished.rename(final)
+    sync(final.parent)
 
-    Raises Damaged where it is not, UserError where another version has written it.
+
+def read(folder: Path) -> Manifest:
+    """Reads a manifest and verifies that it is byte for byte as written.
+
+    Raises Damaged if it is not, or UserError if another version of titanlite wrote it.
     """
     path = folder / FILE
     try:
-        text = path.read_bytes().decode()  # read_text would take other line ends for the same
-        found = json.loads(text)
-        own = found.pop(_OWN)
+        text = path.read_bytes().decode()  # read_text would convert line ends
+        values = json.loads(text)
+        own = values.pop(_OWN)
     except FileNotFoundError:
         raise Damaged(f"{path}: is missing") from None
     except OSError as error:
         raise Damaged(f"{path}: cannot be read: {error}") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged(f"{path}: is damaged: it is not the JSON that was written") from None
-    if _text(found) != text:
+    if _text(values) != text:
         raise Damaged(f"{path}: is damaged: its checksum is not {own}")
-    if found.get("format") != _FORMAT:
-        raise UserError(f"{path}: is of format {found.get('format')}; this version reads format {_FORMAT}")
+    if values.get("format") != _FORMAT:
+        raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
     for name, kind in _NUMBERS.items():
-        if not isinstance(found.get(name), kind):
+        if not isinstance(values.get(name), kind):
             raise Damaged(f"{path}: is damaged: it has no {name}")
     try:
-        files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in found.pop("files").items()}
+        files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in values.pop("files").items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise Damaged(f"{path}: is damaged: it has no list of files") from None
     if odd := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
-        raise Damaged(f"{path}: is refused: {odd[0]!r} is no name of a file in a checkpoint")
-    del found["format"]
-    return Manifest(found, files)
+        raise Damaged(f"{path}: is refused: {odd[0]!r} is not a valid file name in a checkpoint")
+    del values["format"]
+    return Manifest(values, files)
 
 
 def fault(folder: Path, name: str, contents: Contents) -> str:
-    """What is wrong with a file of a checkpoint, or nothing."""
+    """The damage of a checkpoint's file, or ""."""
     path = folder / name
     try:
         if not path.exists():
@@ -109,7 +118,7 @@ def fault(folder: Path, name: str, contents: Contents) -> str:
 
 
 def checksum(path: Path) -> str:
-    """The 128 bits of XXH3 of a file, as 32 hexadecimal digits."""
+    """The 128-bit XXH3 checksum of a file as 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
@@ -117,7 +126,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _text(found: dict[str, Any]) -> str:
-    """The one way to write a manifest: with its own checksum as the last entry."""
-    body = json.dumps(found, indent=1)
+def _text(values: dict[str, Any]) -> str:
+    """The text of a manifest, with its own checksum as the last entry. The text is unique, so `read` can compare it."""
+    body = json.dumps(values, indent=1)
     return f'{body[:-2]},\n "{_OWN}": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'

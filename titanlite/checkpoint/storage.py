@@ -1,8 +1,8 @@
-"""DCP's storage on a file system, with checksums on the way out and no trust on the way in.
+"""DCP's storage on a file system, with checksums for what is written and validation of what is read.
 
-DCP pickles `.metadata`, which says where in which file each shard is. It is read here through an unpickler that knows only
-the classes this takes; tensors are read by DCP with `weights_only`; anything that is not a tensor is refused, since DCP would
-unpickle it; and files are opened only by names that the manifest lists.
+DCP pickles `.metadata`, which has the file and offset of each shard. The unpickler here admits only the classes that this
+format needs. DCP reads tensors with `weights_only`. Everything else is refused, because DCP would unpickle it. Only files that
+the manifest lists are opened.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 import xxhash
@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import Contents, Damaged, fault
 
 METADATA = ".metadata"
 
-# What the metadata of a checkpoint that holds tensors only is made of (PyTorch 2.11 to 2.13), besides the names of dtypes.
+# The classes in the metadata of a checkpoint of tensors (PyTorch 2.11 to 2.13); dtypes are admitted too.
 _ADMITTED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -51,11 +51,11 @@ _ADMITTED = {
 
 
 class _Checked(io.RawIOBase):
-    """A file that is written from beginning to end, and the checksum of what was written."""
+    """A file that is written sequentially, with the checksum of its contents."""
 
-    def __init__(self, file: io.BufferedWriter):
+    def __init__(self, file: IO[bytes]):
         self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
-        self.failure: OSError | None = None  # of the disk
+        self.failure: OSError | None = None  # the first error of the disk
 
     def write(self, data: Any) -> int:
         self._digest.update(data)
@@ -77,7 +77,7 @@ class _Checked(io.RawIOBase):
         self._file.flush()
 
     def fileno(self) -> int:
-        self._file.flush()  # DCP syncs through this; what is in Python's buffer would not reach the disk
+        self._file.flush()  # DCP syncs this descriptor, which does not include Python's buffer
         return self._file.fileno()
 
     def contents(self) -> Contents:
@@ -85,7 +85,7 @@ class _Checked(io.RawIOBase):
 
 
 class _CheckedFiles(FileSystem):
-    """DCP's file system; `written` has the contents of every file, by name."""
+    """DCP's file system; `written` has size and checksum of every file by name."""
 
     def __init__(self) -> None:
         self.written: dict[str, Contents] = {}
@@ -97,7 +97,7 @@ class _CheckedFiles(FileSystem):
             checked = _Checked(file)
             try:
                 yield checked
-            except Exception as error:  # torch.save may cover the disk's with its own: "unexpected pos 704 vs 598"
+            except Exception as error:  # torch.save may replace the error of the disk: "unexpected pos 704 vs 598"
                 raise checked.failure or error from None
             self.written[Path(path).name] = checked.contents()
 
@@ -108,21 +108,24 @@ class _CheckedFiles(FileSystem):
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):
-    """What a rank tells the one that commits: of each shard where it is, and of the files what they hold."""
+    """The result that a rank sends to the coordinator: the location of a shard, and size and checksum of its files."""
 
     files: dict[str, Contents] = dataclasses.field(default_factory=dict)
 
 
 class Writer(FileSystemWriter):
-    """Writes a checkpoint's files, reads them back, and on the coordinating rank hands over to `commit`.
+    """Writes a checkpoint's files, reads them back, and calls `commit` on the coordinator.
 
-    commit: called once all ranks have written, with the contents of every file; if it raises, the save has failed on all ranks.
-    staged: whether the tensors are in the CPU's memory already.
+    commit: called after all ranks have written, with size and checksum of every file; if it raises, the save fails on all
+    ranks. staged: the tensors are already in CPU memory.
     """
 
+    fs: _CheckedFiles
+
     def __init__(self, folder: Path, name: str, commit: Callable[[dict[str, Contents]], None], staged: bool = False):
-        # Copying ahead from the GPU, where there is no need, would open a context on GPU 0 in the thread of every rank.
-        super().__init__(folder, sync_files=True, **({"per_thread_copy_ahead": 0} if staged else {}))
+        # Staged tensors need no copy from the GPU, which would open a context on GPU 0 in the saving thread of every rank.
+        options: dict[str, Any] = {"per_thread_copy_ahead": 0} if staged else {}
+        super().__init__(folder, sync_files=True, **options)
         self.fs = _CheckedFiles()
         self._name, self._commit = name, commit
 
@@ -143,20 +146,20 @@ class Writer(FileSystemWriter):
         self._commit(files)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self._name)  # the step: no machine's paths, and no two steps' metadata are alike
+        return StorageMeta(checkpoint_id=self._name)  # the step: no path of this machine, and unique for each step
 
     def _read_back(self, names: Iterable[str]) -> None:
-        """Finds what was lost on the way to the system; what the disk does to it later is found when it is loaded."""
+        """Detects damage between this process and the file system. Loading detects later damage on the disk."""
         for name in names:
-            if found := fault(Path(self.path), name, self.fs.written[name]):
-                raise OSError(found)
+            if damage := fault(Path(self.path), name, self.fs.written[name]):
+                raise OSError(damage)
 
 
 # ------------------------------------------------------------------------------------------------------------------- reading
 
 
 class Reader(FileSystemReader):
-    """Reads the tensors of a checkpoint whose files are `files`. Raises Damaged for metadata that could not be ours."""
+    """Reads the tensors of a checkpoint with these `files`. Raises Damaged for metadata that titanlite cannot have written."""
 
     def __init__(self, folder: Path, files: dict[str, Contents]):
         super().__init__(folder)
@@ -177,9 +180,9 @@ class Reader(FileSystemReader):
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except OSError as error:
                 raise Damaged(f"{path}: cannot be read: {error}") from None
-            except pickle.UnpicklingError:  # whose text advises to give up weights_only
-                raise Damaged(f"{path}: is refused: it holds something else than tensors") from None
-            except Exception as error:  # what is no tensor, or another one than the metadata says, fails in many ways
+            except pickle.UnpicklingError:  # its text recommends weights_only=False
+                raise Damaged(f"{path}: is refused: it has something other than tensors") from None
+            except Exception as error:  # contents that are no tensor, or do not match the metadata, fail in many ways
                 raise Damaged(f"{path}: is refused: {type(error).__name__}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
@@ -187,29 +190,35 @@ class Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows few classes. A forged pickle can still give their objects, or themselves, odd values; what is read is checked."""
+    """Admits few classes. A forged pickle can still give their objects any values, so `_metadata_fault` checks the result."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ADMITTED:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint of ours holds")
+        raise pickle.UnpicklingError(f"it references {module}.{name}, which no titanlite checkpoint has")
 
 
 def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
-    """Where the tensors of a checkpoint are. Raises Damaged where that is not readable, or points out of the checkpoint."""
+    """The locations of a checkpoint's tensors. Raises Damaged if they are unreadable or outside of the checkpoint."""
     path = folder / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        what = _metadata_fault(metadata, files)
+        reason = _metadata_fault(metadata, files)
     except OSError as error:
         raise Damaged(f"{path}: cannot be read: {error}") from None
-    except Exception as error:  # a damaged pickle can raise anything, and so can what a forged one holds
+    except Exception as error:  # a damaged or forged pickle can raise anything
         raise Damaged(f"{path}: is refused: {error}") from None
-    if what:
-        raise Damaged(f"{path}: is refused: {what}")
+    if reason:
+        raise Damaged(f"{path}: is refused: {reason}")
     return metadata
+
+
+def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """Name -> shape and dtype of every tensor; `read_metadata` refuses other entries."""
+    entries = metadata.state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def _metadata_fault(metadata: Any, files: dict[str, Contents]) -> str:
@@ -219,16 +228,16 @@ def _metadata_fault(metadata: Any, files: dict[str, Contents]) -> str:
     for name, entry in tensors.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
             return f"{name!r} is not a tensor"
-    for index, place in storage.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
-            return f"{index!r} has no place"
-        file, first, length = place.relative_path, place.offset, place.length
+    for index, location in storage.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(location, _StorageInfo):
+            return f"{index!r} has no location"
+        file, first, length = location.relative_path, location.offset, location.length
         if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            return f"{index.fqn} is said to be in {file!r}, outside of the checkpoint"
+            return f"{index.fqn} is in {file!r}, outside of the checkpoint"
         if file not in files:
-            return f"{index.fqn} is said to be in {file!r}, which the manifest does not list"
+            return f"{index.fqn} is in {file!r}, which the manifest does not list"
         if not (0 <= first <= first + length <= files[file].bytes):
-            return f"{index.fqn} is said to be in bytes {first} to {first + length} of {file!r}, which has {files[file].bytes}"
-        if place.transform_descriptors:
-            return f"{index.fqn} is said to be stored by {place.transform_descriptors}"
+            return f"{index.fqn} is in bytes {first} to {first + length} of {file!r}, which has {files[file].bytes} bytes"
+        if location.transform_descriptors:
+            return f"{index.fqn} is transformed by {location.transform_descriptors}"
     return ""

@@ -1,10 +1,10 @@
-"""What of a model is a tensor, under the names that it has in checkpoints."""
+"""The names of a model's tensors in a checkpoint."""
 
 from torch import Tensor, nn
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers of a model under the names they have in a checkpoint; a tied one once."""
+    """Parameters and persistent buffers of a model by their names in a checkpoint; a tied parameter once."""
     persistent = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors one at a time, whole, in a single process: for what converts checkpoints."""
+"""Reads a checkpoint one whole tensor at a time in a single process, for conversions."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.manifest import Damaged
-from titanlite.checkpoint.storage import Reader
+from titanlite.checkpoint.storage import Reader, tensor_entries
 
 
 class Stored:
-    """A checkpoint whose files are what was written. Raises Damaged, and UserError for one of another version.
+    """An intact checkpoint. Raises Damaged, or UserError if another version of titanlite wrote it.
 
-    part, parts: of its files only every `parts`-th is compared with its checksum, from number `part` on.
+    part, parts: verifies only every `parts`-th file, from number `part` on.
     """
 
     def __init__(self, source: Path, part: int = 0, parts: int = 1):
@@ -27,11 +27,11 @@ class Stored:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def entries(self) -> dict[str, TensorStorageMetadata]:
-        """name -> shape and dtype, of all tensors."""
-        return self._metadata.state_dict_metadata
+        """Name -> shape and dtype of every tensor."""
+        return tensor_entries(self._metadata)
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, as it is stored."""
+        """A whole tensor in its stored dtype."""
         entry = self.entries()[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         planner = DefaultLoadPlanner()

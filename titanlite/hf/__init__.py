@@ -1,6 +1,6 @@
-"""Weights to and from Hugging Face's format: config.json and safetensors, never a whole model in one process.
+"""Imports and exports Hugging Face's format, config.json and safetensors, without a whole model in one process.
 
-folder.py   what a folder holds: its model, and of each tensor file, shape and dtype, all checked before any is read
-load.py     each rank's own slices into a model on any mesh
-export.py   a checkpoint as such a folder, a tensor at a time
+folder.py   the model and the tensors of a folder, all validated before any tensor is read
+load.py     loads the slices of each rank into a model on any mesh
+export.py   writes a checkpoint in this format, one tensor at a time
 """

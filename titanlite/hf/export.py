@@ -1,4 +1,4 @@
-"""A checkpoint as a folder in Hugging Face's format, which transformers reads as it is; one tensor is in memory at a time."""
+"""Exports a checkpoint to a folder that transformers reads. Only one tensor is in memory at a time."""
 
 import json
 import os
@@ -18,20 +18,26 @@ from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
 from titanlite.files import replace_file, sync
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
+from titanlite.launch.process import raise_together
 from titanlite.transforms.lora import merged
 from titanlite.transforms.registry import load_family
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-# What a tokenizer's folder may hold beside tokenizer.json, and what only describes how its model is used.
+# The files of a tokenizer, and the defaults of generation.
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
 )  # fmt: skip
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")  # of the tokenizer's own config.json
+_CARRIED = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+)  # from the tokenizer's config.json
 
 
 class Item(NamedTuple):
-    """A tensor that is to be exported."""
+    """A tensor to export."""
 
     ours: str  # its name in the model
     theirs: str
@@ -44,42 +50,42 @@ class Item(NamedTuple):
 
 
 class Exported:
-    """The weights of a checkpoint under the names of its model, in the dtype that they are exported in.
+    """The weights of a checkpoint by their names in the model, with adapters merged, in the dtype of the export.
 
-    dtype: of all floating-point tensors; None: as they are stored. assets: in place of the model.hf_assets_path that the run
-    had. Raises UserError where the checkpoint's model is not the one that its family has now.
+    dtype: of all floating-point tensors; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run. Raises
+    UserError if the family has changed since the checkpoint was saved.
     """
 
     def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = ""):
         self.stored, self._dtype = stored, dtype
-        keys = stored.manifest.numbers["config"].get("model")
-        if not isinstance(keys, dict):
-            raise UserError(f"{stored.source}: its manifest does not say which model it is of")
-        self.assets = assets or keys["hf_assets_path"]
+        cfg = stored.manifest.numbers["config"].get("model")
+        if not isinstance(cfg, dict):
+            raise UserError(f"{stored.source}: its manifest does not name a model")
+        self.assets = assets or cfg["hf_assets_path"]
         if self.assets and not Path(self.assets).is_dir():
-            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name where it is now with --assets')
-        self.family = load_family(keys["name"], keys["flavor"], self.assets)
+            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new place with --assets')
+        self.family = load_family(cfg["name"], cfg["flavor"], self.assets)
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
-            lines = [f"{stored.source}: {keys['name']} {keys['flavor']} is not what it was then:", *changed]
+            lines = [f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", *changed]
             raise UserError("\n  ".join(lines))
         self.model = self.family.on_meta()
         tensors = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries() if name.startswith("model.")]
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
-        there = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
-        if wrong := [name for name in sorted(there.keys() | tensors.keys()) if there.get(name) != tensors.get(name)]:
-            lines = [f"  {name}: {there.get(name)} in the checkpoint, {tensors.get(name)} in the model" for name in wrong]
-            raise UserError("\n".join([f"{stored.source}: does not hold the weights of this model:", *lines]))
+        shapes = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
+        if wrong := [name for name in sorted(shapes.keys() | tensors.keys()) if shapes.get(name) != tensors.get(name)]:
+            lines = [f"  {name}: {shapes.get(name)} in the checkpoint, {tensors.get(name)} in the model" for name in wrong]
+            raise UserError("\n".join([f"{stored.source}: does not have the weights of this model:", *lines]))
         self.names = list(tensors)
 
     def tokenizer(self) -> LoadedTokenizer | None:
-        """That of the run; None for an import that came without. Raises UserError where it is another one by now."""
+        """The tokenizer of the run; None for an import without one. Raises UserError if it has changed since."""
         if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
             return None
         loaded = open_tokenizer(self.assets)
         before = self.stored.manifest.numbers["data"].get("tokenizer", tokenizer_digest(loaded))
         if before != tokenizer_digest(loaded):
-            which = self.assets or "the default one, which this Python trains"
+            which = self.assets or "the default one of this installation"
             raise UserError(
                 f"{self.stored.source}: was trained with another tokenizer than {which}; name its folder with --assets"
             )
@@ -90,7 +96,7 @@ class Exported:
         return self._dtype if self._dtype and stored.is_floating_point else stored
 
     def read_tensor(self, name: str) -> Tensor:
-        """A weight, whole and with its adapter merged, by its name in the model: what every export gets its values from."""
+        """A whole weight with its adapter merged, in the dtype of the export. name: in the model."""
         tensor = self._read(f"model.{name}")
         cast = tensor.to(self.dtype_of(name))
         if cast.dtype == torch.float16 and not cast.isfinite().all() and tensor.isfinite().all():
@@ -106,30 +112,28 @@ def export(
     assets: str = "",
     group: dist.ProcessGroup | None = None,
 ) -> list[Path]:
-    """Writes a checkpoint as a new folder in Hugging Face's format, whole or not at all; -> its safetensors files.
+    """Atomically writes a checkpoint as a new folder in Hugging Face's format; returns its safetensors files.
 
-    group: all its ranks together, each writes every n-th file; None: this process alone. shard_bytes: of a file at most, but
-    for one that holds a single larger tensor. Raises UserError, on all ranks, for a checkpoint that is damaged or of a model
-    without a place in that format, for an output that is there already, and where writing fails.
+    group: its ranks call this together, and each writes every n-th file; None: one process. shard_bytes: the largest size of a
+    file with more than one tensor. Raises UserError on all ranks for a damaged checkpoint, a model that the format does not
+    support, an existing output, or an error of the disk.
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     unfinished = output.with_name(f".{output.name}.unfinished")
 
     def together(task: Callable[[], Any]) -> Any:
-        """What `task` returns, once all ranks have done it; where one has failed, all raise."""
-        result, fault = None, ""
+        """The result of `task`, after all ranks have run it. If it fails on one rank, all raise."""
+        result, fault = None, None
         try:
             result = task()
         except UserError as error:
-            fault = str(error)
+            fault = UserError(str(error))
         except OSError as error:
-            fault = f"{output}: cannot be written: {error}"
-        faults = [fault]
+            fault = UserError(f"{output}: cannot be written: {error}")
         if group:
-            faults = [""] * world
-            dist.all_gather_object(faults, fault, group=group)
-        if any(faults):
-            raise UserError("\n".join(dict.fromkeys(filter(None, faults))))
+            raise_together(fault, group)
+        elif fault:
+            raise fault
         return result
 
     def prepare() -> tuple[Exported, list[list[Item]], LoadedTokenizer | None]:
@@ -137,13 +141,15 @@ def export(
         theirs = their_names(exported.family, exported.names)
         shapes = exported.stored.entries()
         items = [Item(n, theirs[n], tuple(shapes[f"model.{n}"].size), exported.dtype_of(n)) for n in exported.names]
-        if odd := [f"{item.ours}: is {item.dtype}, which has no place there" for item in items if item.dtype not in _CODES]:
+        if odd := [
+            f"{item.ours}: is {item.dtype}, which the format does not support" for item in items if item.dtype not in _CODES
+        ]:
             raise UserError("\n".join(odd))
         if rank == 0:
             if output.exists():
-                raise UserError(f"{output}: is there already; name another output, or remove it")
+                raise UserError(f"{output}: already exists; name another output, or remove it")
             if unfinished.exists():
-                shutil.rmtree(unfinished)  # of an export that was killed
+                shutil.rmtree(unfinished)  # left by a killed export
             unfinished.mkdir(parents=True)
         return exported, split(items, shard_bytes), exported.tokenizer()
 
@@ -173,7 +179,7 @@ def export(
 
 
 def split(items: Sequence[Item], shard_bytes: int) -> list[list[Item]]:
-    """The tensors of each file, in the order given; a file gets the next one while it stays within `shard_bytes`."""
+    """The tensors of each file, in the given order; a file takes tensors up to `shard_bytes`."""
     files: list[list[Item]] = []
     size = 0
     for item in items:
@@ -186,12 +192,12 @@ def split(items: Sequence[Item], shard_bytes: int) -> list[list[Item]]:
 
 
 def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor]) -> None:
-    """A safetensors file (https://github.com/huggingface/safetensors#format), written tensor by tensor, on the disk at return.
+    """Writes a safetensors file (https://github.com/huggingface/safetensors#format) tensor by tensor, and syncs it.
 
-    The library's own writer wants all tensors of a file at once.
+    The writer of the library needs all tensors of a file in memory.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so that each begins at a multiple of its itemsize
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so that each offset is a multiple of the itemsize
     position = 0
     for item in ordered:
         end = position + item.bytes
@@ -205,7 +211,7 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
             tensor = read(item.ours)
             assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), item
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next is read
+            del tensor  # before the next one is read
         file.flush()
         os.fsync(file.fileno())
 
@@ -213,9 +219,9 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
 def _describe(folder: Path, exported: Exported, files: list[list[Item]], loaded: LoadedTokenizer | None) -> None:
     """Writes config.json, generation_config.json and the tokenizer's files."""
     assets = Path(exported.assets) if exported.assets else None
-    for name in _COPIED if assets else ():
-        if (assets / name).is_file():
-            shutil.copyfile(assets / name, folder / name)
+    for path in [assets / name for name in _COPIED] if assets else []:
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
     end = None
     if loaded:
         end = loaded.end_of_text
@@ -224,7 +230,7 @@ def _describe(folder: Path, exported: Exported, files: list[list[Item]], loaded:
         if not (folder / "tokenizer_config.json").is_file():
             eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
-    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # transformers' own defaults are Llama 2's ids
+    facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len")
     facts |= {"max_position_embeddings": length} if length else {}
     if assets and (assets / "config.json").is_file():

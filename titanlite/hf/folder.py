@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's format: which model it describes, and in which safetensors file each of its tensors is."""
+"""Validates a folder in Hugging Face's format: its model, and the safetensors file, shape and dtype of each tensor."""
 
 import fnmatch
 import json
@@ -26,9 +26,9 @@ from titanlite.transforms.registry import (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_COMPUTED = ".rotary_emb.inv_freq"  # old files hold it; it follows from the configuration
+_COMPUTED = ".rotary_emb.inv_freq"  # in old files; computed from the configuration
 
 
 class Entry(NamedTuple):
@@ -41,10 +41,10 @@ class Entry(NamedTuple):
 
 
 class Recognised(NamedTuple):
-    """A model as the [model] section names it."""
+    """A model as the [model] section of a configuration names it."""
 
     name: str
-    flavor: str  # one of the family's FLAVORS, or "hf" for dimensions that none of them has
+    flavor: str  # one of the family's FLAVORS, or "hf" if none has these dimensions
     family: Family
 
 
@@ -52,19 +52,19 @@ def recognise(folder: Path, model: str = "") -> Recognised:
     """The model that a folder's config.json describes.
 
     model: a family of models/ or a dotted module name; empty: the family of models/ that reads this model_type. Raises
-    UserError where there is none, or where it does not have what config.json asks for.
+    UserError if there is none, or if it does not support what config.json sets.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     description = read_description(folder)
     if not model:
         kind = description["model_type"]
-        read = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
-        names = [name for name, kinds in read.items() if kind in kinds]
+        readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
+        names = [name for name, kinds in readers.items() if kind in kinds]
         if len(names) != 1:
-            have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in read.items() if kinds)
-            what = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
-            raise UserError(f"{folder / 'config.json'}: {what} model_type {kind!r}; name one with --model")
+            have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
+            fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
+            raise UserError(f"{folder / 'config.json'}: {fault} model_type {kind!r}; name one with --model")
         model = names[0]
     module = load_module(model)
     config = described(module, description)
@@ -73,42 +73,41 @@ def recognise(folder: Path, model: str = "") -> Recognised:
 
 
 def their_name(module: ModuleType, name: str) -> str | None:
-    """The name of one of our parameters in Hugging Face's format; None where the family's HF table has none."""
+    """The name of our parameter in Hugging Face's format; None if the family's HF table has none."""
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     theirs = module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
     return theirs.replace("{i}", number[0]) if theirs and number else theirs
 
 
 def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
-    """Our parameter name -> theirs. Raises UserError that lists the parameters which the family's HF table forgets."""
+    """Our parameter name -> theirs. Raises UserError that lists the parameters without an entry in the family's HF table."""
     require_hf(family.module)
-    found = {name: their_name(family.module, name) for name in names}
-    if forgotten := [name for name, theirs in found.items() if theirs is None]:
-        raise UserError("\n".join(f"{family.module.__name__}: HF has no name for {name}" for name in forgotten))
-    return found
+    theirs = {name: their_name(family.module, name) for name in names}
+    if missing := [name for name, their in theirs.items() if their is None]:
+        raise UserError("\n".join(f"{family.module.__name__}: HF has no name for {name}" for name in missing))
+    return {name: their for name, their in theirs.items() if their is not None}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> the one that they have in checkpoints."""
+    """The other names of tied parameters -> their name in checkpoints."""
     first = {parameter: name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[parameter] for name, parameter in every if first[parameter] != name}
+    all_names = model.named_parameters(remove_duplicate=False)
+    return {name: first[parameter] for name, parameter in all_names if first[parameter] != name}
 
 
 def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry]]:
-    """Where each tensor of a model is, adapters apart: our checkpoint's name -> its entry, or those of a tied one stored twice.
+    """The location of each tensor of a model except adapters: our name in checkpoints -> its entry, or all of a tied tensor.
 
-    model: on any mesh, or on the meta device. exclude: patterns of our names ("model.head.*") that are left out. Raises
-    UserError that lists all tensors which are missing, misshapen, of another kind or not of this model, and all files that
-    are missing or damaged.
+    model: on any mesh, or on the meta device. exclude: patterns of our names ("model.head.*") to leave out. Raises UserError
+    that lists all tensors that are missing, not of this model, or of a wrong shape or dtype, and all missing or damaged files.
     """
     tensors = {name: tensor for name, tensor in model_tensors(model).items() if not is_adapter(name)}
     tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
     theirs = their_names(family, [name.removeprefix("model.") for name in [*tensors, *tied]])
     stored, problems = stored_tensors(folder)
-    idle = [pattern for pattern in exclude if not fnmatch.filter(tensors, pattern)]
-    problems += [f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of the model' for pattern in idle]
-    found: dict[str, list[Entry]] = {}
+    unused = [pattern for pattern in exclude if not fnmatch.filter(tensors, pattern)]
+    problems += [f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of the model' for pattern in unused]
+    weights: dict[str, list[Entry]] = {}
     known = set()
     for name in [*tensors, *tied]:
         their = theirs[name.removeprefix("model.")]
@@ -123,17 +122,17 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
         elif entry.shape != shape:
             problems.append(f"{their} ({name}): {entry.shape} in {entry.file.name}, {shape} in the model")
         else:
-            found.setdefault(first, []).append(entry)
+            weights.setdefault(first, []).append(entry)
     others = [name for name in stored if name not in known and not name.endswith(_COMPUTED)]
     problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in sorted(others)]
     if problems:
         raise UserError("\n".join([f"{folder}: cannot be read as {family.module.__name__}:", *(f"  {p}" for p in problems)]))
-    return found
+    return weights
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
-    """The tensors of a folder by their names, and what is wrong with its files. Raises UserError where there are none."""
-    found: dict[str, Entry] = {}
+    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors."""
+    entries: dict[str, Entry] = {}
     problems: list[str] = []
     for file, listed in _listed_files(folder).items():
         path = folder / file
@@ -151,8 +150,8 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
         for name, (shape, kind) in inside.items():
             if kind not in DTYPES:
                 problems.append(f"{name}: is stored in {path.name} as {kind}, and only {', '.join(DTYPES)} are read")
-            found[name] = Entry(path, name, shape, DTYPES.get(kind, torch.float32))
-    return found, problems
+            entries[name] = Entry(path, name, shape, DTYPES.get(kind, torch.float32))
+    return entries, problems
 
 
 def _inside(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
@@ -163,8 +162,8 @@ def _inside(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
 
 
 def _listed_files(folder: Path) -> dict[str, set[str] | None]:
-    """file -> names that the index says are in it, None where there is no index."""
-    if (folder / SINGLE).is_file():  # as transformers, which looks for it first
+    """File -> the names that the index lists for it; None without an index."""
+    if (folder / SINGLE).is_file():  # as in transformers, this file takes precedence
         return {SINGLE: None}
     path = folder / INDEX
     if not path.is_file():
@@ -173,11 +172,11 @@ def _listed_files(folder: Path) -> dict[str, set[str] | None]:
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{why}")
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files: dict[str, set[str] | None] = {file: set() for file in places.values()}
+        names: dict[str, set[str]] = {}
         for name, file in places.items():
-            files[file].add(name)  # type: ignore[union-attr]
+            names.setdefault(file, set()).add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not an index of safetensors files: {error!r}") from None
-    if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+    if odd := [file for file in names if Path(file).name != file or not file.endswith(".safetensors")]:
         raise UserError(f"{path}: is refused: {odd[0]!r} is no safetensors file of this folder")
-    return files
+    return dict(names)

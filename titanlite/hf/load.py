@@ -1,4 +1,4 @@
-"""Safetensors into a model on any mesh: each rank reads the boxes that are its own, and no more."""
+"""Loads safetensors into a model on any mesh: each rank reads only its own slices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from titanlite.errors import UserError
 from titanlite.hf.folder import Entry
 from titanlite.transforms.shards import global_offset, local_part
 
-_CHUNK = 2**25  # bytes read at a time: what is mapped counts as memory until its file is closed
+_CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process until the file is closed
 
 
 @torch.no_grad()
 def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry]]) -> None:
-    """Reads what `find_weights` has found into tensors of these names, in place and in their own dtypes.
+    """Reads the entries of `find_weights` into tensors of the same names, in place and in their dtypes.
 
     Raises UserError for a tied parameter that is stored twice with different values.
     """
@@ -28,7 +28,7 @@ def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[E
 
 
 def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) -> None:
-    """Fills `local` with the box of each entry that begins at `corner`; a few rows at a time."""
+    """Fills `local` with the slice of the entries that begins at `corner`, a few rows at a time; the entries must be equal."""
     a_row = math.prod(local.shape[1:]) * entries[0].dtype.itemsize
     rows = max(1, _CHUNK // a_row)
     for start in range(0, local.shape[0], rows):

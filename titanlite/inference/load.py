@@ -1,12 +1,12 @@
-"""A checkpoint -> a model that answers: no optimizer, no FSDP, weights in the precision they are used in."""
+"""Loads a checkpoint for inference: no optimizer, no FSDP, weights in the compute precision."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from models.decoder import Decoder
 from titanlite.checkpoint import load
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
@@ -21,29 +21,29 @@ from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
 
 
-class Opened(NamedTuple):
-    """A model that answers, and what there is to know of it."""
+class LoadedModel(NamedTuple):
+    """A model in evaluation mode, with its tokenizer."""
 
-    model: nn.Module
+    model: Decoder
     vocabulary: int
-    seq_len: int  # of its training
+    seq_len: int  # training.seq_len of its run
     tokenizer: LoadedTokenizer
-    tp: int
+    tp: int  # the number of ranks that the model is split over
 
 
-def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None, assets: str = "") -> Opened:
-    """The model of a checkpoint, split by tensor parallelism over all ranks; all together, in a process group.
+def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None, assets: str = "") -> LoadedModel:
+    """The model of a checkpoint, split over all ranks by tensor parallelism. All ranks call this together, in a process group.
 
-    dtype: None: that of the training. assets: the folder of a tokenizer; empty: that of the run. Raises UserError for a
-    checkpoint that is damaged, or of a model whose dimensions have changed since.
+    dtype: None: the compute precision of the run. assets: the folder of a tokenizer; empty: the tokenizer of the run. Raises
+    UserError for a damaged checkpoint, and for a model whose dimensions have changed since.
     """
-    found = load.verified(source)
-    config = Config.model_validate(found.numbers["config"])
-    keys = config.model
-    family = family_of(keys)
-    if changed := family.changes_since(found.numbers["architecture"]):
-        raise UserError("\n  ".join([f"{source}: {keys.name} {keys.flavor} was another model then:", *changed]))
-    tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(keys.hf_assets_path)
+    manifest = load.verified(source)
+    config = Config.model_validate(manifest.numbers["config"])
+    cfg = config.model
+    family = family_of(cfg)
+    if changed := family.changes_since(manifest.numbers["architecture"]):
+        raise UserError("\n  ".join([f"{source}: {cfg.name} {cfg.flavor} has changed since it was saved:", *changed]))
+    tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(cfg.hf_assets_path)
     model = on_meta(family, config)
     tp = dist.get_world_size()
     if tp > 1:
@@ -53,6 +53,6 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     materialize(model.to(DTYPES[dtype or config.training.mixed_precision_param]), device)
     distributions, _ = match_initial(model, family)
     for name, buffer in model.named_buffers():
-        fill(buffer, name, distributions[name], seed=0)  # constants all, and not all of them are stored
-    load.load_tensors(source, found, model_tensors(model), prefix="model.")
-    return Opened(model.eval(), family.config.vocab_size, config.training.seq_len, tokenizer, tp)
+        fill(buffer, name, distributions[name], seed=0)  # all are constants, and some are not stored
+    load.load_tensors(source, manifest, model_tensors(model), prefix="model.")
+    return LoadedModel(model.eval(), family.config.vocab_size, config.training.seq_len, tokenizer, tp)

@@ -233,8 +233,8 @@ def main() -> None:
         sys.exit(2)
     for request in stop.REQUESTS:
         signal.signal(request, launcher.hear)
-    multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)
-    dynamic_rendezvous.DynamicRendezvousHandler = Rendezvous
+    multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)  # type: ignore[misc,assignment]  # no hook
+    dynamic_rendezvous.DynamicRendezvousHandler = Rendezvous  # type: ignore[misc]  # nor for its rendezvous
     try:
         _run(arguments, launcher)
     except ChildFailedError as error:

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,11 +60,12 @@ def start(config: Config) -> torch.device:
         torch.cuda.set_device(device)
     if config.training.deterministic:
         use_deterministic_algorithms()
+    # A process without torchrun is a group of one and needs no address.
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
-        # A process without torchrun is a group of one and needs no address.
-        **({} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}),
+        **alone,
     )
     return device
 
@@ -93,6 +95,16 @@ def seed_step(seed: int, step: int, part: int) -> None:
     """
     digest = hashlib.blake2b(f"step {seed}/{step}/{part}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def raise_together(error: UserError | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raises the error of any rank on all ranks of a group; otherwise the others would wait in the next collective."""
+    errors: list[UserError | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    if raised := [error for error in errors if error is not None]:
+        kinds = {type(error) for error in raised}
+        kind = kinds.pop() if len(kinds) == 1 else UserError
+        raise kind("\n".join(dict.fromkeys(str(error) for error in raised)))
 
 
 def same_everywhere(value: str) -> bool:

@@ -5,11 +5,12 @@ that neither the mesh nor accumulation changes it.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.attention import SeqInfo
 from models.blocks import positions_in_documents
+from models.decoder import Decoder
 from models.head import IGNORE
 from titanlite.data.batch import Batch
 from titanlite.parallel.mesh import sum_over_data
@@ -23,8 +24,9 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
     return sum_over_data((batch.labels() != IGNORE).sum(), mesh).clamp(min=1).float()
 
 
-def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
+def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32."""
+    assert model.head is not None, "a pipeline stage without head has no loss"
     inputs, documents = batch.inputs(), batch.documents
     if documents is None:
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -77,7 +77,8 @@ class Clock:
         """started: time.perf_counter() where the first interval begins; None: now."""
         self.totals: dict[str, float] = {}  # seconds of each pause since the start
         self.restart()
-        self.started = self.started if started is None else started
+        if started is not None:
+            self.started = started
 
     def restart(self) -> None:
         """Begins a new interval."""
@@ -155,7 +156,8 @@ class Reporter:
 
         Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint.
         """
-        self.file = self.board = None
+        self.file: TextIO | None = None
+        self.board: Any = None
         self._folder, self._tensorboard, self._active = folder, tensorboard, active
         self._open(first_step)
 

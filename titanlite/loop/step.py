@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
@@ -20,7 +21,7 @@ from titanlite.transforms.registry import Family
 log = logging.getLogger("titanlite")
 
 
-def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> Decoder:
     """The model on `mesh` with its initial weights; no rank ever holds more than its own shard."""
     model = parallelize(family, config, mesh, device)
     initialize(model, family, config.training.seed, torch.device("cpu") if config.parallelism.cpu_offload else device)
@@ -28,7 +29,7 @@ def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.
 
 
 def forward_backward(
-    model: nn.Module, batch: Batch, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
+    model: Decoder, batch: Batch, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
 ) -> Tensor:
     """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
 
@@ -55,11 +56,11 @@ def update(
     Where that norm is not finite, a fused optimizer skips the step on the device, without a host sync, and the loss scale
     shrinks.
     """
-    norm = clip_gradients(optimizer, max_norm, loss_scale and loss_scale.scale)
+    norm = clip_gradients(optimizer, max_norm, loss_scale.scale if loss_scale else None)
     set_lr(optimizer, lr)
     overflow = (~norm.isfinite()).float()
     if optimizer.defaults["fused"]:
-        optimizer.found_inf = overflow
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
     optimizer.step()
     float8.measure_weights(model)
     if loss_scale is not None:

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.decoder import Decoder
 from models.head import IGNORE
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
@@ -20,7 +20,7 @@ from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
 from titanlite.transforms.registry import Family
 
 
-def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
+def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
     """One round over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte.
 
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
@@ -40,12 +40,12 @@ def validate(model: nn.Module, data: Data, config: Config, mesh: DeviceMesh, dev
     sums = sum_over_data(sums, mesh).cpu()
     values = _figures("", sums.sum(0))
     if len(data.sources) > 1:
-        for source, total in zip(data.sources, sums, strict=True):
-            values |= _figures(f"/{source.source.name}", total)
+        for mixed, total in zip(data.sources, sums, strict=True):
+            values |= _figures(f"/{mixed.source.name}", total)
     return values
 
 
-def sample_texts(model: nn.Module, config: Config, family: Family, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
+def sample_texts(model: Decoder, config: Config, family: Family, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
     """What the model writes after each of validation.sample_prompts; all ranks together."""
     cfg, drawn = config.validation, Sampling(seed=config.training.seed)
     size, tensor = family.config.vocab_size, mesh["tp"].size()

@@ -91,7 +91,7 @@ class Bfloat16Adam(torch.optim.Optimizer):
         self._parts = [Part(group, self.state, MOMENTS, compensated) for group in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
         skip, scale = signals(self, self._parts[0].counts.device)
         with any_shape():
             for part in self._parts:

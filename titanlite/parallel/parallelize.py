@@ -1,9 +1,9 @@
 """The order in which a model is changed before it has memory: one list, and why the order matters."""
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel.fsdp import apply_fsdp, needs_fsdp
@@ -18,7 +18,7 @@ from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import Family
 
 
-def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.device, layers: int | None = None) -> nn.Module:
+def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.device, layers: int | None = None) -> Decoder:
     """A run's model on the meta device, changed for training on `mesh`; `transforms.initialize` gives it memory and weights.
 
     device: of the kernels. layers: as of `on_meta`. Raises UserError as each step does.
@@ -29,7 +29,7 @@ def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.
     # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
     float8.convert(model, config)
     choose_attention(model, config, device)
-    if config.training.z_loss:
+    if config.training.z_loss and model.head is not None:
         model.head.z_loss = config.training.z_loss
     # FSDP2 shards what tensor parallelism has left to a rank, so that comes before it.
     if faults := sharding_faults(model, family, mesh["tp"].size()):

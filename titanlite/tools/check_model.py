@@ -115,7 +115,7 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
 
     yield table.row(TRAINED, train, TABLES)
     for row in ALONE[1:]:
-        yield table.row(row, lambda row=row: alone.faults[row], (*TABLES, TRAINED))
+        yield table.row(row, partial(alone.faults.__getitem__, row), (*TABLES, TRAINED))
     undivided = guarded(model_facts.undivided_faults, family)
     for mesh, degrees in MESHES.items():
         needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)

@@ -16,7 +16,7 @@ from typing import Any
 
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
-from titanlite.checkpoint.storage import read_metadata
+from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.errors import UserError
 
@@ -98,7 +98,7 @@ def show(sources: list[Path]) -> int:
     found = manifest.read(source)
     for name, value in _leaves(found.numbers):
         print(f"{name} = {value!r}")
-    for name, entry in sorted(read_metadata(source, found.files).state_dict_metadata.items()):
+    for name, entry in sorted(tensor_entries(read_metadata(source, found.files)).items()):
         print(f"{name}  {tuple(entry.size)}  {str(entry.properties.dtype).removeprefix('torch.')}")
     return 0
 

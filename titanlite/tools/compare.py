@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import read_batches
@@ -46,7 +47,7 @@ class Run(NamedTuple):
     config: Config
     mesh: DeviceMesh
     device: torch.device
-    model: nn.Module
+    model: Decoder
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale | None
     steps: Steps  # losses and gradient norms of the steps taken
@@ -84,7 +85,7 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 
 def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:
     """Takes these steps as the training loop does. Yields (step, batch) after each backward pass, before the update."""
-    training, scale = run.config.training, run.loss_scale and run.loss_scale.scale
+    training, scale = run.config.training, run.loss_scale.scale if run.loss_scale else None
     rng_rank = data_rank(run.mesh) * run.mesh["tp"].size() + run.mesh["tp"].get_local_rank()  # as in the loop
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank)

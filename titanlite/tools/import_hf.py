@@ -26,7 +26,6 @@ from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.errors import UserError
-from titanlite.files import sync
 from titanlite.hf.folder import find_weights, recognise
 from titanlite.hf.load import load_weights
 from titanlite.loop.metrics import peak_memory_gib
@@ -111,10 +110,7 @@ def _import(_: torch.device, source: Path, output: Path, unfinished: Path, model
 
 
 def _commit(unfinished: Path, output: Path, numbers: dict, files: dict[str, Contents]) -> None:
-    manifest.write(unfinished, Manifest(numbers, files))
-    sync(unfinished)
-    unfinished.rename(output)
-    sync(output.parent)
+    manifest.commit(unfinished, output, Manifest(numbers, files))
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
             if isinstance(distributions[name], Constant):
                 noise = torch.empty_like(parameter)
                 fill(noise, name, Normal(0.1), config.training.seed)
-                parameter += noise
+                parameter.add_(noise)
     for module in run.model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

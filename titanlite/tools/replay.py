@@ -174,8 +174,8 @@ def replay(
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")
-    weights = f"the weights of {given}" if given else "the initial weights"
-    start = f"the checkpoint of step {progress.step}" if progress.step else weights
+    origin = f"the weights of {given}" if given else "the initial weights"
+    start = f"the checkpoint of step {progress.step}" if progress.step else origin
     log.info("from %s: steps %d to %d", start, progress.step + 1, step)
     samples = progress.samples
 

@@ -3,12 +3,13 @@
 from torch import nn
 
 from models.blocks import Flops
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import Family
 
 
-def on_meta(family: Family, config: Config, layers: int | None = None) -> nn.Module:
+def on_meta(family: Family, config: Config, layers: int | None = None) -> Decoder:
     """A run's model on the meta device, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does.
 
     layers: how many blocks are kept, from the first; predictions measure a few and extrapolate. None: all.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import models
+from models.decoder import Decoder
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
 
@@ -35,7 +36,7 @@ class Family(NamedTuple):
     module: ModuleType
     config: Any  # the module's own Config
 
-    def on_meta(self) -> nn.Module:
+    def on_meta(self) -> Decoder:
         """The model without memory: every parameter on the meta device, in float32."""
         with torch.device("meta"):
             return self.module.Model(self.config)
@@ -168,10 +169,9 @@ def place_of(error: BaseException) -> str:
     return f"{frame.filename}, line {frame.lineno}"
 
 
-def tie(model: nn.Module) -> None:
+def tie(module: nn.Module) -> None:
     """Makes tied parameters one again, after something has replaced each by itself; for models that tie any."""
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
+    getattr(module, "tie_weights", lambda: None)()
 
 
 def is_adapter(name: str) -> bool:

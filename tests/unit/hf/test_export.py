@@ -94,7 +94,7 @@ def test_what_the_run_had_beside_its_tokenizer_is_copied_and_its_ids_are_kept(po
 def test_assets_that_have_moved_are_named_by_an_option(pools, source, tmp_path):
     pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
     source.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match="no such folder; name where it is now with --assets"):
+    with pytest.raises(UserError, match="no such folder; name its new place with --assets"):
         export(tmp_path / "weights", tmp_path / "out")
     export(tmp_path / "weights", tmp_path / "out", assets=str(tmp_path / "moved"))
     assert (tmp_path / "out/tokenizer.json").is_file()
@@ -103,7 +103,7 @@ def test_assets_that_have_moved_are_named_by_an_option(pools, source, tmp_path):
 def test_an_output_that_is_there_is_not_touched_and_leftovers_of_a_killed_export_are(imported, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").touch()
-    with pytest.raises(UserError, match=r"out: is there already"):
+    with pytest.raises(UserError, match=r"out: already exists"):
         export(imported("tests.tiny", "plain"), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     (tmp_path / ".new.unfinished").mkdir()
@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_not_exported(imported, tmp_path):
 
 def test_a_family_that_has_changed_since_is_not_exported_as_what_it_was(imported, monkeypatch, tmp_path):
     monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))
-    with pytest.raises(UserError, match=r"plain is not what it was then:\n  rope_theta = 7.0, was 10000.0"):
+    with pytest.raises(UserError, match=r"plain has changed since it was saved:\n  rope_theta = 7.0, was 10000.0"):
         export(imported("tests.tiny", "plain"), tmp_path / "out")
 
 
