@@ -54,7 +54,7 @@ def build_optimizer(model: nn.Module, cfg: Optimizer, compute: torch.dtype = tor
 
 
 def _adam(groups: list[dict[str, Any]], cfg: Optimizer) -> torch.optim.Optimizer:
-    numbers = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
+    numbers: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     parameters = [p for group in groups for _, p in group["params"]]
     if any(p.dtype == torch.bfloat16 for p in parameters):
         return Bfloat16Adam(groups, **numbers, decoupled=cfg.name != "Adam", **_rounding(parameters, cfg))
@@ -66,7 +66,7 @@ def _adam(groups: list[dict[str, Any]], cfg: Optimizer) -> torch.optim.Optimizer
     )
 
 
-def _rounding(parameters: list[Tensor], cfg: Optimizer) -> dict[str, bool]:
+def _rounding(parameters: list[Tensor], cfg: Optimizer) -> dict[str, Any]:
     """How our own optimizers round bfloat16 parameters."""
     narrow = any(p.dtype == torch.bfloat16 for p in parameters)
     return {"compensated": narrow and cfg.rounding == "compensated", "compiled": cfg.implementation == "fused"}
@@ -111,7 +111,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Ten
     if scale is not None:
         divisor = divisor * scale
     if optimizer.defaults["fused"]:
-        optimizer.grad_scale = divisor
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
     else:
         for local in by_replication.values():
             torch._foreach_div_(local, divisor)

@@ -53,13 +53,14 @@ class Muon(torch.optim.Optimizer):
             self.param_groups += rest.param_groups
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
         if self.rest is not None:
             for name in ("found_inf", "grad_scale"):
                 setattr(self.rest, name, getattr(self, name, None))
             self.rest.step()
         skip, scale = signals(self, self._parts[0].counts.device)
-        parameters, places, used, keys, numbers = [], [], [], [], []
+        parameters: list[Tensor] = []
+        places, used, keys, numbers = [], [], [], []
         for part in self._parts:
             used += [len(parameters) + number for number in part.count(skip)]
             parameters += part.parameters
@@ -80,6 +81,7 @@ class Muon(torch.optim.Optimizer):
     def _round(self, one: Round, work: list[tuple[Tensor, Places, Tensor, Tensor]], skip: Tensor, scale: Tensor) -> None:
         pending = []
         for p, place, key, _ in work:
+            assert p.grad is not None
             pending.append(torch.empty_like(flat(p), dtype=self._precision))
             tensors = [flat(p.grad), flat(self.state[p][MOMENTUM]), pending[-1]]
             if pending[-1].numel():

@@ -134,4 +134,4 @@ def apply(update: Callable[..., None], compiled: bool, tensors: list[Tensor], pl
 
 def any_shape() -> AbstractContextManager:
     """Compiles for matrices of any shape: a square one must not make the compiler assume that all are square."""
-    return torch.fx.experimental._config.patch(use_duck_shape=False)
+    return torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # added at import

@@ -6,12 +6,14 @@ are used instead (transforms/cast.py), which costs less.
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.parallel.mesh import fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
@@ -28,7 +30,7 @@ def needs_fsdp(config: Config, ranks: int) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already."""
     training, parallelism = config.training, config.parallelism
     precision = MixedPrecisionPolicy(
@@ -40,31 +42,31 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     of_block = policy if isinstance(policy, int) else policy != "never"
     of_head = False if policy == "default" else of_block
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
-    options = {"mesh": fsdp_mesh(mesh), "mp_policy": precision, "offload_policy": offload}
-    for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=of_block, **options)
-    tied = model.head is not None and model.embed is not None and model.head.output.weight is model.embed.weight
-    if tied:  # one parameter belongs to one unit, gathered before the first layer and freed after the loss
-        fully_shard([model.embed, model.head], reshard_after_forward=of_head, **options)
+    options: dict[str, Any] = {"mesh": fsdp_mesh(mesh), "mp_policy": precision, "offload_policy": offload}
+    blocks = [fully_shard(block, reshard_after_forward=of_block, **options) for block in model.layers.values()]
+    embed, head = model.embed, model.head
+    if embed is not None and head is not None and head.output.weight is embed.weight:
+        # one parameter belongs to one unit, gathered before the first layer and freed after the loss
+        _, sharded_head = fully_shard([embed, head], reshard_after_forward=of_head, **options)
         if of_head is False:  # it stays gathered through the head's backward pass, and nothing later reads it
-            model.head.set_unshard_in_backward(False)
+            sharded_head.set_unshard_in_backward(False)
     else:
-        if model.embed is not None:
-            fully_shard(model.embed, reshard_after_forward=of_block, **options)
-            if isinstance(model.embed, nn.Embedding):  # its gradient needs the tokens, not the weight
-                model.embed.set_unshard_in_backward(False)
-        if model.head is not None:
-            fully_shard(model.head, reshard_after_forward=of_head, **options)
+        if embed is not None:
+            sharded_embed = fully_shard(embed, reshard_after_forward=of_block, **options)
+            if isinstance(embed, nn.Embedding):  # its gradient needs the tokens, not the weight
+                sharded_embed.set_unshard_in_backward(False)
+        if head is not None:
+            fully_shard(head, reshard_after_forward=of_head, **options)
     fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
-        prefetch(list(model.layers.values()), parallelism.fsdp_prefetch)
+        prefetch(blocks, parallelism.fsdp_prefetch)
 
 
-def prefetch(blocks: list[nn.Module], depth: int) -> None:
+def prefetch(blocks: list[FSDPModule], depth: int) -> None:
     """Makes each block prefetch the parameters of the next `depth` blocks, in both passes."""
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])

@@ -7,7 +7,7 @@ All redistributions are synchronous: an AsyncCollectiveTensor that enters a comp
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from models.decoder import Decoder
 from titanlite.errors import UserError
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
@@ -27,7 +28,7 @@ class Style(NamedTuple):
     weight: Placement  # of two-dimensional parameters, on the tp mesh
     bias: Placement  # of one-dimensional parameters
     before: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # (module's name, its first argument, tp mesh)
-    after: Callable[[Tensor, DeviceMesh], Tensor] | None = None  # (its output, tp mesh)
+    after: Callable[[Any, DeviceMesh], Tensor] | None = None  # (its output, tp mesh)
 
 
 def _expect_gathered(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
@@ -46,15 +47,15 @@ def _wrap_tokens(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, tp, [Replicate()], run_check=False)
 
 
-def _unwrap(x: Tensor, tp: DeviceMesh) -> Tensor:
+def _unwrap(x: DTensor, tp: DeviceMesh) -> Tensor:
     return x.to_local()
 
 
-def _scatter_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
+def _scatter_sequence(x: DTensor, tp: DeviceMesh) -> Tensor:
     return x.redistribute(tp, [Shard(_SEQUENCE)]).to_local()
 
 
-def _scatter_embedded(x: Tensor, tp: DeviceMesh) -> Tensor:
+def _scatter_embedded(x: DTensor, tp: DeviceMesh) -> Tensor:
     # FSDP registers its backward hook on the output, and warns of views, whose hook an in-place operation would drop
     return _scatter_sequence(x, tp).clone()
 
@@ -97,7 +98,7 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
                 f"sharding: {every_layer(name)} is {style!r}, which is for {allowed}, and is a {type(module).__name__}"
             )
         elif style in ("column", "row"):
-            size = module.weight.shape[0 if style == "column" else 1]
+            size = module.get_parameter("weight").shape[0 if style == "column" else 1]
             if size % tp:
                 where = f"{every_layer(name)}.weight, {size} {'rows' if style == 'column' else 'columns'}"
                 faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")
@@ -113,7 +114,7 @@ def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[st
     return match_table(family.module.sharding(family.config), holders, "sharding")
 
 
-def apply_tensor_parallel(model: nn.Module, family: Family, tp: DeviceMesh) -> None:
+def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> None:
     """Makes each parameter a DTensor on the tp mesh, and hooks each style's redistributions to its module."""
     for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)

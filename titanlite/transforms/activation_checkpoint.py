@@ -15,6 +15,7 @@ from torch import nn
 from torch._functorch import config as partitioner
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.decoder import Decoder
 from titanlite.config.schema import ActivationCheckpoint
 
 _aten, _c10d, _higher = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
@@ -35,16 +36,17 @@ KEPT_OPERATIONS = (
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.linear.default)
 
 
-def checkpoint_operations(model: nn.Module, kept: tuple[Any, ...], rank: int | None = None) -> None:
+def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | None = None) -> None:
     """Keeps in each block the results of `kept` operations and of every second matrix product; call it before compiling.
 
     rank: of adapters; their products are cheap and recomputed.
     """
     for block in model.layers.values():
-        block.__class__ = _checkpointed_class(type(block), (*KEPT_OPERATIONS, *kept), rank)
+        kind: Any = type(block)
+        block.__class__ = _checkpointed_class(kind, (*KEPT_OPERATIONS, *kept), rank)
 
 
-def checkpoint_blocks(model: nn.Module, every: int) -> None:
+def checkpoint_blocks(model: Decoder, every: int) -> None:
     """Keeps only the input of every n-th block, beginning with the n-th; call it after compiling."""
     for number, block in enumerate(model.layers.values(), 1):
         if number % every == 0:

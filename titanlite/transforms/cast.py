@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
+from models.decoder import Decoder
 from models.head import Head
 
 
-def cast_where_used(model: nn.Module, dtype: torch.dtype, again: bool) -> None:
+def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool) -> None:
     """Makes a model compute in `dtype` without changing its parameters: FSDP2's mixed precision, for one process.
 
     Call it before recomputation and compilation, so that casts are recomputed, or fused into other kernels. Embeddings are cast
@@ -38,7 +39,8 @@ def cast_where_used(model: nn.Module, dtype: torch.dtype, again: bool) -> None:
         left -= {prefix + name for name in names}
         if names:
             vars(unit)["_as_it_was"] = _AsItWas(unit, type(unit).forward)  # a submodule would contain its parent
-            unit.__class__ = _casting_class(type(unit), tuple(sorted(names)), dtype, again)
+            kind: Any = type(unit)
+            unit.__class__ = _casting_class(kind, tuple(sorted(names)), dtype, again)
 
 
 class _AsItWas(nn.Module):

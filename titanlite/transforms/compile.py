@@ -2,13 +2,12 @@
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from models.decoder import Decoder
 from models.head import Head, Kernels
 from titanlite.config.schema import Compile
 from titanlite.files import cache_folder
@@ -16,7 +15,7 @@ from titanlite.files import cache_folder
 log = logging.getLogger(__name__)
 
 
-def compile_model(model: nn.Module, cfg: Compile) -> None:
+def compile_model(model: Decoder, cfg: Compile) -> None:
     """Compiles each block, or embedding and blocks as one graph, and the head's norm and kernels.
 
     Only `forward` is compiled: FSDP's hooks stay outside, parameter names do not change, and since blocks share one class,
@@ -28,7 +27,7 @@ def compile_model(model: nn.Module, cfg: Compile) -> None:
     # It warns on every run that checkpointed regions must not write in place; our blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(function: Any) -> Any:
         return torch.compile(function, backend=cfg.backend, fullgraph=True)
 
     if "model" in cfg.components:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import Constant, Normal
+from models.decoder import Decoder
 from titanlite.errors import UserError
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 from titanlite.transforms.shards import box_index, global_offset, key_of, local_part, splitmix64
@@ -21,7 +22,7 @@ _FRACTION_BITS = 24  # the mantissa of a float32
 _CHUNK = 2**17  # values made at a time: int64 temporaries stay in the cache
 
 
-def initialize(model: nn.Module, family: Family, seed: int, device: torch.device) -> None:
+def initialize(model: Decoder, family: Family, seed: int, device: torch.device) -> None:
     """Gives a sharded meta-device model memory on `device` and its initial weights.
 
     Raises UserError naming each parameter or buffer that the family's `initial` table does not cover.
@@ -59,7 +60,7 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
 
 def _own_initial(module: nn.Module) -> dict[str, Normal | Constant]:
     """Initial distributions of a module that the framework has substituted, such as one with an adapter."""
-    return module.own_initial() if hasattr(module, "own_initial") else {}
+    return getattr(module, "own_initial", dict)()
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

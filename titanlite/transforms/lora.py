@@ -26,6 +26,8 @@ class LoraLinear(nn.Linear):
 
     SPLIT: ClassVar = {A: 1, B: 0}  # tensor parallelism splits an adapter along the dimension that it shares with the weight
     scale: float
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
 
     def own_initial(self) -> dict[str, Normal | Constant]:
         """How the adapter begins, by parameter; a family's own table does not list it.
@@ -65,6 +67,7 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     for name in {name for pattern in cfg.modules for name in _matches(pattern, linears)}:
         module = linears[name]
         module.__class__ = LoraLinear
+        assert isinstance(module, LoraLinear)
         module.scale = cfg.alpha / cfg.rank
         module.lora_a = nn.Parameter(torch.empty(cfg.rank, module.in_features, device="meta"))
         module.lora_b = nn.Parameter(torch.empty(module.out_features, cfg.rank, device="meta"))
