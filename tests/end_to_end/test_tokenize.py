@@ -121,13 +121,13 @@ def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_p
     [
         (["--workers", "0"], "--workers: 0: must be a whole number of at least 1"),
         (["--shard-tokens", "1.5"], "--shard-tokens: 1.5: must be a whole number"),
-        (["--shard-tokens", "many"], "'many' is no number"),
+        (["--shard-tokens", "many"], "'many' is not a number"),
         (["--best-fit", "1"], "--best-fit: 1: must be a whole number of at least 2"),
         (["--on-error", "ignore"], "invalid choice: 'ignore'"),
         (["--append"], "unrecognized arguments: --append"),
         (["--tokenizer", "none"], '--tokenizer "none": there is no tokenizer.json in it'),
         (["--input", "none*"], "--input none*: no file matches this pattern"),
-        (["--output", "."], "exists already"),
+        (["--output", "."], "already exists"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_naming_it(text, tmp_path, options, words):
@@ -174,7 +174,7 @@ def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
     assert times
     ended = _run(text, tmp_path / "out", "--workers", "1")
     assert ended.code == 0, ended.err
-    assert re.search(r"; (\d+) of \d+ units were there already", ended.err)[1] == str(len(times))
+    assert re.search(r"; (\d+) of \d+ units were finished before", ended.err)[1] == str(len(times))
 
 
 def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
@@ -191,7 +191,7 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
     os.kill(_workers(process)[0], signal.SIGKILL)
     ended = finish(process)
     assert ended.code == 2
-    assert "has ended by signal 9" in ended.err and "the same command goes on" in ended.err
+    assert "has ended by signal 9" in ended.err and "the same command continues" in ended.err
     assert "Traceback" not in ended.err
     assert ended.left == []
     assert _run(text, tmp_path / "out", "--workers", "2").code == 0
@@ -213,7 +213,7 @@ def test_another_command_is_refused_while_one_is_at_work_and_after_it_was_killed
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     _wait_for(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
     ended = _run(text, tmp_path / "out", "--workers", "2")
-    assert ended.code == 2 and "another command is at work" in ended.err
+    assert ended.code == 2 and "another command is running" in ended.err
     os.killpg(process.process.pid, signal.SIGKILL)
     finish(process)
     ended = _run(text, tmp_path / "out", "--append-eos")

@@ -367,16 +367,16 @@ def test_a_chat_that_cannot_be_used_is_refused_with_the_reason(tmp_path, message
         (
             "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
             "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}",
-            "opens message 2 otherwise than by its own prompt; put {% generation %}",
+            "opens message 2 differently from its own prompt; put {% generation %}",
         ),
         (
             "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}",
-            "does not heed add_generation_prompt, so headers cannot be told; put {% generation %}",
+            "ignores add_generation_prompt, so headers cannot be recognised; put {% generation %}",
         ),
-        ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}{{ messages }}", "enclose nothing"),
+        ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}{{ messages }}", "enclose no text"),
         (
             "{% set x %}{% generation %} x {% endgeneration %}{% endset %}{{ x | trim }}",
-            "changes what stands between its generation tags",
+            "changes the text between its generation tags",
         ),
     ],
 )

@@ -114,7 +114,7 @@ def test_paths_are_absolute_so_that_a_manifest_means_the_same_from_every_folder(
         ("none.txt", "no such file"),
         ("*.none", "no file matches"),
         ("empty", "holds no files"),
-        ("file:///none/*.txt", "nothing"),
+        ("file:///none/*.txt", "not found"),
     ],
 )
 def test_an_input_that_nothing_is_found_under_is_refused_with_its_name(tmp_path, name, words):

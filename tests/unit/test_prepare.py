@@ -223,7 +223,7 @@ def test_skipped_documents_are_counted_and_all_listed_in_order(tmp_path, tokeniz
         ("a.jsonl", 33),
         ("latin.txt", None),
     ]
-    assert listed[1]["reason"] == "a chat, and the tokenizer's folder has no chat template"
+    assert listed[1]["reason"] == "a chat, but the tokenizer's folder has no chat template"
     assert manifest["skipped"] == 4
 
 
@@ -266,7 +266,7 @@ def test_work_that_skipped_something_does_not_go_on_to_an_output_that_should_hav
 
 def test_inputs_of_no_documents_are_refused_and_leave_nothing(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(_BAD)
-    with pytest.raises(UserError, match=r"0 documents.* 1 entries that are none, such as .*a\.jsonl"):
+    with pytest.raises(UserError, match=r"0 documents.* skipped: 1, such as .*a\.jsonl"):
         _prepare(tmp_path / "a.jsonl", tmp_path / "out", tokenizer, on_error="skip")
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -354,7 +354,7 @@ def test_an_end_within_the_handing_over_is_mended(tmp_path, tokenizer, monkeypat
         _prepare(path, tmp_path / "out", tokenizer)
     assert _documents(tmp_path / "out") == _expected(tokenizer, _TEXTS)
     assert work.exists()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         _prepare(path, tmp_path / "out", tokenizer)
     assert not work.exists()
 
@@ -374,7 +374,7 @@ def test_another_command_is_refused_with_what_differs_and_the_remedy(tmp_path, t
         with pytest.raises(UserError) as error:
             _prepare(path, tmp_path / "out", **{"tokenizer": tokenizer, **difference})
         assert words in str(error.value)
-        assert "Give that command again to go on with it, or remove the folder" in str(error.value)
+        assert "Run that command again to continue it, or remove the folder" in str(error.value)
     _prepare(path, tmp_path / "out", tokenizer, workers=2)  # their number is no difference
 
 
@@ -383,7 +383,7 @@ def test_changed_inputs_are_refused_with_their_names(tmp_path, tokenizer, many_u
     _interrupted(paths, tmp_path / "out", tokenizer)
     with pytest.raises(UserError, match="another order"):
         _prepare(paths[::-1], tmp_path / "out", tokenizer)
-    with pytest.raises(UserError, match=r"c\.jsonl is no more among the inputs"):
+    with pytest.raises(UserError, match=r"c\.jsonl is no longer among the inputs"):
         _prepare(paths[:2], tmp_path / "out", tokenizer)
     new = _jsonl(tmp_path / "d.jsonl", _TEXTS)
     with pytest.raises(UserError, match=r"d\.jsonl is new"):
@@ -410,7 +410,7 @@ def test_inputs_that_change_while_they_are_read_never_get_the_final_name(tmp_pat
 def test_an_output_that_exists_is_refused_and_not_touched(tmp_path, tokenizer):
     path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="out: exists already"):
+    with pytest.raises(UserError, match="out: already exists"):
         _prepare(path, tmp_path / "out", tokenizer)
     assert _names(tmp_path) == {"a.jsonl", "out"}
     assert not _names(tmp_path / "out")
@@ -421,7 +421,7 @@ def test_two_commands_at_once_are_refused(tmp_path, tokenizer):
     (tmp_path / "out.unfinished").mkdir()
     with open(tmp_path / "out.unfinished" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another command is at work"):
+        with pytest.raises(UserError, match="another command is running"):
             _prepare(path, tmp_path / "out", tokenizer)
     _prepare(path, tmp_path / "out", tokenizer)
 
@@ -441,7 +441,7 @@ def test_a_write_that_fails_is_told_and_the_same_command_goes_on(tmp_path, token
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))  # stands for a disk that is full
     try:
         with pytest.raises(
-            UserError, match=r"out.unfinished/units/.*cannot be written: File too large; what is finished is kept"
+            UserError, match=r"out.unfinished/units/.*cannot be written: File too large; finished units are kept"
         ):
             _prepare(path, tmp_path / "out", tokenizer, workers=workers)
     finally:

@@ -1,4 +1,4 @@
-"""The tokenizer: a tokenizer.json of the user's, or a small one that is trained on the default data."""
+"""The tokenizer: the user's tokenizer.json, or a small one that is trained on the default data."""
 
 import hashlib
 import json
@@ -18,24 +18,24 @@ _KNOWN_ENDS = ("<|end_of_text|>", _END_OF_TEXT, "</s>", "<eos>")
 
 
 class LoadedTokenizer(NamedTuple):
-    """A tokenizer and what titanlite must know of it."""
+    """A tokenizer with the two facts that training needs."""
 
     tokenizer: Tokenizer
-    end_of_text: int  # the id that closes every document
+    end_of_text: int  # the id that ends every document
     vocabulary: int  # one more than the largest id
 
 
-def load_tokenizer(folder: str, named: str = "model.hf_assets_path =") -> LoadedTokenizer:
-    """The tokenizer of a folder. Raises UserError where there is none, or no end-of-text token in it.
+def load_tokenizer(folder: str, key: str = "model.hf_assets_path =") -> LoadedTokenizer:
+    """The tokenizer of a folder. Raises UserError where the folder has none, or the tokenizer no end-of-text token.
 
-    named: what stands before the folder in the message.
+    key: names the folder in messages.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f'{named} "{folder}": there is no tokenizer.json in it')
+        raise UserError(f'{key} "{folder}": there is no tokenizer.json in it')
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        # what the file may ask for to fit another model's batches would cut documents short or pad them
+        # the file may ask for the lengths of another model's batches, which would truncate or pad documents
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return describe(tokenizer, _named_end(Path(folder)), str(path))
@@ -47,7 +47,12 @@ def load_tokenizer(folder: str, named: str = "model.hf_assets_path =") -> Loaded
 
 def tokenizer_digest(loaded: LoadedTokenizer) -> str:
     """32 hex digits; equal ones mean equal ids for equal texts."""
-    return hashlib.blake2b(loaded.tokenizer.to_str().encode(), digest_size=16).hexdigest()
+    return digest(loaded.tokenizer.to_str())
+
+
+def digest(*texts: str) -> str:
+    """32 hex digits that identify these texts."""
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
 
 
 def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
@@ -69,15 +74,15 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
     """A tokenizer with its end-of-text id, looked up by name or among the usual names."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     names = [end] if end else _KNOWN_ENDS
-    found = [vocabulary[name] for name in names if name in vocabulary]
-    if not found:
+    ids = [vocabulary[name] for name in names if name in vocabulary]
+    if not ids:
         raise UserError(f"{source}: has no end-of-text token; looked for {', '.join(names)}")
-    tokenizer.encode_special_tokens = True  # a document that spells the token out does not end there
-    return LoadedTokenizer(tokenizer, found[0], max(vocabulary.values()) + 1)
+    tokenizer.encode_special_tokens = True  # text that spells the token out does not end a document
+    return LoadedTokenizer(tokenizer, ids[0], max(vocabulary.values()) + 1)
 
 
 def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
-    """How many bytes of text each id stands for, (vocabulary,) int64; special tokens stand for none.
+    """The bytes of text that each id stands for, (vocabulary,) int64; 0 for special tokens.
 
     In a byte-level vocabulary every character of an entry is one byte; in others an entry is text, with "▁" for a space and
     "<0x0A>" for a single byte.
@@ -94,7 +99,7 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
 
 
 def _named_end(folder: Path) -> str | None:
-    """The end-of-text token that a tokenizer_config.json names, if there is one."""
+    """The end-of-text token that tokenizer_config.json names, None where it names none."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
 """titanlite tokenize --input GLOB... --output DIR --tokenizer PATH [options]
 
-Makes token files that training reads, from text, .jsonl, .parquet, saved datasets, the Hugging Face hub, and URLs.
+Tokenizes text, .jsonl, .parquet, saved datasets, datasets of the Hugging Face hub, and URLs into the token files of training.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
-_SHOWN = 10  # skipped documents that the terminal shows
+_SHOWN = 10  # skipped entries that the terminal shows
 
 
 def main() -> None:
-    """Exit code 0 when DIR is there, 2 for what the user can mend, 130 for Ctrl-C."""
+    """Exit code 0 when DIR is complete, 2 for an error that the user can correct, 130 for Ctrl-C."""
     options = _options(sys.argv[1:])
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("titanlite").setLevel(logging.INFO)
     try:
         manifest = _tokenize(options)
     except BadDocument as error:
-        print(f"{error}\n--on-error skip leaves out what is no document, lists it, and goes on from here", file=sys.stderr)
+        print(f"{error}\n--on-error skip skips such entries, lists them, and continues from here", file=sys.stderr)
         sys.exit(2)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -46,7 +46,7 @@ def _options(words: list[str]) -> argparse.Namespace:
         required=True,
         metavar="GLOB",
         help="files, folders, patterns, URLs, folders of saved datasets, hub:NAME[:CONFIG][:SPLIT]; .jsonl, .jsonl.gz, "
-        ".jsonl.zst and .parquet hold a document a line or row, any other file is one",
+        ".jsonl.zst and .parquet hold one document per line or row, any other file is one document",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a new folder")
     parser.add_argument("--tokenizer", required=True, metavar="PATH", help="a folder with tokenizer.json")
@@ -55,20 +55,24 @@ def _options(words: list[str]) -> argparse.Namespace:
         type=_count("--workers", 1),
         default=_processors(),
         metavar="N",
-        help="processes (default: one a processor)",
+        help="processes (default: one per processor)",
     )
     parser.add_argument(
-        "--text-key", default="text", help='the key or column of the text (default: "text", or a chat "messages")'
+        "--text-key", default="text", help='the key or column of the text (default: "text", or "messages" for a chat)'
     )
-    parser.add_argument("--append-eos", action="store_true", help="close each text with the end-of-text id")
+    parser.add_argument("--append-eos", action="store_true", help="append the end-of-text id to each text")
     parser.add_argument(
-        "--shard-tokens", type=_count("--shard-tokens", 1), default=10**9, metavar="N", help="of a shard at most (default: 1e9)"
+        "--shard-tokens",
+        type=_count("--shard-tokens", 1),
+        default=10**9,
+        metavar="N",
+        help="tokens per shard at most (default: 1e9)",
     )
     parser.add_argument(
         "--on-error",
         choices=("fail", "skip"),
         default="fail",
-        help="on what is no document (default: fail); skipped ones are listed",
+        help="what to do with an entry that is not a document (default: fail); skipped ones are listed",
     )
     parser.add_argument(
         "--best-fit", type=_count("--best-fit", 2), metavar="SEQ_LEN", help="also pack each shard for samples of this length"
@@ -82,7 +86,7 @@ def _count(name: str, least: int) -> Any:
             value = float(word)
             whole = int(word) if word.isdecimal() else int(value)
         except (ValueError, OverflowError):
-            raise argparse.ArgumentTypeError(f"{word!r} is no number") from None
+            raise argparse.ArgumentTypeError(f"{word!r} is not a number") from None
         if whole < least or (whole != value and not word.isdecimal()):
             raise argparse.ArgumentTypeError(f"{word}: must be a whole number of at least {least}")
         return whole

@@ -1,9 +1,10 @@
-"""Chats as tokens: the tokenizer's own chat template writes the text, and says which of it is the assistant's.
+"""Chats as tokens: the tokenizer's chat template renders the text, and determines which tokens are the assistant's.
 
-A template is a program in Jinja that comes with a model, as Hugging Face's tokenizers have them. It is run in a sandbox.
-Training asks only for what the assistant says, with the token that ends its turn. Where the template marks that by
-`{% generation %}` tags, these decide; elsewhere it is what a turn adds to the chat before it, the prompt that opens the turn
-apart. Nothing here imports torch: worker processes start faster without.
+A template is a Jinja program that comes with a model, as in Hugging Face's tokenizers. It runs in a sandbox. The loss is
+computed on the assistant's tokens only, with the token that ends each turn. They are the text inside the template's
+`{% generation %}` tags; in a template without these tags, the text that a turn adds to the chat before it, without the prompt
+that opens the turn.
+Nothing here imports torch, so that worker processes start fast.
 """
 
 import json
@@ -24,24 +25,23 @@ from tokenizers import Tokenizer, processors
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
-# What a template is told when it asks for the date, so that the same chats are the same tokens every day: the date that Llama's
-# templates write where they are told none.
+# The date that templates get, so that the same chats give the same tokens every day: the default of Llama's templates.
 _TODAY = datetime(2024, 7, 26)
-# Around what {% generation %} tags enclose, and cut out again. Unicode keeps these two free for such use inside a program.
+# Marks around the text inside {% generation %} tags, removed again. Unicode reserves these two for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_USE_TAGS = "put {% generation %} and {% endgeneration %} around what the assistant says in the template"
+_USE_TAGS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
 
 class ChatTemplate:
     """A chat template with the tokenizer that it was written for. Can be pickled.
 
-    source: text that differs between templates that write differently, for fingerprints; it leaves out the tokenizer.
+    source: the template and its variables, for fingerprints; without the tokenizer.
     """
 
     def __init__(self, template: str, variables: dict[str, str], tokenizer: Tokenizer):
         """variables: what the template may use beside the messages.
 
-        Raises jinja2.TemplateSyntaxError. The tokenizer is changed: special tokens are recognised in what it encodes.
+        Raises jinja2.TemplateSyntaxError. Changes the tokenizer: it then recognises special tokens in the text that it encodes.
         """
         self._state = (template, variables, tokenizer)
         self.source = json.dumps([template, variables], sort_keys=True)
@@ -50,34 +50,34 @@ class ChatTemplate:
         self._variables = variables
         self._tokenizer = tokenizer
         tokenizer.encode_special_tokens = False
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets of all characters, of spaces too
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets of all characters, including spaces
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {number: token.content for number, token in added if token.special and token.content}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ChatTemplate, self._state  # what Jinja has compiled cannot be pickled
+        return ChatTemplate, self._state  # a compiled Jinja template cannot be pickled
 
     def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """The chat's token ids, and for each whether the assistant says it.
+        """The chat's token ids, and for each whether it is the assistant's.
 
-        messages: {"role", "content", ...} each, as JSON has them; what else there is, such as "tool_calls", is the template's
-        business, and keys whose value is None are left out. Raises ValueError with the reason for a chat that cannot be used.
+        messages: {"role", "content", ...} each, as in JSON. Other keys, such as "tool_calls", are passed to the template; keys
+        whose value is None are left out. Raises ValueError with the reason for a chat that cannot be used.
         """
         self._check(messages)
         messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
         text, spans = self._marked(messages) if self._environment.has_tags else self._by_prefixes(messages)
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        starts, ends = [start for start, _ in found.offsets], [end for _, end in found.offsets]
-        said = [False] * len(found.ids)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids, starts, ends = encoding.ids, *([offset[side] for offset in encoding.offsets] for side in (0, 1))
+        said = [False] * len(ids)
         for start, end in spans:
             first, last = bisect_right(ends, start), bisect_left(starts, end)
-            # A special token may swallow spaces beside it. Where they are the assistant's, it still is a header itself.
-            while first < last and starts[first] < start and found.ids[first] in self._special:
+            # A special token may include spaces beside it. Where the assistant wrote the spaces, the token still is a header.
+            while first < last and starts[first] < start and ids[first] in self._special:
                 first += 1
-            while first < last and ends[last - 1] > end and found.ids[last - 1] in self._special:
+            while first < last and ends[last - 1] > end and ids[last - 1] in self._special:
                 last -= 1
             said[first:last] = [True] * (last - first)
-        return found.ids, said
+        return ids, said
 
     def _check(self, messages: Any) -> None:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -96,27 +96,27 @@ class ChatTemplate:
                     if token in text:
                         raise ValueError(f"message {number} spells {token}, which is a special token of the tokenizer")
                 if _OPEN in text or _CLOSE in text:
-                    raise ValueError(f"message {number} holds U+FDD0 or U+FDD1, which are no characters")
+                    raise ValueError(f"message {number} holds U+FDD0 or U+FDD1, which are not characters")
                 try:
                     text.encode("utf-8")
-                except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, no tokenizer can read it
+                except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer can encode
                     raise ValueError(f"message {number} is not Unicode text: {error}") from None
         if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("no message is the assistant's, so there is nothing to learn")
+            raise ValueError("no message is the assistant's, so it has no labels")
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False, mark: bool = False) -> str:
-        """The text of the messages. prompt: with what opens the assistant's turn. mark: what tags enclose is marked."""
+        """The text of the messages. prompt: add the prompt that opens the assistant's turn. mark: mark the text inside tags."""
         self._environment.mark = mark
         try:
             return self._template.render(
                 self._variables, messages=messages, tools=None, documents=None, add_generation_prompt=prompt
             )
-        except Exception as error:  # whatever a program may raise
+        except Exception as error:  # a template is a program and may raise anything
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the chat template refuses it: {reason}") from None
 
     def _marked(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, spans of characters in it that are the assistant's) by the template's generation tags."""
+        """(text, the assistant's spans of characters in it), by the template's generation tags."""
         text, spans = "", []
         for piece in self._render(messages, mark=True).split(_OPEN):
             said, closed, rest = piece.partition(_CLOSE)
@@ -124,29 +124,31 @@ class ChatTemplate:
                 spans.append((len(text), len(text) + len(said)))
             text += said + rest
         if text != self._render(messages):
-            raise ValueError("the chat template changes what stands between its generation tags: they must print it themselves")
+            raise ValueError(
+                "the chat template changes the text between its generation tags; the tags must print it themselves"
+            )
         if not spans:
-            raise ValueError("the generation tags of the chat template enclose nothing of it")
+            raise ValueError("the generation tags of the chat template enclose no text of this chat")
         return text, spans
 
     def _by_prefixes(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The same by what each of the assistant's turns adds to the turns before it."""
+        """The same, by the text that each of the assistant's turns adds to the turns before it."""
         text, spans = self._render(messages), []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             before, after = self._render(messages[:number], prompt=True), self._render(messages[: number + 1])
             if not after.startswith(before):
-                raise ValueError(f"the chat template opens message {number + 1} otherwise than by its own prompt; {_USE_TAGS}")
+                raise ValueError(f"the chat template opens message {number + 1} differently from its own prompt; {_USE_TAGS}")
             if not text.startswith(after):
                 raise ValueError(f"the chat template rewrites message {number + 1} when others follow; {_USE_TAGS}")
             said, content = after[len(before) :], message.get("content")
             header = isinstance(content, str) and not said.lstrip().startswith(content.strip())
             if header and before == self._render(messages[:number]):
                 raise ValueError(
-                    f"the chat template does not heed add_generation_prompt, so headers cannot be told; {_USE_TAGS}"
+                    f"the chat template ignores add_generation_prompt, so headers cannot be recognised; {_USE_TAGS}"
                 )
-            # What follows the token that ends the turn, often a line's end, is the template's.
+            # The text after the token that ends the turn, often a newline, is the template's.
             if said.rstrip().endswith(tuple(self._special.values())):
                 said = said.rstrip()
             spans.append((len(before), len(before) + len(said)))
@@ -156,23 +158,24 @@ class ChatTemplate:
 def load_template(folder: str) -> ChatTemplate | None:
     """The chat template of a tokenizer's folder, None where it has none.
 
-    chat_template.jinja, or else "chat_template" in tokenizer_config.json: a text, or several by name of which "default" is
-    taken. The special tokens that the latter file names are variables of the template. Raises UserError for what is broken.
+    It is chat_template.jinja, or else "chat_template" in tokenizer_config.json: a text, or several named texts, of which
+    "default" is used. The special tokens in tokenizer_config.json are variables of the template. Raises UserError for a broken
+    file.
     """
     path, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     try:
-        keys = json.loads(_read(settings)) if settings.is_file() else {}
+        entries = json.loads(_read(settings)) if settings.is_file() else {}
     except json.JSONDecodeError as error:
         raise UserError(f"{settings}: not JSON: {error}") from None
-    if not isinstance(keys, dict):
+    if not isinstance(entries, dict):
         raise UserError(f"{settings}: not a JSON object")
     if path.is_file():
         template = _read(path)
     else:
-        path, template = settings, _default(keys.get("chat_template"), settings)
+        path, template = settings, _default(entries.get("chat_template"), settings)
     if template is None:
         return None
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in keys.items()}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
     try:
         return ChatTemplate(template, variables, load_tokenizer(folder).tokenizer)
@@ -189,16 +192,18 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}: not UTF-8 text: {error}") from None
 
 
-def _default(found: Any, path: Path) -> str | None:
-    """The template among what "chat_template" may hold."""
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+def _default(template: Any, path: Path) -> str | None:
+    """The template to use of the value of "chat_template"."""
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if "default" not in named:
-            raise UserError(f'{path}: none of its chat templates is called "default"; there are: {", ".join(map(str, named))}')
-        found = named["default"]
-    if not isinstance(found, str | None):
+            raise UserError(
+                f'{path}: none of its chat templates is called "default"; their names are: {", ".join(map(str, named))}'
+            )
+        template = named["default"]
+    if not isinstance(template, str | None):
         raise UserError(f'{path}: "chat_template" must be a text, or a list of objects with "name" and "template"')
-    return found
+    return template
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -217,11 +222,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as Hugging Face's templates expect it, out of which nothing of the machine can be reached."""
+    """Jinja as Hugging Face's templates expect it, without access to the machine."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
     )
-    # Jinja's own globals beside `range` are classes and functions of its own; a template needs these two of them.
+    # Of Jinja's other globals, classes and functions of its own, templates need only dict and namespace.
     environment.globals = {
         "range": environment.globals["range"],
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),
@@ -229,14 +234,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
         "raise_exception": _raise_exception,
         "strftime_now": _TODAY.strftime,
     }
-    environment.filters["tojson"] = _tojson  # Jinja's escapes what HTML could mistake
+    environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
     return environment
 
 
 class _GenerationTags(Extension):
-    """{% generation %} ... {% endgeneration %}: prints what it encloses, between marks where the environment says so."""
+    """{% generation %} ... {% endgeneration %}: prints the enclosed text, between marks if the environment's `mark` is set."""
 
-    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+    tags = {"generation"}  # noqa: RUF012, Jinja declares it this way
 
     def __init__(self, environment: ImmutableSandboxedEnvironment):
         super().__init__(environment)
@@ -253,7 +258,7 @@ class _GenerationTags(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that Python gives a meaning to."""
+    """Jinja's namespace without names that begin with an underscore, which have a meaning in Python."""
 
     def __init__(*args: Any, **kwargs: Any):  # a template may say namespace(self=...)
         self, *rest = args
@@ -269,7 +274,7 @@ class _Namespace(Namespace):
     @staticmethod
     def _check(name: Any) -> None:
         if str(name).startswith("_"):
-            raise SecurityError(f"a namespace's names may not begin with an underscore: {name}")
+            raise SecurityError(f"a name of a namespace must not begin with an underscore: {name}")
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Which inputs there are, and how they are split into parts that are read side by side."""
+"""Lists the inputs, and splits them into parts that are read in parallel."""
 
 import glob
 import json
@@ -9,60 +9,51 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.data.prepare.readers import (
-    HUB,
-    Part,
-    is_url,
-    kind_of,
-    need,
-    open_bytes,
-    open_dataset,
-    open_hub,
-)
+from titanlite.data.prepare.readers import HUB, Part, is_url, kind_of, need, open_bytes, open_dataset, open_hub
 from titanlite.errors import UserError
 
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _MIB = 2**20
 _SMALLEST, _LARGEST = _MIB // 2, 32 * _MIB  # bytes of a unit of work
-_UNITS = 128  # that there should be of a small input, so that every worker has some of them
+_UNITS = 128  # the target for a small input, so that every worker has several
 
 
 class Input(NamedTuple):
     """A file, URL or dataset with documents."""
 
-    path: str  # absolute, if it is on this machine
-    size: int | None  # bytes, about; None for a URL that does not tell
-    stamp: str  # another one when the input was changed: time of modification, version or fingerprint
+    path: str  # absolute for a local file
+    size: int | None  # approximate bytes; None for a URL that does not say
+    stamp: str  # differs when the input has changed: modification time, version or fingerprint
     parts: list[Part]
 
 
 def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
     """The inputs that files, folders, patterns, URLs and names of datasets stand for, in order; those of one name sorted.
 
-    A folder stands for all files under it that are not hidden, a pattern for the files that match, anything with "://" for
-    what fsspec finds there. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the
-    Hugging Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
+    A folder stands for all files under it that are not hidden, a pattern for the files that match, a name with "://" for what
+    fsspec finds there. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging
+    Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
 
-    key: what the user calls the names. Raises UserError for names that nothing can be found under, and for what is named twice.
+    key: the option or key that has the names. Raises UserError for a name without inputs, and for an input named twice.
     """
-    found = [entry for name in names for entry in _find(name, key)]
+    sources = [entry for name in names for entry in _find(name, key)]
     seen: set[str] = set()
-    for path, _, _, _ in found:
+    for path, _, _, _ in sources:
         if path in seen:
             raise UserError(f"{key}: {path} is named twice; its documents would be in the data twice")
         seen.add(path)
-    target = unit_size(sum(size or 0 for _, _, size, _ in found))
-    return [Input(path, size, stamp, list(_split(path, kind, size, target))) for path, kind, size, stamp in found]
+    target = unit_size(sum(size or 0 for _, _, size, _ in sources))
+    return [Input(path, size, stamp, list(_split(path, kind, size, target))) for path, kind, size, stamp in sources]
 
 
 def unit_size(total: int) -> int:
-    """Bytes of a unit of work of so many bytes in all."""
+    """Bytes of a unit of work, for `total` bytes of input."""
     return min(max(total // _UNITS, _SMALLEST), _LARGEST)
 
 
 def group(parts: list[Part]) -> list[list[Part]]:
-    """Units of work: parts that follow each other, together not much larger than `unit_size`."""
+    """Units of work: consecutive parts, together not much larger than `unit_size`."""
     target = unit_size(sum(part.size for part in parts))
     units: list[list[Part]] = []
     size = 0
@@ -79,7 +70,7 @@ def stdlib_files() -> list[Path]:
     """The sources of the standard library of the Python that runs this, sorted."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        # lib2to3 and others keep samples in odd encodings under tests, all else is UTF-8; site-packages is the larger part
+        # lib2to3 and others keep samples in other encodings under tests; site-packages is not the standard library
         folders[:] = set(folders) - _LEFT_OUT
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files)
@@ -87,10 +78,10 @@ def stdlib_files() -> list[Path]:
 
 # ------------------------------------------------------------------------------------------------------------- finding
 
-_Found = tuple[str, str, int | None, str]  # path, kind, size, stamp
+_Entry = tuple[str, str, int | None, str]  # path, kind, size, stamp
 
 
-def _find(name: str, key: str) -> list[_Found]:
+def _find(name: str, key: str) -> list[_Entry]:
     if name.startswith(HUB):
         return [_find_hub(name)]
     if is_url(name):
@@ -101,18 +92,18 @@ def _find(name: str, key: str) -> list[_Found]:
             return _find_in_folder(Path(path), key)
         if os.path.exists(path):
             return [_find_file(path)]
-        # a folder among the matches is not walked: "**" gives its files anyway
+        # a folder among the matches is not walked: "**" matches its files anyway
         matches = sorted(match for match in glob.glob(path, recursive=True) if _is_dataset(match) or os.path.isfile(match))
-        found = [_find_dataset(match) if os.path.isdir(match) else _find_file(match) for match in matches]
+        inputs = [_find_dataset(match) if os.path.isdir(match) else _find_file(match) for match in matches]
     except OSError as error:
         raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
-    if not found:
+    if not inputs:
         what = "no file matches this pattern" if glob.has_magic(name) else "no such file or folder"
         raise UserError(f"{key} {name}: {what}")
-    return found
+    return inputs
 
 
-def _find_in_folder(path: Path, key: str) -> list[_Found]:
+def _find_in_folder(path: Path, key: str) -> list[_Entry]:
     if _is_dataset(str(path)):
         return [_find_dataset(str(path))]
     if (path / "dataset_dict.json").is_file():
@@ -120,10 +111,10 @@ def _find_in_folder(path: Path, key: str) -> list[_Found]:
         raise UserError(
             f"{key} {path}: holds the splits {', '.join(splits)}; name the folder of one, such as {path / splits[0]}"
         )
-    found = [_find_file(str(file)) for file in _visible_files(path)]
-    if not found:
+    inputs = [_find_file(str(file)) for file in _visible_files(path)]
+    if not inputs:
         raise UserError(f"{key} {path}: the folder holds no files")
-    return found
+    return inputs
 
 
 def _visible_files(path: Path) -> list[Path]:
@@ -132,13 +123,13 @@ def _visible_files(path: Path) -> list[Path]:
     return sorted(file for file in visible if file.is_file())
 
 
-def _find_file(path: str) -> _Found:
+def _find_file(path: str) -> _Entry:
     status = os.stat(path)
     return path, _kind(path), status.st_size, str(status.st_mtime_ns)
 
 
 def _kind(path: str) -> str:
-    """What a file is read as; the optional package for it is looked for here, before any work."""
+    """The reader of a file. Raises UserError now, before any work, where the package that it needs is missing."""
     kind = kind_of(path)
     if kind in ("parquet", "zstd"):
         need("pyarrow" if kind == "parquet" else "zstandard", path)
@@ -149,19 +140,19 @@ def _is_dataset(folder: str) -> bool:
     return all(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_info.json"))
 
 
-def _find_dataset(folder: str) -> _Found:
+def _find_dataset(folder: str) -> _Entry:
     files = sorted(Path(folder).glob("*.arrow"))
     times = [file.stat().st_mtime_ns for file in files]
     stamp = f"{json.loads(Path(folder, 'state.json').read_text()).get('_fingerprint')} {max(times, default=0)}"
     return folder, "dataset", sum(file.stat().st_size for file in files), stamp
 
 
-def _find_hub(name: str) -> _Found:
+def _find_hub(name: str) -> _Entry:
     stream, version = open_hub(name)
     return name, "hub", stream.info.dataset_size or stream.num_shards * _LARGEST, version
 
 
-def _find_urls(name: str, key: str) -> list[_Found]:
+def _find_urls(name: str, key: str) -> list[_Entry]:
     fsspec = need("fsspec", f"{key} {name}")
     try:
         system, path = fsspec.core.url_to_fs(name)
@@ -169,17 +160,17 @@ def _find_urls(name: str, key: str) -> list[_Found]:
             names = sorted(system.unstrip_protocol(match) for match in system.glob(path) if system.isfile(match))
         else:
             names = [name] if system.exists(path) else []
-        found = [_find_url(system, url) for url in names]
+        inputs = [_find_url(system, url) for url in names]
     except UserError:
         raise
-    except Exception as error:  # every file system raises its own
+    except Exception as error:  # each file system raises its own classes
         raise UserError(f"{key} {name}: cannot be listed: {type(error).__name__}: {error}") from None
-    if not found:
-        raise UserError(f"{key} {name}: nothing is there")
-    return found
+    if not inputs:
+        raise UserError(f"{key} {name}: not found")
+    return inputs
 
 
-def _find_url(system: Any, url: str) -> _Found:
+def _find_url(system: Any, url: str) -> _Entry:
     info = system.info(system._strip_protocol(url))
     names = ("ETag", "etag", "mtime", "LastModified", "last_modified", "updated", "created")
     stamp = next((str(info[name]) for name in names if info.get(name)), "")
@@ -211,7 +202,7 @@ def _split_row_groups(path: str, size: int, target: int) -> Iterator[Part]:
             about = parquet.ParquetFile(file).metadata
             sizes = [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
         except (pyarrow.ArrowException, OSError):
-            yield Part(path, "parquet", 0, 0, size)  # who reads it will say what is wrong
+            yield Part(path, "parquet", 0, 0, size)  # the reader will report what is wrong
             return
     first = total = 0
     for number, one in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Units of work: some parts of the inputs, tokenized by this process or by workers into a folder that appears at once."""
+"""Tokenizes units of work, in this process or in workers; a unit becomes a folder that appears by one rename."""
 
 import contextlib
 import json
@@ -24,21 +24,21 @@ from titanlite.launch import children
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
 
-KEPT = "what is finished is kept: the same command goes on with it"
+KEPT = "finished units are kept: the same command continues from them"
 _BATCH = 2**21  # characters that are encoded at once
-_BATCH_DOCUMENTS = 8192  # and as many documents at most
+_BATCH_DOCUMENTS = 8192  # the limit of documents in such a batch
 
 
 class Job(NamedTuple):
-    """What is the same for all units."""
+    """The parameters that all units share."""
 
     folder: Path  # of the finished units
     tokenizer: str  # as JSON
-    special_as_text: bool  # a document that spells a special token out has its letters, not its id
-    end_of_text: int | None  # behind each text
-    kind: str  # of the ids, a NumPy type
+    special_as_text: bool  # text that spells a special token is encoded as letters, not as its id
+    end_of_text: int | None  # appended to each text
+    dtype: str  # of the ids, a NumPy type
     text_key: str
-    skip: bool  # what is no document, in place of ending
+    skip: bool  # entries that are not documents; False: raise
     chat: "ChatTemplate | None"
 
 
@@ -48,7 +48,7 @@ class Unit(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a finished unit holds; beside tokens.bin, .idx and perhaps .loss it stands as record.json."""
+    """The contents of a finished unit: its record.json, beside tokens.bin, tokens.idx and, with chats, tokens.loss."""
 
     documents: list[int]  # of each part
     tokens: list[int]
@@ -57,17 +57,17 @@ class Record(NamedTuple):
 
 
 def open_record(folder: Path) -> Record:
-    """The record of a finished unit, which is a folder."""
+    """The record in the folder of a finished unit."""
     return Record(**json.loads((folder / "record.json").read_text(encoding="utf-8")))
 
 
 def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
-    """Finishes units, and yields each when it is; with several workers in any order.
+    """Tokenizes units, and yields each when it is finished; with several workers in any order.
 
-    One worker is this process, with the tokenizer's threads. Raises UserError (BadDocument for content) from the unit at fault,
-    and where a worker was killed.
+    One worker is this process, with the tokenizer's threads. Raises UserError for a unit that fails (BadDocument for its
+    contents), and for a worker that was killed.
     """
-    # a daemon of multiprocessing, such as another library's worker, may have no children
+    # a daemonic process of multiprocessing, such as another library's worker, cannot have children
     if min(workers, len(units)) <= 1 or multiprocessing.current_process().daemon:
         tokenizer = _tokenizer(job)
         for unit in units:
@@ -82,19 +82,19 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(job, theirs), daemon=True)
                 process.start()
-                theirs.close()  # so that the end of the worker is the end of what can be read from it
+                theirs.close()  # so that reading from the pipe ends when the worker ends
                 processes[ours] = process
                 ours.send(next(queue))
         yield from _gather(list(processes), queue)
     except (EOFError, ConnectionError):
         connection.wait([process.sentinel for process in processes.values()], timeout=1.0)
         codes = [process.exitcode for process in processes.values() if process.exitcode]
-        how = f"by signal {-codes[0]}" if codes and codes[0] < 0 else f"with exit code {codes[0]}" if codes else "unseen"
+        how = f" by signal {-codes[0]}" if codes and codes[0] < 0 else f" with exit code {codes[0]}" if codes else ""
         raise UserError(
-            f"a worker that tokenizes has ended {how}, as it does when memory runs out; fewer workers need less; {KEPT}"
+            f"a tokenizer worker has ended{how}, perhaps because memory ran out; fewer workers need less; {KEPT}"
         ) from None
     finally:
-        for process in processes.values():  # what they have finished is on the disk
+        for process in processes.values():  # the units that they have finished are on the disk
             process.kill()
             process.join()
 
@@ -115,14 +115,14 @@ def _gather(pipes: list[connection.Connection], queue: Iterator[Unit]) -> Iterat
 
 
 def _work(job: Job, pipe: connection.Connection) -> None:
-    """A worker: answers each unit with (unit, record), or with an exception."""
+    """A worker: answers each unit with (unit, record) or with an exception."""
     children.end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
     tokenizer = _tokenizer(job)
-    with contextlib.suppress(EOFError, ConnectionError):  # the command is gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the command has ended
         while True:
             unit = pipe.recv()
             try:
@@ -136,45 +136,45 @@ def _work(job: Job, pipe: connection.Connection) -> None:
 
 def _tokenizer(job: Job) -> Tokenizer:
     tokenizer = Tokenizer.from_str(job.tokenizer)
-    tokenizer.encode_special_tokens = job.special_as_text  # which its JSON does not tell
+    tokenizer.encode_special_tokens = job.special_as_text  # which is not part of its JSON
     return tokenizer
 
 
 def _finish(job: Job, tokenizer: Tokenizer, unit: Unit) -> Record:
-    """Makes a unit's folder under another name, and renames it when all of it is on the disk."""
-    making = job.folder / f"{unit.name}.{os.getpid()}.tmp"
+    """Writes a unit's folder under a temporary name, and renames it when all of it is on the disk."""
+    unfinished = job.folder / f"{unit.name}.{os.getpid()}.tmp"
     try:
-        making.mkdir()
-        record = _Encoder(job, tokenizer, unit, making).run()
-        (making / "record.json").write_text(json.dumps(record._asdict()), encoding="utf-8")
-        sync_contents(making)
-        # A worker of a command that was just killed may have finished it at this very moment; its folder holds the same.
+        unfinished.mkdir()
+        record = _Encoder(job, tokenizer, unit, unfinished).run()
+        (unfinished / "record.json").write_text(json.dumps(record._asdict()), encoding="utf-8")
+        sync_contents(unfinished)
+        # A worker of a command that was just killed may have finished this unit meanwhile; its folder has the same contents.
         if not (job.folder / unit.name).exists():
-            making.rename(job.folder / unit.name)
+            unfinished.rename(job.folder / unit.name)
         sync(job.folder)
     except OSError as error:
-        raise UserError(f"{error.filename or making}: cannot be written: {error.strerror}; {KEPT}") from None
+        raise UserError(f"{error.filename or unfinished}: cannot be written: {error.strerror}; {KEPT}") from None
     finally:
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return record
 
 
 class _Encoder:
-    """Documents of a unit on their way to its token file, in order."""
+    """Encodes the documents of a unit, in order, into its token file."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit, folder: Path):
         self.job, self.tokenizer, self.parts = job, tokenizer, unit.parts
-        # whether it holds a chat is known at the end
-        self.writer = Writer(folder / "tokens", np.dtype(job.kind), losses=job.chat is not None)
+        # only at the end it is known whether the unit holds a chat
+        self.writer = Writer(folder / "tokens", np.dtype(job.dtype), losses=job.chat is not None)
         self.record = Record([0] * len(unit.parts), [0] * len(unit.parts), False, [])
-        self.waiting: list[tuple[int, Document | Bad]] = []  # (part, what it holds)
+        self.waiting: list[tuple[int, Document | Bad]] = []  # (number of the part, entry)
 
     def run(self) -> Record:
         characters = 0
         for number, part in enumerate(self.parts):
-            for found in read(part, self.job.text_key):
-                self.waiting.append((number, found))
-                characters += len(found.content) if isinstance(found, Document) else 0
+            for entry in read(part, self.job.text_key):
+                self.waiting.append((number, entry))
+                characters += len(entry.content) if isinstance(entry, Document) else 0
                 if characters >= _BATCH or len(self.waiting) >= _BATCH_DOCUMENTS:
                     self._encode()
                     characters = 0
@@ -185,28 +185,28 @@ class _Encoder:
         return self.record
 
     def _encode(self) -> None:
-        texts = [found.content for _, found in self.waiting if isinstance(found, Document) and isinstance(found.content, str)]
+        texts = [entry.content for _, entry in self.waiting if isinstance(entry, Document) and isinstance(entry.content, str)]
         encoded = iter(self._encode_texts(texts))
-        for number, found in self.waiting:
-            if isinstance(found, Bad):
-                self._refuse(number, found)
-            elif isinstance(found.content, str):
+        for number, entry in self.waiting:
+            if isinstance(entry, Bad):
+                self._refuse(number, entry)
+            elif isinstance(entry.content, str):
                 ids = next(encoded)
                 if isinstance(ids, str):
-                    self._refuse(number, Bad(found.place, ids))
+                    self._refuse(number, Bad(entry.place, ids))
                     continue
                 if self.job.end_of_text is not None:
                     ids.append(self.job.end_of_text)
                 self._add(number, ids, None)
             else:
-                self._encode_chat(number, found)
+                self._encode_chat(number, entry)
         self.waiting.clear()
 
     def _encode_texts(self, texts: list[str]) -> Iterator[list[int] | str]:
-        """The ids of each text, or why it has none."""
+        """The ids of each text, or the reason why it cannot be encoded."""
         try:
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception:  # the library's only class; it does not say which text it was
+        except Exception:  # the library raises no other class, and does not say which text failed
             for text in texts:
                 try:
                     yield self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -215,26 +215,26 @@ class _Encoder:
         else:
             yield from (encoding.ids for encoding in encodings)
 
-    def _encode_chat(self, number: int, found: Document) -> None:
+    def _encode_chat(self, number: int, entry: Document) -> None:
         if self.job.chat is None:
-            self._refuse(number, Bad(found.place, "a chat, and the tokenizer's folder has no chat template"))
+            self._refuse(number, Bad(entry.place, "a chat, but the tokenizer's folder has no chat template"))
             return
         try:
-            ids, loss = self.job.chat.encode(found.content)
+            ids, loss = self.job.chat.encode(entry.content)
         except ValueError as error:
-            self._refuse(number, Bad(found.place, f"a chat that cannot be rendered: {error}"))
+            self._refuse(number, Bad(entry.place, f"a chat that cannot be rendered: {error}"))
             return
         self.record = self.record._replace(chats=True)
         self._add(number, ids, np.array(loss, bool))
 
     def _add(self, number: int, ids: list[int], loss: np.ndarray | None) -> None:
-        self.writer.add(np.array(ids, self.job.kind), loss)
+        self.writer.add(np.array(ids, self.job.dtype), loss)
         self.record.documents[number] += 1
         self.record.tokens[number] += len(ids)
 
-    def _refuse(self, number: int, found: Bad) -> None:
+    def _refuse(self, number: int, bad: Bad) -> None:
         part = self.parts[number]
-        file, line = where(part, found.place)
+        file, line = where(part, bad.place)
         if not self.job.skip:
-            raise BadDocument(f"{describe_place(file, line)}: {found.reason}")
-        self.record.skipped.append({"file": file, "line": line, "reason": found.reason})
+            raise BadDocument(f"{describe_place(file, line)}: {bad.reason}")
+        self.record.skipped.append({"file": file, "line": line, "reason": bad.reason})

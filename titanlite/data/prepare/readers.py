@@ -1,7 +1,6 @@
-"""What each kind of input holds: its documents one after the other, and what is wrong with those that are none."""
+"""Reads the documents of every kind of input, in order; an entry that is not a document is reported with its place."""
 
 import gzip
-import hashlib
 import importlib
 import io
 import json
@@ -9,23 +8,24 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from titanlite.data.tokenizer import digest
 from titanlite.errors import UserError
 
 HUB = "hub:"
-_MESSAGES = "messages"  # where a chat stands, in place of a text under the default key
-_ROWS_AT_ONCE = 128  # books are rows too
+_MESSAGES = "messages"  # the key of a chat, an alternative to a text under the default key
+_ROWS_AT_ONCE = 128  # a row may be a book
 _BYTES_AT_ONCE = 2**20
-_BOM = b"\xef\xbb\xbf"  # some Windows programs begin a UTF-8 file with it; it belongs to no text
+_BOM = b"\xef\xbb\xbf"  # some Windows programs write it at the start of a UTF-8 file; it is not text
 
 
 class Part(NamedTuple):
-    """A stretch of an input that is read on its own."""
+    """A range of an input that is read independently."""
 
     path: str  # a file, a URL, a folder that a dataset was saved to, or hub:NAME
     kind: str  # of READERS
     begin: int  # .jsonl: a byte; .parquet: a row group; dataset: a row; hub: a shard of the stream; else 0
-    end: int  # the first one that is not read
-    size: int  # bytes, about
+    end: int  # exclusive
+    size: int  # approximate bytes
 
 
 class Document(NamedTuple):
@@ -36,21 +36,20 @@ class Document(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """What should have been a document."""
+    """An entry that is not a document."""
 
     place: int | None
     reason: str
 
 
 class BadDocument(UserError):
-    """An input holds something that is no document, and such are not to be skipped."""
+    """An input holds an entry that is not a document, and --on-error is "fail"."""
 
 
 def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
-    """The documents of a part, in order. Raises UserError for an input that cannot be read, never for what it holds.
+    """The documents of a part, in order. Raises UserError for an input that cannot be read; bad entries are yielded as `Bad`.
 
-    text_key: where an entry of a .jsonl file, a table or a dataset has its text. With "text", an entry that has none may have
-    a chat under "messages".
+    text_key: the key or column of the text. With "text", an entry without a text may have a chat under "messages".
     """
     try:
         yield from READERS[part.kind](part, text_key)
@@ -61,14 +60,14 @@ def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
     except Exception as error:
         if part.kind not in ("hub", "dataset") and not is_url(part.path):
             raise
-        # each file system has its own classes for a connection that is lost
+        # each file system raises its own classes for a lost connection
         raise UserError(f"{part.path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
 def where(part: Part, place: int | None) -> tuple[str, int | None]:
-    """(file, line or row) of what `read` found at a place. Lines count from 1; rows from 0, as `dataset[row]` takes them.
+    """(file, line or row) of an entry that `read` yielded. Lines count from 1; rows from 0, as in `dataset[row]`.
 
-    The lines before a part in the middle of a file are counted here, which is why nobody asks this of a sound document.
+    Reads the file up to the part to count its lines, so it is called for bad entries only.
     """
     if part.kind == "hub":
         return f"{part.path}, shard {part.begin}", place
@@ -83,13 +82,13 @@ def where(part: Part, place: int | None) -> tuple[str, int | None]:
 
 
 def describe_place(file: str, place: int | None) -> str:
-    """What `where` gave, in words."""
+    """The result of `where` in words."""
     word = "line" if kind_of(file) in ("jsonl", "gzip", "zstd") else "row"
     return file if place is None else f"{file}, {word} {place}"
 
 
 def kind_of(path: str) -> str:
-    """What a file or URL is read as, by its suffix."""
+    """The reader of a file or URL, by its suffix: a key of READERS."""
     path = path.lower() if not is_url(path) else path.lower().partition("?")[0]  # a signature or a version follows
     return next((kind for suffix, kind in SUFFIXES.items() if path.endswith(suffix)), "text")
 
@@ -99,19 +98,19 @@ def is_url(path: str) -> bool:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """A file or URL for reading. Raises OSError, or for a URL UserError too."""
+    """Opens a file or URL for reading. Raises OSError, for a URL also UserError."""
     if not is_url(path):
         return open(path, "rb")
     fsspec = need("fsspec", "a URL")
     try:
-        # its own files find the ends of lines in Python
+        # without this buffer, fsspec finds line ends in Python
         return io.BufferedReader(fsspec.open(path, "rb").open(), _BYTES_AT_ONCE)
     except Exception as error:
         raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
 
 
 def need(module: str, what: str) -> Any:
-    """An optional package. Raises UserError where it is not installed."""
+    """Imports an optional package. Raises UserError where it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -120,26 +119,26 @@ def need(module: str, what: str) -> Any:
 
 
 def open_hub(path: str) -> tuple[Any, str]:
-    """The stream of hub:NAME[:CONFIG][:SPLIT], a datasets.IterableDataset, and what tells its versions apart.
+    """The stream of hub:NAME[:CONFIG][:SPLIT], a datasets.IterableDataset, and a digest of its version.
 
     Raises UserError where it cannot be opened.
     """
     datasets = need("datasets", path)
     name, config, split = (*path.removeprefix(HUB).split(":", 2), "", "")[:3]
-    datasets.disable_progress_bars()  # many workers would draw one each
+    datasets.disable_progress_bars()  # each worker would draw one
     try:
         builder = datasets.load_dataset_builder(name, config or None)
         stream = builder.as_streaming_dataset(split=split or "train")
     except Exception as error:
         raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
     files = (builder.config.data_files or {}).get(split or "train")
-    # commits of a dataset on the hub, times of files in a folder
+    # commits of a dataset on the hub, modification times in a folder
     versions = repr([builder.hash, getattr(files, "origin_metadata", None)])
-    return stream, hashlib.blake2b(versions.encode(), digest_size=16).hexdigest()
+    return stream, digest(versions)
 
 
 def open_dataset(folder: str) -> Any:
-    """What `save_to_disk` wrote, a datasets.Dataset. Raises UserError where it cannot be opened."""
+    """The datasets.Dataset that `save_to_disk` wrote. Raises UserError where it cannot be opened."""
     datasets = need("datasets", f"{folder}, a saved dataset,")
     try:
         return datasets.load_from_disk(folder)
@@ -161,12 +160,12 @@ def _text(part: Part, _text_key: str) -> Iterator[Document | Bad]:
 
 
 def _jsonl(part: Part, text_key: str) -> Iterator[Document | Bad]:
-    """The lines whose first byte is in the part."""
+    """The entries of the lines whose first byte is in the part."""
     with open_bytes(part.path) as file:
         at = part.begin
         if at:
             file.seek(at - 1)
-            at += len(file.readline()) - 1  # the rest of a line that belongs to the part before
+            at += len(file.readline()) - 1  # the rest of a line that the previous part reads
         yield from _entries(_lines_until(file, at, part.end), text_key)
 
 
@@ -193,15 +192,15 @@ def _zstd(part: Part, text_key: str) -> Iterator[Document | Bad]:
 def _compressed(file: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
     damage: list[Bad] = []
 
-    def sound_lines() -> Iterator[bytes]:
+    def readable_lines() -> Iterator[bytes]:
         number = 0
         try:
-            for number, line in enumerate(file, 1):  # noqa: B007, it is asked below
+            for number, line in enumerate(file, 1):  # noqa: B007, used below
                 yield line
         except (EOFError, zlib.error, gzip.BadGzipFile, _Truncated) as error:
             damage.append(Bad(number + 1, f"the compressed file is damaged or truncated here: {error}"))
 
-    yield from _entries(sound_lines(), text_key)
+    yield from _entries(readable_lines(), text_key)
     yield from damage
 
 
@@ -210,12 +209,12 @@ class _Truncated(Exception):
 
 
 class _ZstdFile(io.RawIOBase):
-    """A .zst file, decompressed. The package's own reader takes a truncated file for a whole one."""
+    """A decompressed .zst file. The package's own reader accepts a truncated file as complete."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._ready = file, b""
         self._frame = self._new_frame()
-        self._within = False  # a frame
+        self._inside_frame = False
 
     def _new_frame(self) -> Any:
         return need("zstandard", ".zst").ZstdDecompressor(max_window_size=2**31).decompressobj()
@@ -227,8 +226,8 @@ class _ZstdFile(io.RawIOBase):
         while not self._ready:
             block = self._file.read(_BYTES_AT_ONCE // 8)
             if not block:
-                if self._within:
-                    raise _Truncated("it ends within a frame")
+                if self._inside_frame:
+                    raise _Truncated("it ends inside a frame")
                 return 0
             self._ready = self._decompress(block)
         count = min(len(target), len(self._ready))
@@ -243,7 +242,7 @@ class _ZstdFile(io.RawIOBase):
                 pieces.append(self._frame.decompress(block))
             except need("zstandard", ".zst").ZstdError as error:
                 raise _Truncated(str(error)) from None
-            self._within = not self._frame.eof
+            self._inside_frame = not self._frame.eof
             block = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:
                 self._frame = self._new_frame()
@@ -260,11 +259,11 @@ def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
             yield Bad(number, f"not UTF-8 text: byte {error.start} of the line: {error.reason}")
         except json.JSONDecodeError as error:
             yield Bad(number, f"not JSON: {error.msg} at character {error.pos + 1} of the line")
-        except (ValueError, RecursionError) as error:  # a number of too many digits, brackets too deep
+        except (ValueError, RecursionError) as error:  # too many digits, or too deep nesting
             yield Bad(number, f"not JSON that can be read: {error}")
         else:
             document = _document(number, entry, text_key)
-            # JSON can spell half a surrogate pair, which no tokenizer can read, and only in this way
+            # only such an escape can spell half a surrogate pair, which no tokenizer can encode
             escaped = b"\\ud" in line or b"\\uD" in line
             yield _without_surrogates(document) if escaped and isinstance(document, Document) else document
 
@@ -279,17 +278,17 @@ def _without_surrogates(document: Document) -> Document | Bad:
 
 def _document(place: int, entry: Any, text_key: str) -> Document | Bad:
     if not isinstance(entry, dict):
-        return Bad(place, f"must be an object with a {_asked(text_key)}, is {_kind(entry)}")
+        return Bad(place, f"must be an object with a {_expected(text_key)}, is {_type_name(entry)}")
     text = entry.get(text_key)
     if isinstance(text, str):
         return Document(place, text)
     if text is None and text_key == "text" and isinstance(entry.get(_MESSAGES), list):
         return Document(place, entry[_MESSAGES])
-    found = [f'"{key}" is {_kind(entry[key])}' for key in (text_key, _MESSAGES) if key in entry]
-    return Bad(place, f"must have a {_asked(text_key)}; {', '.join(found) or 'has ' + _names(entry)}")
+    given = [f'"{key}" is {_type_name(entry[key])}' for key in (text_key, _MESSAGES) if key in entry]
+    return Bad(place, f"must have a {_expected(text_key)}; {', '.join(given) or 'has ' + _names(entry)}")
 
 
-def _asked(text_key: str) -> str:
+def _expected(text_key: str) -> str:
     return 'string under "text" or a list under "messages"' if text_key == "text" else f'string under "{text_key}"'
 
 
@@ -298,7 +297,7 @@ def _names(keys: Iterable[Any]) -> str:
     return ", ".join(names[:5]) + (" and others" if len(names) > 5 else "") or "nothing"
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
     known = {str: "a string", list: "a list", dict: "an object", int: "a number", float: "a number"}
@@ -319,8 +318,8 @@ def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
             return
         columns = _columns(names, text_key)
         if not columns:
-            if part.begin == 0:  # once for the file
-                yield Bad(None, f"must have a column {_asked(text_key)}; has {_names(names)}")
+            if part.begin == 0:  # report it once per file
+                yield Bad(None, f"must have a column {_expected(text_key)}; has {_names(names)}")
             return
         sizes = [table.metadata.row_group(group).num_rows for group in range(part.end)]
         for group in range(part.begin, part.end):
@@ -334,21 +333,21 @@ def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
 
 
 def _damage(place: int | None, what: str, error: Exception) -> Bad:
-    """pyarrow calls damage an OSError too, but one without a number. Raises the others, which are a disk's or a network's."""
+    """pyarrow raises an OSError without errno for damage. One with errno comes from a disk or network, and is raised again."""
     if isinstance(error, OSError) and error.errno:
         raise error
     return Bad(place, f"{what}: {error}")
 
 
 def _columns(names: list[str], text_key: str) -> list[str]:
-    wanted = [text_key, _MESSAGES] if text_key == "text" else [text_key]
-    return [name for name in wanted if name in names]
+    columns = [text_key, _MESSAGES] if text_key == "text" else [text_key]
+    return [name for name in columns if name in names]
 
 
 def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
     try:
         entries = batch.to_pylist()
-    except UnicodeDecodeError:  # in one of them
+    except UnicodeDecodeError:  # in one of the rows
         entries = [_row(batch, number) for number in range(batch.num_rows)]
     for row, entry in enumerate(entries, first):
         yield Bad(row, f"not UTF-8 text: {entry}") if isinstance(entry, ValueError) else _document(row, entry, text_key)
@@ -366,7 +365,7 @@ def _dataset(part: Part, text_key: str) -> Iterator[Document | Bad]:
     columns = _columns(data.column_names, text_key)
     if not columns:
         if part.begin == 0:
-            yield Bad(None, f"must have a column {_asked(text_key)}; has {_names(data.column_names)}")
+            yield Bad(None, f"must have a column {_expected(text_key)}; has {_names(data.column_names)}")
         return
     data = data.select_columns(columns).with_format("arrow")
     for row in range(part.begin, part.end, _ROWS_AT_ONCE):
@@ -379,7 +378,7 @@ def _hub(part: Part, text_key: str) -> Iterator[Document | Bad]:
         yield _document(row, entry, text_key)
 
 
-SUFFIXES = {  # any other: a text file, which is one document
+SUFFIXES = {  # any other suffix: a text file, which is one document
     ".jsonl": "jsonl",
     ".jsonl.gz": "gzip",
     ".jsonl.zst": "zstd",

@@ -1,4 +1,4 @@
-"""The token files of finished units, in order, as shards of at most so many tokens, with their checksums."""
+"""Joins the token files of finished units, in order, into shards of limited size, with checksums."""
 
 import io
 from collections.abc import Callable, Iterable
@@ -14,18 +14,18 @@ _TOKENS_AT_ONCE = 2**22
 
 
 def write_shards(
-    units: Iterable[Path], folder: Path, kind: np.dtype, limit: int, losses: bool, advance: Callable[[int], object]
+    units: Iterable[Path], folder: Path, dtype: np.dtype, limit: int, losses: bool, advance: Callable[[int], object]
 ) -> tuple[list[dict[str, Any]], int]:
-    """-> (a manifest's entry for each shard, the largest id or -1).
+    """-> (the manifest's entry of each shard, the largest id or -1).
 
-    units: folders with tokens.bin and so on. limit: tokens of a shard; one longer document is a shard of its own. losses: a
-    .loss beside every shard, since some documents are chats. advance: told how many tokens were written.
+    units: folders with tokens.bin and tokens.idx. limit: tokens per shard; a longer document is a shard of its own. losses:
+    write a .loss beside every shard, since some documents are chats. advance: called with the number of tokens written.
     """
     shards: list[_Shard] = []
     largest = -1
     for unit in units:
         source = TokenFile(unit / "tokens")
-        ends = np.cumsum(source.lengths, dtype=np.int64)  # (documents,) where each ends in source.ids
+        ends = np.cumsum(source.lengths, dtype=np.int64)  # (documents,) the end of each in source.ids
         first = 0
         while first < len(ends):
             begin = int(ends[first - 1]) if first else 0
@@ -34,7 +34,7 @@ def write_shards(
             if last == first:  # the next document does not fit
                 if shards:
                     shards[-1].close()
-                shards.append(_Shard(folder / f"{len(shards):05d}", kind, losses))
+                shards.append(_Shard(folder / f"{len(shards):05d}", dtype, losses))
                 last = max(first + 1, int(np.searchsorted(ends, begin + limit, "right")))
             shards[-1].add(source, source.lengths[first:last], begin, int(ends[last - 1]), advance)
             largest = max(largest, shards[-1].largest)
@@ -47,15 +47,15 @@ def write_shards(
 class _Shard:
     """A shard that is being written."""
 
-    def __init__(self, prefix: Path, kind: np.dtype, losses: bool):
-        self.prefix, self.kind = prefix, kind
+    def __init__(self, prefix: Path, dtype: np.dtype, losses: bool):
+        self.prefix, self.dtype = prefix, dtype
         self.tokens, self.largest = 0, -1
         self._lengths: list[np.ndarray] = []
         self._bin = _HashedFile(path_of(prefix, "bin"))
         self._loss = _HashedFile(path_of(prefix, "loss")) if losses else None
 
     def add(self, source: TokenFile, lengths: np.ndarray, begin: int, end: int, advance: Callable[[int], object]) -> None:
-        """Documents that are source.ids[begin:end]."""
+        """Appends the documents in source.ids[begin:end]."""
         for start in range(begin, end, _TOKENS_AT_ONCE):
             stop = min(start + _TOKENS_AT_ONCE, end)
             ids = source.ids[start:stop]
@@ -69,7 +69,7 @@ class _Shard:
 
     def close(self) -> None:
         lengths = np.concatenate(self._lengths)
-        write_index(self.prefix, self.kind, lengths)
+        write_index(self.prefix, self.dtype, lengths)
         self.entry = {
             "name": self.prefix.name,
             "documents": len(lengths),
@@ -81,7 +81,7 @@ class _Shard:
 
 
 class _HashedFile:
-    """A file whose checksum is known when it is written."""
+    """A file that computes its checksum while it is written."""
 
     def __init__(self, path: Path):
         self._file: io.BufferedWriter = open(path, "wb")
