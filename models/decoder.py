@@ -1,4 +1,4 @@
-"""The interface between titanlite and every model: what the `Model` of a family or a fork offers. llama3.py shows all of it."""
+"""The interface between titanlite and every model."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from models.head import Head
 
 
 class Decoder(nn.Module):
-    """A model of which titanlite uses these attributes only, and `model.head(model(x, seq), labels)`: see `SeqInfo`, `Head`.
+    """The base of every family's Model: the attributes that titanlite uses, and `model.head(model(tokens, seq), labels)`.
 
-    A pipeline stage has no `embed`, some of the layers, or no `head`. A fork may have an embedding or a head of its own class:
-    the head then has `norm` and `output` and is called as `Head` is.
+    A pipeline stage has no `embed`, only some of the layers, or no `head`. A fork may use classes of its own: another embedding
+    module; a head that has `norm` and `output` and is called like `Head`; a Model that only has the attributes of a Decoder.
     """
 
     config: Any  # the family's Config
