@@ -169,7 +169,7 @@ def train(
                     reporter.samples(step, sample_texts(model, config, family, tokenizer, mesh))
         if reporting:
             values = {"loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm), "lr": schedule.at(step), **measured}
-            values |= (loss_scale.report() if loss_scale else {}) | recompilations.report(config.compile)
+            values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **meter.read()}
             reporter.report(step, values)
             log.info(console_line(step, training.steps, values))

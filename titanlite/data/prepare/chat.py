@@ -169,6 +169,7 @@ def load_template(folder: str) -> ChatTemplate | None:
         raise UserError(f"{settings}: not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise UserError(f"{settings}: not a JSON object")
+    template: str | None
     if path.is_file():
         template = _read(path)
     else:
@@ -221,7 +222,7 @@ def _strings(value: Any) -> Iterator[str]:
 # ----------------------------------------------------------------------------------------------------------- the sandbox
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> Any:  # `_GenerationTags` adds attributes
     """Jinja as Hugging Face's templates expect it, without access to the machine."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
@@ -242,6 +243,8 @@ class _GenerationTags(Extension):
     """{% generation %} ... {% endgeneration %}: prints the enclosed text, between marks if the environment's `mark` is set."""
 
     tags = {"generation"}  # noqa: RUF012, Jinja declares it this way
+
+    environment: Any
 
     def __init__(self, environment: ImmutableSandboxedEnvironment):
         super().__init__(environment)

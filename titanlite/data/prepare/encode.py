@@ -219,6 +219,7 @@ class _Encoder:
         if self.job.chat is None:
             self._refuse(number, Bad(entry.place, "a chat, but the tokenizer's folder has no chat template"))
             return
+        assert isinstance(entry.content, list)
         try:
             ids, loss = self.job.chat.encode(entry.content)
         except ValueError as error:

@@ -213,7 +213,8 @@ def _assemble(
     whole, dtype = work / "whole", smallest_type(tokenizer.vocabulary)
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
-    documents, tokens = (sum(sum(record[field]) for record in records.values()) for field in (0, 1))
+    documents = sum(sum(record.documents) for record in records.values())
+    tokens = sum(sum(record.tokens) for record in records.values())
     skipped = [entry for record in records.values() for entry in record.skipped]
     chats = any(record.chats for record in records.values())
     if not documents:
