@@ -15,7 +15,7 @@ import numpy as np
 from titanlite.config.schema import Config, Source
 from titanlite.data.indexed import TokenFile, Writer, smallest_type
 from titanlite.data.mixture import Data, mix
-from titanlite.data.sources import Opened
+from titanlite.data.sources import TokenSource
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]
 
@@ -38,11 +38,11 @@ def write_file(
     return TokenFile(prefix)
 
 
-def opened(file: TokenFile | list[TokenFile], name: str = "tests", foreign: bool = False, **keys: Any) -> Opened:
+def opened(file: TokenFile | list[TokenFile], name: str = "tests", foreign: bool = False, **keys: Any) -> TokenSource:
     """A source of token files; keys: of the configuration's Source."""
     files = file if isinstance(file, list) else [file]
     content = hashlib.blake2b(b"".join(part.ids.tobytes() + part.lengths.tobytes() for part in files)).hexdigest()
-    return Opened(Source(path=name, **keys), name, files, content, None if foreign else {})
+    return TokenSource(Source(path=name, **keys), name, files, content, None if foreign else {})
 
 
 def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_token: int = 1, losses=None) -> Data:
@@ -52,7 +52,7 @@ def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_t
     return mix_of([opened(file)], config, vocabulary, bytes_a_token)
 
 
-def mix_of(sources: list[Opened], config: Config, vocabulary: int = 2**16, bytes_a_token: int = 1) -> Data:
+def mix_of(sources: list[TokenSource], config: Config, vocabulary: int = 2**16, bytes_a_token: int = 1) -> Data:
     """Data of opened sources, without a tokenizer."""
     return mix(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), vocabulary, "training.sources")
 

@@ -24,7 +24,7 @@ from titanlite.checkpoint.save import Saver
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.data.batches import OnDevice, read_batches
-from titanlite.data.mixture import Data, check_epochs, open_data
+from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.export import export
@@ -72,7 +72,6 @@ def train(
     clock = Clock(started)
     training, folder = config.training, Path(config.job.dump_folder)
     saves, main_rank = folder / config.checkpoint.folder, dist.get_rank() == 0
-    require_same_data(data, validation)
     family, global_batch = family_of(config.model), config.global_batch(data_degree(mesh))
     saver = open_saver(config, saves) if config.checkpoint.enable else None
     stop = Stop(config.job.time_limit_minutes)
@@ -203,14 +202,6 @@ def train(
     return bool(stopping)
 
 
-def require_same_data(data: Data, validation: Data | None) -> None:
-    """Raises UserError unless all ranks have opened the same data; all ranks together."""
-    if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
-        raise UserError("the ranks read different data: give all nodes the same files and Python version")
-    if validation is not None and validation.fingerprint == data.fingerprint:
-        log.info("validation reads the training text; [validation] dataset_path names another")
-
-
 def open_saver(config: Config, saves: Path) -> Saver:
     """What saves checkpoints in the folder `saves`. Raises UserError where that cannot be written; all ranks together."""
     try_out(saves)
@@ -270,17 +261,16 @@ def main() -> None:
         if not path or path.startswith("-"):
             raise UserError("give a configuration first: run_train.sh train_configs/llama_debug.toml [--section.key value]")
         config = read_config(path, options)
-        check(config, path, world)
-        data = open_data(config)
-        validation = open_data(config, "validation") if config.validation.enable else None
+        check(config, path, world, open_files=False)
         degrees = resolve_degrees(config.parallelism, world)
-        check_epochs(data, config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
         held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         profiling.record_collectives(config)
         if torch.cuda.is_available() and config.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         device = process.start(config)
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
+        data, validation = open_on_every_rank(config)
+        check_epochs(data, config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
         mesh = build_mesh(degrees, device.type)
         stopped = train(config, data, validation, mesh, device, started)
         process.finish()

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import mesh_of
 from titanlite.config.schema import Comm, Config, Training
-from titanlite.launch.process import finish, rank_and_world, same_everywhere, seed_step, set_timeout, start
+from titanlite.errors import UserError
+from titanlite.launch.process import finish, once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
 
 HERE = "tests.distributed.test_process"
 
@@ -77,3 +78,34 @@ def is_same(text: str, odd_rank: int) -> bool:
 def test_one_rank_with_another_text_is_noticed_by_all(pools: dict[int, Pool], tmp_path: Path):
     assert pools[4].run(f"{HERE}:is_same", text="data", odd_rank=-1) == [True] * 4
     assert pools[4].run(f"{HERE}:is_same", text="data", odd_rank=2) == [False] * 4
+
+
+def make_on_nodes_of_two(fault_on: int | None) -> tuple[int | str, list[int]]:
+    """(the result of once_per_node or the text of its error, the ranks whose `make` was called here), with 2 ranks a node."""
+    rank, calls = dist.get_rank(), []
+
+    def make() -> int:
+        calls.append(rank)
+        if rank == fault_on:
+            raise UserError(f"no data on the node of rank {rank}")
+        return 100 + rank
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(rank % 2))
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        try:
+            return once_per_node(make), calls
+        except UserError as error:
+            return str(error), calls
+
+
+def test_the_first_rank_of_each_node_makes_a_thing_and_its_node_receives_it(pools: dict[int, Pool]):
+    for _ in range(2):  # groups of the same ranks can be made again
+        answers = pools[4].run(f"{HERE}:make_on_nodes_of_two", fault_on=None)
+        assert answers == [(100, [0]), (100, []), (102, [2]), (102, [])]
+
+
+def test_all_ranks_of_a_node_raise_the_fault_that_its_first_rank_has_met(pools: dict[int, Pool]):
+    answers = pools[4].run(f"{HERE}:make_on_nodes_of_two", fault_on=2)
+    fault = "no data on the node of rank 2"
+    assert answers == [(100, [0]), (100, []), (fault, [2]), (fault, [])]

@@ -16,7 +16,7 @@ import torch
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches, OnDevice, Plan, read_batches
+from titanlite.data.batches import Batches, OnDevice, StepDataset, read_batches
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
@@ -114,7 +114,7 @@ def test_blocks_in_which_samples_are_located_leave_no_trace(sources, monkeypatch
 def test_every_sample_of_an_epoch_comes_once_and_sources_in_their_shares(sources):
     data = mix_of(sources, config_of())
     steps = 400
-    plan = Plan(data, 0, GLOBAL, 1, 0, (0, 1))
+    plan = StepDataset(data, 0, GLOBAL, 1, 0, (0, 1))
     source, sample = (np.concatenate(parts) for parts in zip(*(plan.located(step) for step in range(steps)), strict=True))
     for number, mixed in enumerate(data.sources):
         mine = sample[source == number]
@@ -126,7 +126,7 @@ def test_every_sample_of_an_epoch_comes_once_and_sources_in_their_shares(sources
 def test_another_seed_is_another_order_of_the_same_samples(sources):
     data = mix_of(sources[:1], config_of())
     count = data.sources[0].count
-    orders = [Plan(data, 0, count, 1, seed, (0, 1)).located(0)[1].tolist() for seed in (0, 1)]
+    orders = [StepDataset(data, 0, count, 1, seed, (0, 1)).located(0)[1].tolist() for seed in (0, 1)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(count))
 
@@ -164,7 +164,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample(sources, caplog, mon
         next(source)
     source.close()
     named = [record.message for record in caplog.records if "waiting for data" in record.message]
-    sources_of, samples = Plan(data, 0, GLOBAL, 1, 0, (0, 1)).located(0)
+    sources_of, samples = StepDataset(data, 0, GLOBAL, 1, 0, (0, 1)).located(0)
     mixed = data.sources[sources_of[1]]
     assert any(
         f'source "{mixed.source.name}", ' in text and f"{mixed.source.name}.bin, sample {samples[1]}" in text for text in named
@@ -229,7 +229,7 @@ def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
     next(source)
     (worker,) = workers() - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly|worker .* has ended"):
+    with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly|worker has ended"):
         for _ in range(10):
             next(source)
 

@@ -174,7 +174,7 @@ def test_flags_of_the_loss_come_back_and_stand_for_all_where_none_are_given(tmp_
 @pytest.mark.parametrize(
     ("left", "words"),
     [
-        (2 * 14 - 1, "27 bytes are no whole number of uint16 ids"),
+        (2 * 14 - 1, "27 bytes are not a whole number of uint16 ids"),
         (2 * 13, "has 26 bytes, and a.idx describes 28"),
         (0, "has 0 b"),
     ],
@@ -200,8 +200,8 @@ def test_a_truncated_idx_is_refused(pair, left):
     [
         (0, "<B", ord("X"), r"not an index in Megatron's format: it begins with b'XMIDIDX"),
         (7, "<B", 1, "not an index"),  # the magic bytes end with two zeros
-        (9, "<Q", 2, "version 2 of Megatron's format; only version 1 is known"),
-        (17, "<B", 6, r"ids of type 6; known are 1 \(uint8\), .*8 \(uint16\)"),  # floating-point
+        (9, "<Q", 2, "version 2 of Megatron's format; only version 1 is supported"),
+        (17, "<B", 6, r"ids of type 6; supported are 1 \(uint8\), .*8 \(uint16\)"),  # floating-point
         (17, "<B", 9, "ids of type 9"),
         (18, "<Q", 2**60, "truncated"),
         (26, "<Q", 0, "has no document index"),
@@ -272,7 +272,7 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
     _patch(index, at, "<q", value)
     file = TokenFile(tokens.with_suffix(""))  # which looks at the last entries only
     for first, last in ((0, 4), (1, 2), (1, 3)):
-        with pytest.raises(UserError, match=f"{index}: document 2 begins at token .* outside of a.bin, or before the one"):
+        with pytest.raises(UserError, match=f"{index}: document 2 begins at token .* outside of a.bin, or before the previous"):
             file.boundaries(first, last)
     assert file.boundaries(0, 1).tolist() == [0, 3]
     with pytest.raises(UserError, match=f"{index}: "):
@@ -288,7 +288,7 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
         (_pointer(2), "<q", 8, "sequence 1 ends at byte 10"),
         (_length(1), "<i", 3, "sequence 1 ends at byte 12"),
         (_length(1), "<i", -2, "sequence 1 ends at byte 2"),
-        (_first_sequence(1), "<q", 4, "its document index does not rise"),
+        (_first_sequence(1), "<q", 4, "its document index decreases"),
     ],
 )
 def test_sequences_that_do_not_follow_each_other_are_found_by_a_check(pair, at, form, value, words):
@@ -375,7 +375,7 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
     assert time.monotonic() - began < 5
 
 
-def test_a_file_travels_by_its_name_and_is_mapped_anew(tmp_path):
+def test_a_pickled_file_is_mapped_in_the_other_process(tmp_path):
     file = write_file(tmp_path / "a", [[1, 2, 3]] * 10_000)
     packed = pickle.dumps(file)
     assert len(packed) < 1000
@@ -383,6 +383,14 @@ def test_a_file_travels_by_its_name_and_is_mapped_anew(tmp_path):
     assert not np.shares_memory(again.ids, file.ids)
     assert np.array_equal(again.ids, file.ids)
     assert (again.documents, again.document_at(29_999)) == (10_000, 9_999)
-    path_of(file.prefix, "bin").unlink()
-    with pytest.raises(UserError, match=r"a\.bin: cannot be read"):
-        pickle.loads(packed)
+
+
+@pytest.mark.parametrize(("damage", "message"), [("missing", "cannot be read: No such file"), ("cut", "truncated since")])
+def test_a_file_that_another_process_cannot_map_any_more_is_named(tmp_path, damage, message):
+    file = write_file(tmp_path / "a", [[1, 2, 3]] * 10_000)
+    again = pickle.loads(pickle.dumps(file))
+    tokens = path_of(file.prefix, "bin")
+    tokens.unlink() if damage == "missing" else tokens.write_bytes(tokens.read_bytes()[:-2])
+    assert again.tokens == 30_000  # which opens nothing
+    with pytest.raises(UserError, match=rf"a\.bin: {message}"):
+        _ = again.ids

@@ -1,6 +1,10 @@
 """Several sources as one: how often each may be read, and what their mixture is, so that a change of it is noticed."""
 
+import pickle
+import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +12,7 @@ import pytest
 from tests.token_files import TEXTS, mix_of, opened, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.mixture import USED_UP, check_epochs, open_data
-from titanlite.data.prepare.prepare import prepare
+from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
 
@@ -67,6 +71,54 @@ def test_every_source_that_would_be_read_too_often_is_told(tmp_path):
     with pytest.raises(UserError) as error:
         check_epochs(data, 24)
     assert "a: 1.20 epochs" in str(error.value) and "b: 1.20 epochs" in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- opens
+
+
+_opens: list[str] | None = None  # the files that this process opens, while a test counts them
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if _opens is not None and event == "open" and isinstance(arguments[0], str | Path):
+        _opens.append(str(arguments[0]))
+
+
+sys.addaudithook(_note)  # for good: Python has no way to take it back
+
+
+@pytest.fixture
+def opens(monkeypatch) -> list[str]:
+    monkeypatch.setattr(sys.modules[__name__], "_opens", [])
+    assert _opens is not None
+    return _opens
+
+
+@pytest.mark.parametrize("policy", ["pack", "best_fit"])
+def test_only_the_process_that_opens_the_data_opens_every_file(tmp_path, assets, opens, policy):
+    """A worker, or another rank of the node, opens only the files that it reads, each once."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(4):
+        write_file(folder / str(number), [[number + 1] * 64])
+    opens.clear()
+    training = {"seq_len": 16, "dataset_path": str(folder), "document_policy": policy}
+    data = open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}}))
+    counts = Counter(path for path in opens if path.startswith(str(folder)))
+    assert {path.rpartition("/")[2] for path in counts} == {f"{n}.{suffix}" for n in range(4) for suffix in ("bin", "idx")}
+    assert max(counts.values()) <= (2 if policy == "pack" else 4)  # the header and the fingerprint; best_fit packs it, too
+    travelled = pickle.dumps(data)
+    opens.clear()
+    again = pickle.loads(travelled)
+    assert again.fingerprint == data.fingerprint and again.describe() == data.describe()
+    assert opens == []
+    samples = np.arange(data.sources[0].count)
+    first = samples[: data.sources[0].ends[0]]
+    tokens = again.read(np.zeros_like(first), first).tokens
+    assert (tokens == 1).any() and (tokens <= 1).all()
+    assert [Path(path).name for path in opens if path.startswith(str(folder))] == ["0.bin"]
+    everything = np.zeros_like(samples), samples
+    assert np.array_equal(again.read(*everything).tokens, data.read(*everything).tokens)
 
 
 # ------------------------------------------------------------------------------------------------------------- together

@@ -184,7 +184,7 @@ def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("cache")
-def test_rows_of_other_content_or_of_another_file_are_packed_anew(tmp_path):
+def test_rows_of_other_content_or_of_another_file_are_packed_again(tmp_path):
     prints = [("a", "f", [5, 4, 3]), ("a", "g", [4, 4, 4]), ("b", "g", [2, 2, 2])]
     for name, fingerprint, lengths in prints:
         rows = _rows(open_packing(write_file(tmp_path / name, [[1] * n for n in lengths]), fingerprint, 8))
@@ -209,7 +209,7 @@ def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp
         beside.write_bytes(beside.read_bytes()[:-8])
     else:
         file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
-    with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made anew"):
+    with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made again"):
         open_packing(file, "f", 8)
 
 

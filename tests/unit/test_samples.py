@@ -326,7 +326,7 @@ def test_a_weight_too_small_to_be_kept_is_refused_with_the_name_of_its_source(tm
     files = [opened(write_file(tmp_path / n, _numbered([90])), n, weight=w) for n, w in (("all", 1.0), ("next to none", 1e-7))]
     with pytest.raises(UserError, match=r"training.sources: the weight of next to none is below a millionth of all; leave it"):
         mix_of(files, _config())
-    assert mix_of([files[0], files[1]._replace(keys=files[1].keys.model_copy(update={"weight": 2e-6}))], _config())
+    assert mix_of([files[0], files[1]._replace(cfg=files[1].cfg.model_copy(update={"weight": 2e-6}))], _config())
 
 
 def test_an_index_that_is_out_of_order_where_a_row_is_read_is_refused(tmp_path):

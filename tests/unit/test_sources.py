@@ -16,8 +16,8 @@ from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data import sources
 from titanlite.data.indexed import path_of
-from titanlite.data.prepare.prepare import prepare
-from titanlite.data.sources import Opened, find, key_of, open_source, read_manifest, sources_of
+from titanlite.data.prepare import prepare
+from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
 from titanlite.files import cache_folder
@@ -61,12 +61,12 @@ def tokenized(tmp_path, loaded) -> Path:
     return folder
 
 
-def _open(path: Path, assets: Path, vocabulary: int = 4096) -> Opened:
+def _open(path: Path, assets: Path, vocabulary: int = 4096) -> TokenSource:
     [source] = sources_of(Config.model_validate({"training": {"dataset_path": str(path)}}), "training")
     return open_source(source, _KEY, load_tokenizer(str(assets)), str(assets), vocabulary)
 
 
-def _documents(source: Opened) -> list[list[int]]:
+def _documents(source: TokenSource) -> list[list[int]]:
     pieces = [(file, file.boundaries(number, number + 1)) for file in source.files for number in range(file.documents)]
     return [file.ids[begin:end].tolist() for file, (begin, end) in pieces]
 
@@ -185,7 +185,7 @@ def test_a_folder_without_files_is_refused(tmp_path):
 
 def test_a_folder_that_tokenize_has_not_finished_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "out.unfinished").mkdir()
-    with pytest.raises(UserError, match=r'out": not finished: give the same `titanlite tokenize` command again'):
+    with pytest.raises(UserError, match=r'out": not finished: run the same `titanlite tokenize` command again'):
         find(str(tmp_path / "out"), _KEY)
 
 

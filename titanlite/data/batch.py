@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from models.head import IGNORE
+from titanlite.data.samples import Arrays
 
 
 class Batch(NamedTuple):
@@ -45,3 +46,8 @@ class Batch(NamedTuple):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         return Batch(*(None if tensor is None else change(tensor) for tensor in self))
+
+
+def to_batch(arrays: Arrays, local_batch: int) -> Batch:
+    """Rows as tensors, (microbatches, local_batch, ...)."""
+    return Batch(*(None if a is None else torch.from_numpy(a).view(-1, local_batch, a.shape[1]) for a in arrays))

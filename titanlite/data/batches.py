@@ -1,6 +1,6 @@
-"""Each rank's part of the global batches, read by this process or ahead of it by others.
+"""Each rank's part of the global batches, read by this process or ahead of it by worker processes.
 
-The position in the data is one number: samples consumed so far. So there is no state to save, whatever reads ahead.
+The position in the data is one number: samples consumed so far. There is no other state to save, also with workers.
 """
 
 import itertools
@@ -18,33 +18,28 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.schema import Config, Dataloader
-from titanlite.data.batch import Batch
+from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import Data
-from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
 from titanlite.launch import children
 
 log = logging.getLogger(__name__)
 
-_LOCATED_AT_ONCE = 4096  # samples whose places are worked out together: numpy's overhead a call is shared by so many
-
-
-def to_batch(arrays: Arrays, local_batch: int) -> Batch:
-    """Rows as the model gets them, in microbatches of `local_batch`."""
-    return Batch(*(None if a is None else torch.from_numpy(a).view(-1, local_batch, a.shape[1]) for a in arrays))
+_LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's overhead per call
 
 
 def read_batches(
     config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int], pin_memory: bool = False
 ) -> "Batches":
     """This rank's part of the global batches that follow `consumed` samples; part: (data rank, data degree)."""
-    keys, training = config.dataloader, config.training
-    ahead = keys.workers * keys.prefetch
-    return Batches(Plan(data, consumed, global_batch, training.local_batch_size, training.seed, part, ahead), keys, pin_memory)
+    cfg, training = config.dataloader, config.training
+    ahead = cfg.workers * cfg.prefetch
+    dataset = StepDataset(data, consumed, global_batch, training.local_batch_size, training.seed, part, ahead)
+    return Batches(dataset, cfg, pin_memory)
 
 
-class Plan:
-    """Which samples make up this rank's part of each step, step 0 being the next one."""
+class StepDataset:
+    """A map-style dataset: step -> this rank's part of its global batch. Step 0 is the next one."""
 
     def __init__(
         self,
@@ -56,10 +51,10 @@ class Plan:
         part: tuple[int, int],
         ahead: int = 0,
     ):
-        """consumed: samples that earlier steps have used; the next one uses `consumed` .. `consumed + global_batch - 1`.
+        """consumed: samples of earlier steps; the next step has the samples `consumed` .. `consumed + global_batch - 1`.
 
-        part: (data rank, data degree); each rank takes a run of neighbouring samples. ahead: steps that are read before they
-        are needed, at most.
+        part: (data rank, data degree); each rank takes a run of neighbouring samples. ahead: the largest number of steps that
+        are read before they are needed.
         """
         rank, degree = part
         self.data, self.seed, self.local_batch, self.global_batch = data, seed, local_batch, global_batch
@@ -67,18 +62,18 @@ class Plan:
         assert self.share * degree == global_batch and self.share % local_batch == 0
         self.first = consumed + rank * self.share
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
-        # of each step that is being read, its number and the row that was begun last
+        # for each step that is being read, its number and the row that was begun last
         self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
-        self._notes: np.ndarray | None = None  # the same memory, as the process that reads sees it
+        self._notes: np.ndarray | None = None  # the same memory, in the process that reads
         self._block, self._located = -1, (np.zeros(0), np.zeros(0))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_notes": None}
 
     def __getitem__(self, step: int) -> Batch | UserError:
-        """This rank's part of a step, (microbatches, local_batch, ...); a fault of the data is handed on, not raised.
+        """This rank's part of a step, (microbatches, local_batch, ...), or the fault in the data.
 
-        The loader would wrap it into the traceback of a worker process.
+        The fault is returned, not raised, since the loader would wrap it in the traceback of a worker process.
         """
         sources, samples = self.located(step)
         if self._notes is None:
@@ -102,7 +97,7 @@ class Plan:
         return self._located[0][here], self._located[1][here]
 
     def last_read(self, step: int) -> str:
-        """What of a step was being read last, for a person."""
+        """The source, file and sample of a step that was being read last, for a message."""
         noted, at = self.latest[step % len(self.latest)].tolist()
         if noted != step or at < 0:
             return "no worker has begun to read it"
@@ -113,56 +108,57 @@ class Plan:
 
 
 class Batches:
-    """Endlessly, one step after the other, this rank's part of the global batch. `close` ends what reads ahead."""
+    """This rank's part of every global batch, step by step, without end. `close` ends the workers."""
 
-    def __init__(self, plan: Plan, keys: Dataloader, pin_memory: bool):
-        """pin_memory: batches are put into page-locked memory, from where a GPU copies by itself."""
-        self._plan, self._step = plan, 0
-        self._pin = pin_memory and not keys.workers  # the loader does it itself, in a thread
-        self._waiting = _Waiting(plan, keys.stall_seconds)
-        self._source = _read_ahead(plan, keys, pin_memory) if keys.workers else map(plan.__getitem__, itertools.count())
+    def __init__(self, dataset: StepDataset, cfg: Dataloader, pin_memory: bool):
+        """pin_memory: copies batches into page-locked memory, which a GPU copies from asynchronously."""
+        self._step = 0
+        self._pin = pin_memory and not cfg.workers  # with workers a thread of the loader does it
+        self._watch = _StallWatch(dataset, cfg.stall_seconds)
+        self._source = _read_ahead(dataset, cfg, pin_memory) if cfg.workers else map(dataset.__getitem__, itertools.count())
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        self._waiting.since = time.monotonic(), self._step
+        self._watch.waiting = time.monotonic(), self._step
         try:
             batch = next(self._source)
-        except (ConnectionError, EOFError, FileNotFoundError) as error:  # a batch whose memory went with its worker
-            raise RuntimeError("a worker that reads data has ended; it may have been killed for want of memory") from error
-        self._waiting.since = None
+        except (ConnectionError, EOFError, FileNotFoundError) as error:  # a batch whose shared memory ended with its worker
+            raise RuntimeError("a data worker has ended; it may have been killed because memory ran out") from error
+        finally:
+            self._watch.waiting = None
         if isinstance(batch, UserError):
             raise batch
         self._step += 1
         return batch.pin_memory() if self._pin else batch
 
     def close(self) -> None:
-        """Ends the workers, which go with the last reference to the loader's iterator."""
-        self._waiting.close()
+        """Ends the workers, which end with the last reference to the loader's iterator."""
+        self._watch.close()
         self._source = iter(())
 
     __del__ = close
 
 
 class OnDevice:
-    """Batches on the device that works on them; the next one is read and copied while it works on the last."""
+    """Batches on the training device; the next one is read and copied while the device computes the current step."""
 
     def __init__(self, batches: Batches, device: torch.device):
         self._batches, self._device = batches, device
-        # Copies on the stream of the computation would wait for all of it, and it for them.
+        # On the stream of the computation, the copies would wait for all of it, and it for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: Batch | Exception | None = None
 
     def prepare(self) -> None:
-        """Reads the next batch and begins to copy it, when a step's work has been launched; what fails is told by `take`."""
+        """Reads the next batch and starts its copy, once a step's work has been launched; `take` raises what fails here."""
         assert self._next is None
         try:
             batch = next(self._batches)
-            with torch.cuda.stream(self._stream):  # of None, nothing
+            with torch.cuda.stream(self._stream):  # None: no effect
                 self._next = batch.to(self._device, non_blocking=True)
         except Exception as error:
-            self._next = error  # the step before is whole, and may yet be saved
+            self._next = error  # the step before is complete and can still be saved
 
     def take(self) -> Batch:
         """The next batch, prepared or not."""
@@ -171,35 +167,36 @@ class OnDevice:
         batch, self._next = self._next, None
         if isinstance(batch, Exception):
             raise batch
+        assert batch is not None
         if self._stream is not None:
-            now = torch.cuda.current_stream(self._device)
-            now.wait_stream(self._stream)
-            batch.record_stream(now)
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            batch.record_stream(current)
         return batch
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Ends the workers."""
         self._batches.close()
 
 
-def _read_ahead(plan: Plan, keys: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
+def _read_ahead(dataset: StepDataset, cfg: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
     with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # PyTorch's to torchdata
         return iter(
             StatefulDataLoader(
-                plan,
+                dataset,
                 batch_size=None,
                 sampler=itertools.count(),
-                num_workers=keys.workers,
-                prefetch_factor=keys.prefetch,
+                num_workers=cfg.workers,
+                prefetch_factor=cfg.prefetch,
                 pin_memory=pin_memory,
-                # A fork of this process would copy CUDA's and gloo's threads in the middle of their work; these are forks of a
-                # server that has only imported what they need.
+                # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
+                # imported what the workers need.
                 multiprocessing_context="forkserver",
                 worker_init_fn=_start_worker,
-                snapshot_every_n_steps=2**62,  # its state is not asked for: ours is one number
+                snapshot_every_n_steps=2**62,  # its state is not used: ours is one number
             )
         )
 
@@ -208,12 +205,12 @@ def _start_worker(_number: int) -> None:
     children.end_with_starter()
 
 
-class _Waiting:
-    """Says what is being read when a step's data is waited for longer than `patience` seconds, and again after as long."""
+class _StallWatch:
+    """A thread that logs what is being read when a step waits longer than `patience` seconds for its data, repeatedly."""
 
-    def __init__(self, plan: Plan, patience: float):
-        self._plan, self._patience = plan, patience
-        self.since: tuple[float, int] | None = None  # when the waiting began, and for which step
+    def __init__(self, dataset: StepDataset, patience: float):
+        self._dataset, self._patience = dataset, patience
+        self.waiting: tuple[float, int] | None = None  # since when, and for which step
         self._done = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="data watch").start()
 
@@ -221,10 +218,10 @@ class _Waiting:
         self._done.set()
 
     def _watch(self) -> None:
-        told = 0.0
+        last_warning = 0.0
         while not self._done.wait(min(1.0, self._patience / 4)):
-            now, since = time.monotonic(), self.since
-            if since is None or now - max(since[0], told) < self._patience:
+            now, waiting = time.monotonic(), self.waiting
+            if waiting is None or now - max(waiting[0], last_warning) < self._patience:
                 continue
-            told = now
-            log.warning("waiting for data for %.0f s: %s", now - since[0], self._plan.last_read(since[1]))
+            last_warning = now
+            log.warning("waiting for data for %.0f s: %s", now - waiting[0], self._dataset.last_read(waiting[1]))

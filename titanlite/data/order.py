@@ -1,23 +1,23 @@
-"""The order of samples: a mixture of sources, each in a permutation of its own; any position can be asked of at once.
+"""The order of samples: a mixture of sources, each in its own permutation, with random access to any position.
 
-Nothing here is listed or remembered: sample i of a run is a function of the seed and i.
+Nothing is stored: sample i of a run is a function of the seed and i.
 """
 
 import hashlib
 
 import numpy as np
 
-MIXTURE = 2**20  # shares of a mixture are parts of this
+MIXTURE = 2**20  # the unit in which shares of a mixture are counted
 MAX_POSITION = 2**42
 _ROUNDS = 6
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def sample_at(positions: np.ndarray, samples: int, seed: int | str) -> np.ndarray:
-    """Which of `samples` samples stand at the given positions of an endless run of epochs.
+    """Which of `samples` samples are at the given positions of an endless run of epochs.
 
-    positions (n,) int64, from 0; -> (n,) int64 below `samples`. Every epoch is a permutation of its own.
-    seed: a number, or any text that tells one order from another.
+    positions (n,) int64, from 0; -> (n,) int64 below `samples`. Every epoch has its own permutation.
+    seed: a number or a text that identifies the order.
     """
     assert samples > 0 and (positions >= 0).all()
     epochs, inside = np.divmod(positions, samples)
@@ -31,15 +31,15 @@ def sample_at(positions: np.ndarray, samples: int, seed: int | str) -> np.ndarra
 def interleave(positions: np.ndarray, shares: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """The source of each position of an endless mixture, and how many samples of that source came before it.
 
-    positions (n,) int64 below 2^42; shares: whole numbers that add up to MIXTURE at most. -> two (n,) int64.
+    positions (n,) int64 below 2^42; shares: integers whose sum is at most MIXTURE. -> two (n,) int64.
 
-    Among the first i samples a source with share s of S has floor(i s / S) of them or one more for each source before it, so
-    that every batch holds nearly the same mixture. The sources are dealt one after the other: each takes its share of what
-    those before it have left.
+    Of the first i samples, a source with share s of S has floor(i s / S), or up to one more for each source before it. So every
+    batch has nearly the same mixture. Sources are assigned one after another: each takes its share of the samples that the
+    sources before it have left.
     """
     assert ((positions >= 0) & (positions < MAX_POSITION)).all() and min(shares) > 0 and sum(shares) <= MIXTURE
     source = np.full(len(positions), len(shares) - 1)
-    index = positions.copy()  # among the samples that the sources before have left
+    index = positions.copy()  # among the samples that the earlier sources have left
     open_ = np.arange(len(positions))
     total = sum(shares)
     for number, share in enumerate(shares[:-1]):
@@ -66,7 +66,7 @@ def permute(index: np.ndarray, count: int, key: str) -> np.ndarray:
     """The images of index (n,) int64 under a pseudorandom permutation of range(count).
 
     A Feistel network over the next even number of bits, applied again while the result is outside of the range ("cycle
-    walking", Black & Rogaway, "Ciphers with arbitrary finite domains", 2002): four times at most on average.
+    walking", Black & Rogaway, "Ciphers with arbitrary finite domains", 2002): at most four times on average.
     """
     assert ((index >= 0) & (index < count)).all()
     half = max(1, ((count - 1).bit_length() + 1) // 2)

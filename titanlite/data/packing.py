@@ -1,64 +1,70 @@
-"""Best-fit packing: whole documents put together into rows with as little padding as possible.
+"""Best-fit packing: whole documents combined into rows with as little padding as possible.
 
-Best-fit decreasing, the longest piece first and each into the fullest row that has room for it (Ding et al., "Fewer
-truncations improve language modeling", arXiv:2404.10830). A document longer than a row is cut; its parts share one token,
-the last label of one is the first input of the next, so that no label is lost.
+Best-fit decreasing: the longest piece first, each into the fullest row that has room for it (Ding et al., "Fewer truncations
+improve language modeling", arXiv:2404.10830). A document longer than a row is cut. Its parts share one token: the last label of
+a part is the first input of the next, so that no label is lost.
 """
 
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from titanlite.data.indexed import TokenFile
 
-_HEAD = 5  # numbers that stand before the tables
+_HEADER = 5  # numbers before the tables
 
 
 class Packing:
-    """The rows of one token file, mapped from disk: which pieces of documents stand in each, one after the other."""
+    """The rows of one token file: the pieces of documents in each, in order. Mapped, in each process at its first read."""
 
     def __init__(self, path: Path):
-        """path: a file of `pack_file`. Raises ValueError for one that is not."""
+        """path: a file that `pack_file` wrote. Raises ValueError for any other."""
         self.path = path
-        table = np.load(path, mmap_mode="r").view(np.ndarray)
-        if len(table) < _HEAD:
+        table = self._table
+        if len(table) < _HEADER:
             raise ValueError("too short")
-        # of: tokens and documents of the token file; kept: tokens of all rows together
-        *of, self.rows, pieces, self.kept = (int(number) for number in table[:_HEAD])
-        self.of = tuple(of)
-        if len(table) != _HEAD + self.rows + 1 + 2 * pieces:
-            raise ValueError(f"{len(table)} numbers, {self.rows} rows and {pieces} pieces")
-        self._ends, self._starts, self._lengths = np.split(table[_HEAD:], [self.rows + 1, self.rows + 1 + pieces])
+        tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
+        self.of = tokens, documents  # of the token file; kept: tokens of all rows together
+        if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
+            raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")
 
-    def __reduce__(self):
-        return Packing, (self.path,)
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.load(self.path, mmap_mode="r").view(np.ndarray)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_table"}
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """(first token in the file, tokens) of each piece of a row."""
-        inside = slice(int(self._ends[row]), int(self._ends[row + 1]))
-        return list(zip(self._starts[inside].tolist(), self._lengths[inside].tolist(), strict=True))
+        begin, end = self._table[_HEADER + row : _HEADER + row + 2].tolist()
+        start = _HEADER + self.rows + 1 + begin
+        starts, lengths = (self._table[at : at + end - begin].tolist() for at in (start, start + self._pieces))
+        return list(zip(starts, lengths, strict=True))
 
 
 def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
-    """Packs the documents of a token file into rows of seq_len + 1 tokens; `target` becomes the .npy file of it.
+    """Packs the documents of a token file into rows of seq_len + 1 tokens, and writes them to `target`, an .npy file.
 
-    The file is one row of int64: tokens and documents of the token file, rows, pieces, tokens in them; the first piece of each
-    row, and at the end their number; the first token of each piece; its tokens.
+    The file is one array of int64. Header: tokens and documents of the token file, rows, pieces, tokens of all pieces. Tables:
+    the first piece of each row and at the end the number of pieces; the first token of each piece; the tokens of each piece.
     """
     file = TokenFile(prefix)
-    starts, lengths = _pieces(file.boundaries(0, file.documents), seq_len)
+    starts, lengths = _cut(file.boundaries(0, file.documents), seq_len)
     row_of = best_fit(lengths, seq_len + 1)
     order = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of)
-    head = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
+    header = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
     with open(target, "wb") as out:
-        np.save(out, np.concatenate([head, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
+        np.save(out, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
 
 
-def _pieces(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of the parts of seq_len + 1 tokens at most that documents are cut into.
+def _cut(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, lengths) of the parts of at most seq_len + 1 tokens that documents are cut into.
 
-    boundaries (documents + 1,) int64: where each begins and the last one ends. A document of a single token has no label
+    boundaries (documents + 1,) int64: where each begins and where the last one ends. A document of a single token has no label
     and is left out.
     """
     labels = np.diff(boundaries) - 1
@@ -71,32 +77,32 @@ def _pieces(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each piece, (pieces,) int64, rows numbered from 0 without gaps; lengths (pieces,) are at most `capacity`.
 
-    Pieces of one length are placed together, into all rows with the same room at once, so that it takes a few operations a
-    length and not some a piece: a million pieces in a second.
+    Places all pieces of one length together, into all rows with the same room at once. That takes a few operations per length
+    instead of several per piece: a million pieces a second.
     """
     row_of = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     rows = 0
-    room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # free tokens -> groups of rows that have so many
-    some = np.zeros(capacity + 1, bool)  # where there are any
+    room: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]  # free tokens -> groups of rows with that many
+    any_with = np.zeros(capacity + 1, bool)  # free tokens -> whether there are such rows
 
     def give_back(group: np.ndarray, free: int) -> None:
         if len(group):
             room[free].append(group)
-            some[free] = True
+            any_with[free] = True
 
     for same in np.split(by_length, np.flatnonzero(np.diff(lengths[by_length])) + 1):
         while len(same):
             length = int(lengths[same[0]])
-            free = length + int(some[length:].argmax())
-            if some[free]:
+            free = length + int(any_with[length:].argmax())
+            if any_with[free]:
                 chosen = room[free].pop()
-                some[free] = bool(room[free])
+                any_with[free] = bool(room[free])
             else:
-                free, wanted = capacity, -(-len(same) // (capacity // length))
-                chosen = np.arange(rows, rows + wanted)
-                rows += wanted
-            fit = free // length  # so many go into each row before another row becomes the fullest with room
+                free, new = capacity, -(-len(same) // (capacity // length))
+                chosen = np.arange(rows, rows + new)
+                rows += new
+            fit = free // length  # pieces per row, before another row becomes the fullest with room
             needed = -(-len(same) // fit)
             give_back(chosen[needed:], free)
             chosen = chosen[:needed]

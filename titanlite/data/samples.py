@@ -1,7 +1,7 @@
-"""From token files to rows of a batch: what of the documents stands in a row, under each `document_policy`.
+"""From token files to rows of a batch: which tokens a row holds, under each `document_policy`.
 
-A row has seq_len + 1 tokens: inputs and, one place on, labels. Under every policy it is made of pieces, each a run of tokens
-of one file; what the pieces leave free is padding. A row never reaches from one file into the next.
+A row has seq_len + 1 tokens: the inputs and, shifted by one, the labels. Under every policy it consists of pieces, each a run
+of tokens of one file; the rest is padding. A row never extends from one file into the next.
 """
 
 import itertools
@@ -22,13 +22,13 @@ class Rows(NamedTuple):
 
     file: TokenFile
     count: int
-    tokens: int  # that stand in rows, repeated ones too
+    tokens: int  # in all rows, repeated ones included
     packing: Packing | None
     pieces: Callable[["Rows", int, int], list[Piece]]  # (rows, row, seq_len)
 
 
 def count_packed(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
-    """(rows, tokens in them): the documents behind each other, cut every seq_len tokens. Neighbours share one token."""
+    """(rows, tokens in them): the documents one after another, cut every seq_len tokens. Neighbours share one token."""
     rows = max(0, (file.tokens - 1) // seq_len)
     return rows, rows * seq_len
 
@@ -58,7 +58,7 @@ def best_fit(rows: Rows, row: int, seq_len: int) -> list[Piece]:
 
 
 def count_truncated(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
-    """(rows, tokens in them): a row for each document."""
+    """(rows, tokens in them): one row per document."""
     step = 2**22
     parts = (file.boundaries(at, min(at + step, file.documents)) for at in range(0, file.documents, step))
     return file.documents, sum(int(np.minimum(np.diff(part), seq_len + 1).sum()) for part in parts)
@@ -74,7 +74,7 @@ class Policy(NamedTuple):
 
     count: Callable[[TokenFile, int, Packing | None], tuple[int, int]]  # rows of a file, tokens in them
     pieces: Callable[[Rows, int, int], list[Piece]]
-    pieces_apart: Callable[[Rows, int, int], list[Piece]]  # where documents are kept apart, no piece holds two
+    pieces_by_document: Callable[[Rows, int, int], list[Piece]]  # no piece spans two documents
 
 
 POLICIES = {
@@ -85,21 +85,22 @@ POLICIES = {
 
 
 def rows_of(file: TokenFile, policy: str, seq_len: int, mask: bool, packing: Packing | None) -> Rows:
-    """The rows of a file under a policy; mask: documents are kept apart. packing: for "best_fit"."""
+    """The rows of a file under a policy; mask: attention stays inside documents. packing: for "best_fit"."""
     chosen = POLICIES[policy]
-    return Rows(file, *chosen.count(file, seq_len, packing), packing, chosen.pieces_apart if mask else chosen.pieces)
+    count, tokens = chosen.count(file, seq_len, packing)
+    return Rows(file, count, tokens, packing, chosen.pieces_by_document if mask else chosen.pieces)
 
 
 class Arrays(NamedTuple):
-    """A batch as it is filled in: arrays of (rows, seq_len + 1), `documents` of (rows, seq_len). See batch.py."""
+    """A `Batch` that is being filled: arrays of (rows, seq_len + 1), `documents` of (rows, seq_len)."""
 
     tokens: np.ndarray  # int64
-    counted: np.ndarray | None  # bool: is to be predicted
+    counted: np.ndarray | None  # bool, True for labels
     documents: np.ndarray | None  # int32, rising along the row; padding has a number of its own
 
 
 def fill(batch: Arrays, at: int, rows: Rows, row: int, seq_len: int) -> None:
-    """Puts one row of a file into row `at` of a batch that is all padding: tokens 0, counted False, documents 0."""
+    """Copies one row of a file into row `at` of a batch that is all padding: tokens 0, counted False, documents 0."""
     tokens, ids, place, number = batch.tokens[at], rows.file.ids, 0, 0
     for number, (first, length) in enumerate(rows.pieces(rows, row, seq_len), 1):
         end = place + length

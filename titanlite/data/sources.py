@@ -1,58 +1,61 @@
-"""What a path of the configuration stands for: token files made before, or text that is made into some at first use."""
+"""What a path of the configuration stands for: existing token files, or text that is tokenized at first use and cached."""
 
+import contextlib
+import fcntl
 import glob
 import json
 import logging
 import os
-import resource
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config, Source
-from titanlite.data.cache import digest, making, once
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.packing import Packing, pack_file
-from titanlite.data.prepare.chat import ChatTemplate, load_template
+from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.documents import STDLIB, list_inputs, stdlib_files
-from titanlite.data.prepare.prepare import prepare
+from titanlite.data.prepare.prepare import MANIFEST, prepare
 from titanlite.data.prepare.readers import HUB, BadDocument, is_url
-from titanlite.data.tokenizer import LoadedTokenizer, describe, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, describe, digest, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
-from titanlite.files import cache_folder
+from titanlite.files import cache_folder, sync
+from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
+Cached = TypeVar("Cached")
+
 _VERSION = "2"  # part of every cache key: raise it when the same files would give other tokens
 _PROBES, _PROBE_BYTES = 16, 4096
 
 
-class Opened(NamedTuple):
-    """The token files of one source, and what is known of them."""
+class TokenSource(NamedTuple):
+    """The token files of one source."""
 
-    keys: Source
+    cfg: Source
     name: str
     files: list[TokenFile]
-    fingerprint: str  # equal fingerprints mean equal tokens, for files of others with high probability
-    manifest: dict[str, Any] | None  # None: files of others, whose ids are looked at as they are read
+    fingerprint: str  # equal fingerprints mean equal tokens; for foreign files only with high probability
+    manifest: dict[str, Any] | None  # None: foreign files, whose ids are checked as they are read
 
 
 def sources_of(config: Config, section: str) -> list[Source]:
     """The sources of [training] or [validation]; `dataset` and `dataset_path` name a single one.
 
-    Raises UserError where more than one of these keys names data, or weights and names are not complete.
+    Raises UserError where more than one of these keys names data, and for incomplete weights or names.
     """
-    keys = getattr(config, section)
-    given = {"dataset": keys.dataset != STDLIB, "dataset_path": bool(keys.dataset_path), "sources": bool(keys.sources)}
+    cfg = getattr(config, section)
+    given = {"dataset": cfg.dataset != STDLIB, "dataset_path": bool(cfg.dataset_path), "sources": bool(cfg.sources)}
     if sum(given.values()) > 1:
-        texts = {"dataset": f" = {keys.dataset!r}", "dataset_path": f" = {keys.dataset_path!r}", "sources": ""}
+        texts = {"dataset": f" = {cfg.dataset!r}", "dataset_path": f" = {cfg.dataset_path!r}", "sources": ""}
         names = " and ".join(f"{section}.{key}{texts[key]}" for key, is_given in given.items() if is_given)
         raise UserError(f"{names} both name data; give one of them")
-    sources = keys.sources or [Source(path=keys.dataset_path or keys.dataset)]
+    sources = cfg.sources or [Source(path=cfg.dataset_path or cfg.dataset)]
     weighted = [source for source in sources if source.weight is not None]
     if weighted and len(weighted) < len(sources):
         missing = next(source for source in sources if source.weight is None)
@@ -74,12 +77,12 @@ def name_of(source: Source) -> str:
 
 def key_of(config: Config, section: str) -> str:
     """The key that names the data of a section, for messages."""
-    keys = getattr(config, section)
-    return f"{section}.{'sources' if keys.sources else 'dataset_path' if keys.dataset_path else 'dataset'}"
+    cfg = getattr(config, section)
+    return f"{section}.{'sources' if cfg.sources else 'dataset_path' if cfg.dataset_path else 'dataset'}"
 
 
 def find(path: str, key: str) -> list[Path] | None:
-    """The token files at a path, without suffixes, or None for text. Raises UserError for what is neither."""
+    """The token files at a path, without suffixes, or None for text. Raises UserError for anything else."""
     place = Path(path) if Path(path).name else Path(path).absolute()
     if place.suffix in (".bin", ".idx") and not place.is_dir():
         place = place.with_suffix("")
@@ -88,10 +91,10 @@ def find(path: str, key: str) -> list[Path] | None:
     if (place / MANIFEST).is_file():
         return [place / shard["name"] for shard in read_manifest(place)["shards"]]
     if place.is_dir() and any(place.glob("*.idx")):
-        # a .bin whose .idx was not copied along is to be missed, not left out
+        # a .bin whose .idx is missing is an error later, not left out here
         return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in place.glob(f"*.{suffix}")})
     if (place / "plan.json").is_file() or (not place.exists() and place.with_name(f"{place.name}.unfinished").is_dir()):
-        raise UserError(f'{key} = "{path}": not finished: give the same `titanlite tokenize` command again, it goes on')
+        raise UserError(f'{key} = "{path}": not finished: run the same `titanlite tokenize` command again, it continues')
     if not (place.exists() or path == STDLIB or path.startswith(HUB) or is_url(path) or glob.has_magic(path)):
         raise UserError(f'{key} = "{path}": no such file or folder; the built-in data is called "{STDLIB}"')
     list_inputs(_text_inputs(path), f"{key} =")
@@ -99,7 +102,7 @@ def find(path: str, key: str) -> list[Path] | None:
 
 
 def _text_inputs(path: str) -> list[str]:
-    """What `list_inputs` is to look for under a path of the configuration."""
+    """The inputs, as `list_inputs` takes them, that a path of the configuration stands for."""
     return [str(file) for file in stdlib_files()] if path == STDLIB and not Path(path).exists() else [path]
 
 
@@ -111,7 +114,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not {"format", "tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint"} <= set(manifest):
             raise ValueError("it lacks entries")
         if manifest["format"] != 1:
-            raise ValueError(f"format {manifest['format']}, and only 1 is known")
+            raise ValueError(f"format {manifest['format']}; only format 1 is supported")
         if any(Path(shard["name"]).name != shard["name"] for shard in manifest["shards"]):
             raise ValueError("a shard is not in its folder")
         if not all({"documents", "tokens", "loss"} <= set(shard) for shard in manifest["shards"]):
@@ -121,97 +124,45 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, vocabulary: int) -> Opened:
-    """Opens a source, after making tokens of it where it is text; several processes may ask at once.
+def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, vocabulary: int) -> TokenSource:
+    """Opens, validates and fingerprints a source; tokenizes it before if it is text. Several processes may call it at once.
 
-    key: names the source in messages; assets: model.hf_assets_path; vocabulary: of the model, which ids must be below.
+    key: names the source in messages; assets: model.hf_assets_path; vocabulary: of the model, an upper bound of the ids.
     Raises UserError that names the file at fault.
     """
     prefixes, folder = find(source.path, key), Path(source.path)
     if prefixes is None:
-        folder = _prepared(source.path, key, loaded, assets)
+        folder = _tokenized(source.path, key, loaded, assets)
         prefixes = find(str(folder), key)
     assert prefixes is not None
-    _allow_many_files(len(prefixes))
-    files = [TokenFile(prefix) for prefix in prefixes]
-    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
-    if manifest is None:
-        paths = [path_of(file.prefix, suffix) for file in files for suffix in ("bin", "idx", "loss")]
-        fingerprint = digest(*(_probe(path) for path in paths if path.suffix != ".loss" or path.exists()))
-        return Opened(source, name_of(source), files, fingerprint, None)
-    _check_manifest(manifest, folder, files, loaded, vocabulary)
-    return Opened(source, name_of(source), files, manifest["fingerprint"], manifest)
+    files, manifest = _open_files(prefixes, folder, loaded, vocabulary)
+    if manifest is not None:
+        fingerprint = manifest["fingerprint"]
+    else:
+        suffixes = [(file, suffix) for file in files for suffix in ("bin", "idx", "loss") if suffix != "loss" or file.has_loss]
+        fingerprint = digest(*(_probe(path_of(file.prefix, suffix)) for file, suffix in suffixes))
+    return TokenSource(source, name_of(source), files, fingerprint, manifest)
 
 
-def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
-    """The best-fit rows of a file: those that lie beside it, or else of the cache, where they are made at first use."""
-    beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
-    if beside.is_file():
-        try:
-            packing = Packing(beside)
-        except ValueError as error:
-            raise UserError(f"{beside}: not a packing: {error}; remove it, and it is made anew") from None
-        if packing.of != (file.tokens, file.documents):
-            raise UserError(f"{beside}: is not of {file.prefix.name}.bin as it is now; remove it, and it is made anew")
-        return packing
-
-    def make(path: Path) -> None:
-        log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
-        pack_file(file.prefix, seq_len, path)
-
-    key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
-    return once(cache_folder() / f"packing-{key}.npy", make, Packing)
-
-
-def _prepared(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
-    """The folder of tokens made of text, from the cache or made now.
-
-    Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
-    """
-    names = _text_inputs(path)
-    found = list_inputs(names, f"{key} =")
-    facts = [f"{entry.path} {entry.size} {entry.stamp}" for entry in found]
-    template = load_template(assets) if assets else None
-    chat = template.source if template else ""
-    folder = cache_folder() / f"tokens-{digest(_VERSION, tokenizer_digest(loaded), chat, *facts)}"
-    if not folder.is_dir():
-        with making(folder):
-            if not folder.is_dir():
-                log.info("tokenizing %s, once; kept in %s", path, cache_folder())
-                _prepare(names, folder, loaded, template, key)
-    return folder
-
-
-def _prepare(names: list[str], folder: Path, loaded: LoadedTokenizer, template: ChatTemplate | None, key: str) -> None:
-    """Makes tokens of text. Of text that is at fault nothing is kept: once it is mended, its tokens have another name."""
+def source_fault(config: Config, source: Source, key: str) -> str | None:
+    """What is wrong with a source: opens its token files without fingerprinting them; of text it checks only that it exists."""
     try:
-        prepare(
-            names, folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
-            chat=template, key=f"{key} =",
-        )  # fmt: skip
-    except BadDocument:
-        shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
-        raise
+        if (prefixes := find(source.path, key)) is not None:
+            vocabulary = family_of(config.model).config.vocab_size
+            _open_files(prefixes, Path(source.path), open_tokenizer(config.model.hf_assets_path), vocabulary)
+    except UserError as error:
+        return str(error)
+    return None
 
 
-def open_tokenizer(assets: str) -> LoadedTokenizer:
-    """The tokenizer of `model.hf_assets_path`, or where that is empty the default one, trained at first use."""
-    if assets:
-        return load_tokenizer(assets)
-    files = stdlib_files()
-
-    def make(path: Path) -> None:
-        log.info("training the default tokenizer on %d files, once; kept in %s", len(files), cache_folder())
-        train_tokenizer(file.read_text(encoding="utf-8") for file in files).save(str(path))
-
-    facts = (f"{file} {(stat := file.stat()).st_size} {stat.st_mtime_ns}" for file in files)
-    path = cache_folder() / f"tokenizer-{digest(_VERSION, *facts)}.json"
-    return describe(once(path, make, lambda path: Tokenizer.from_file(str(path))), None, str(path))
-
-
-def _check_manifest(
-    manifest: dict[str, Any], folder: Path, files: list[TokenFile], loaded: LoadedTokenizer, vocabulary: int
-) -> None:
+def _open_files(
+    prefixes: list[Path], folder: Path, loaded: LoadedTokenizer, vocabulary: int
+) -> tuple[list[TokenFile], dict[str, Any] | None]:
+    """The token files of a source, and the manifest that they are checked against; foreign files have none."""
+    files = [TokenFile(prefix) for prefix in prefixes]
+    if not (folder / MANIFEST).is_file():
+        return files, None
+    manifest = read_manifest(folder)
     if manifest["tokenizer"] != tokenizer_digest(loaded):
         raise UserError(
             f"{folder}: made with another tokenizer than that of model.hf_assets_path; set it to the folder that was given "
@@ -225,24 +176,114 @@ def _check_manifest(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
                 f"{shard['documents']:,} of {shard['tokens']:,}"
             )
-        if shard["loss"] and file.loss is None:
-            raise UserError(f"{file.prefix}.loss: is missing; without it what users of chats say would be predicted too")
+        if shard["loss"] and not file.has_loss:
+            raise UserError(f"{file.prefix}.loss: is missing; without it the loss would include the user's turns of chats")
+    return files, manifest
 
 
 def _probe(path: Path) -> str:
-    """A digest of a file's size and of some places in it, evenly spread: of a terabyte it reads 64 KiB."""
-    size = path.stat().st_size
-    found = xxhash.xxh3_128(str(size).encode())
+    """A digest of a file's size and of 16 evenly spread blocks: it reads 64 KiB of a terabyte."""
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        result = xxhash.xxh3_128(str(size).encode())
         for number in range(_PROBES):
             file.seek(max(0, size - _PROBE_BYTES) * number // (_PROBES - 1))
-            found.update(file.read(_PROBE_BYTES))
-    return found.hexdigest()
+            result.update(file.read(_PROBE_BYTES))
+    return result.hexdigest()
 
 
-def _allow_many_files(count: int) -> None:
-    """A mapped file counts as an open one, and a trillion tokens are a thousand shards of two files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY:
-        wanted = soft + 3 * count
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+# ------------------------------------------------------------------------------------------------------------- the cache
+
+
+def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
+    """The best-fit rows of a file: those beside it, else those in the cache, which are made at first use."""
+    beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
+    if beside.is_file():
+        try:
+            packing = Packing(beside)
+        except ValueError as error:
+            raise UserError(f"{beside}: not a packing: {error}; remove it, and it is made again") from None
+        if packing.of != (file.tokens, file.documents):
+            raise UserError(f"{beside}: is not of {file.prefix.name}.bin as it is now; remove it, and it is made again")
+        return packing
+
+    def make(path: Path) -> None:
+        log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
+        pack_file(file.prefix, seq_len, path)
+
+    key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
+    return _cached(cache_folder() / f"packing-{key}.npy", make, Packing)
+
+
+def open_tokenizer(assets: str) -> LoadedTokenizer:
+    """The tokenizer of `model.hf_assets_path`, or where that is empty the default one, trained at first use."""
+    if assets:
+        return load_tokenizer(assets)
+    files = stdlib_files()
+
+    def make(path: Path) -> None:
+        log.info("training the default tokenizer on %d files, once; kept in %s", len(files), cache_folder())
+        train_tokenizer(file.read_text(encoding="utf-8") for file in files).save(str(path))
+
+    stamps = (f"{file} {(stat := file.stat()).st_size} {stat.st_mtime_ns}" for file in files)
+    path = cache_folder() / f"tokenizer-{digest(_VERSION, *stamps)}.json"
+    return describe(_cached(path, make, lambda path: Tokenizer.from_file(str(path))), None, str(path))
+
+
+def _tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
+    """The folder of token files of a text, from the cache or made now.
+
+    Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
+    """
+    names = _text_inputs(path)
+    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs(names, f"{key} =")]
+    template = load_template(assets) if assets else None
+    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", *stamps)
+    folder = cache_folder() / f"tokens-{name}"
+    if folder.is_dir():
+        return folder
+    with _locked(folder):
+        if folder.is_dir():  # another process has made it meanwhile
+            return folder
+        log.info("tokenizing %s, once; kept in %s", path, cache_folder())
+        try:
+            prepare(
+                names, folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
+                chat=template, key=f"{key} =",
+            )  # fmt: skip
+        except BadDocument:  # the corrected text will have another name
+            shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
+            raise
+    return folder
+
+
+def _cached(path: Path, make: Callable[[Path], None], read: Callable[[Path], Cached]) -> Cached:
+    """Reads `path`, which one process makes first if it is missing or damaged, while others wait. Written atomically.
+
+    Raises UserError where the cache folder cannot be written.
+    """
+    with contextlib.suppress(Exception):  # missing or damaged
+        return read(path)
+    with _locked(path):
+        with contextlib.suppress(Exception):  # another process has made it meanwhile
+            return read(path)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            make(unfinished)
+            sync(unfinished)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return read(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock for making `path`. Raises UserError where its folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None

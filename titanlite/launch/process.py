@@ -5,7 +5,8 @@ import hashlib
 import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+
+Result = TypeVar("Result")
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -112,3 +115,32 @@ def same_everywhere(value: str) -> bool:
     values: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return len(set(values)) == 1
+
+
+def once_per_node(make: Callable[[], Result]) -> Result:
+    """Calls `make` on the first rank of each node; -> its result on every rank of the node. All ranks together.
+
+    All ranks of the node raise the UserError that `make` raises. The result is pickled.
+    """
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local_world == 1:
+        return make()
+    first = dist.get_rank() - local_rank
+    # The group stays until the end: its name is a hash of its ranks, and a second one of that name would connect to the
+    # addresses of the first, which are still in the store.
+    node = dist.new_group(
+        list(range(first, first + local_world)),
+        backend="gloo",
+        timeout=datetime.timedelta(days=30),  # `make` may tokenize for hours; the launcher ends the ranks that wait in vain
+        use_local_synchronization=True,
+    )
+    answer: list[Any] = [None]
+    if local_rank == 0:
+        try:
+            answer = [make()]
+        except UserError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=first, group=node)
+    if isinstance(answer[0], UserError):
+        raise answer[0]
+    return answer[0]

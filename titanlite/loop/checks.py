@@ -14,8 +14,8 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, room_fault, step_folder
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import report
-from titanlite.config.schema import Checkpoint, Config, Dataloader, Lora, Source
-from titanlite.data.sources import find, key_of, open_source, open_tokenizer, sources_of
+from titanlite.config.schema import Checkpoint, Config, Dataloader, Lora
+from titanlite.data.sources import key_of, source_fault, sources_of
 from titanlite.data.tokenizer import DEFAULT_VOCABULARY, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.folder import find_weights, their_names
@@ -35,14 +35,17 @@ from titanlite.transforms.registry import Family, described, family_of, is_adapt
 _SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
 
 
-def check(config: Config, path: str, world_size: int, local_size: int | None = None) -> None:
-    """Raises UserError that lists every fault of a configuration for `world_size` processes, `local_size` of them here."""
+def check(config: Config, path: str, world_size: int, local_size: int | None = None, open_files: bool = True) -> None:
+    """Raises UserError that lists every fault of a configuration for `world_size` processes, `local_size` of them here.
+
+    open_files: False for a rank, which opens and validates the token files next.
+    """
     faults = [
         *_mesh_faults(config, world_size, local_size),
         *_model_faults(config, local_size),
         *_batch_faults(config, world_size),
         *_schedule_faults(config),
-        *_data_faults(config),
+        *_data_faults(config, open_files),
         *_folder_faults(config),
         *_checkpoint_faults(config),
         *_device_faults(config),
@@ -235,11 +238,11 @@ def _schedule_faults(config: Config) -> Iterator[str]:
         )
 
 
-def _data_faults(config: Config) -> Iterator[str]:
+def _data_faults(config: Config, open_files: bool) -> Iterator[str]:
     for section in ("training", *(["validation"] if config.validation.enable else [])):
         try:
-            for source in sources_of(config, section):
-                yield from _source_faults(config, source, key_of(config, section))
+            for source in sources_of(config, section) if open_files else ():
+                yield from filter(None, [source_fault(config, source, key_of(config, section))])
         except UserError as error:
             yield str(error)
     if config.validation.steps == 0:
@@ -262,17 +265,6 @@ def _sample_faults(config: Config) -> Iterator[str]:
         yield "validation.sample_prompts: has no effect with metrics.enable_tensorboard = false, where samples are to be read"
     if keys.sample_tokens != type(keys)().sample_tokens and not keys.sample_prompts:
         yield f"validation.sample_tokens = {keys.sample_tokens}: has no effect without validation.sample_prompts"
-
-
-def _source_faults(config: Config, source: Source, key: str) -> Iterator[str]:
-    """What is wrong with token files; text is looked at when it is made into some, and only its presence now."""
-    try:
-        if find(source.path, key) is not None:
-            assets = config.model.hf_assets_path
-            vocabulary = family_of(config.model).config.vocab_size
-            open_source(source, key, open_tokenizer(assets), assets, vocabulary)
-    except UserError as error:
-        yield str(error)
 
 
 def _folder_faults(config: Config) -> Iterator[str]:

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from models.head import IGNORE
 from titanlite.config.schema import Config
-from titanlite.data.batch import Batch
-from titanlite.data.batches import to_batch
+from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.inference.generate import Sampling, continue_texts

@@ -1,8 +1,8 @@
 """titanlite data show CONFIG.toml --step N [--rank R] [--ranks N] [--section.key value ...]
 titanlite data stats CONFIG.toml [--ranks N] [--section.key value ...]
 
-`show` prints the documents and the text of a step's batch, of one rank or of all; `stats` what there is in each source, how
-much of it the run will use, and how often. Nothing is trained, and no process group started.
+`show` prints the documents and the text of a step's batch, for one rank or for all. `stats` prints what each source holds, how
+much of it the run will use, and how often. Neither trains or starts a process group.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.data.batches import Plan
-from titanlite.data.mixture import Data, Mixed, open_data
+from titanlite.data.batches import StepDataset
+from titanlite.data.mixture import Data, MixtureSource, open_data
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
@@ -28,14 +28,14 @@ _BAR = 40  # characters of the longest bar of a histogram
 
 
 def main() -> None:
-    """Exit code 2 for a fault of configuration or data."""
+    """Exit code 2 for a fault in the configuration or the data."""
     try:
         word, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
         if word in ("-h", "--help"):
             print(__doc__)
             return
         if word not in ("show", "stats"):
-            raise UserError(f"titanlite data {word}: there are show and stats")
+            raise UserError(f"titanlite data {word}: the commands are show and stats")
         for line in _show(words) if word == "show" else _stats(words):
             print(line)
     except UserError as error:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _open(command: str, words: list[str]) -> tuple[Config, dict[str, int]]:
-    """The configuration of a command's words, checked, and the degrees of its mesh."""
+    """The checked configuration of a command line, and the degrees of its mesh."""
     path, ranks, _, options = parse_command(command, words)
     config = read_config(path, options)
     check(config, path, ranks)
@@ -58,27 +58,27 @@ def _show(words: list[str]) -> Iterator[str]:
     parser = argparse.ArgumentParser(prog="titanlite data show", allow_abbrev=False, add_help=False)
     parser.add_argument("--step", type=int)
     parser.add_argument("--rank", type=int)
-    asked, rest = parser.parse_known_args(words)
+    given, rest = parser.parse_known_args(words)
     config, degrees = _open("data show", rest)
     data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     ranks = data_ranks * degrees["tp"]
-    if asked.step is None or not 1 <= asked.step <= config.training.steps:
-        raise UserError(f"--step {asked.step}: must be from 1 to training.steps = {config.training.steps}")
-    if asked.rank is not None and not 0 <= asked.rank < ranks:
-        raise UserError(f"--rank {asked.rank}: must be from 0 to {ranks - 1}; --ranks N says how many there are")
+    if given.step is None or not 1 <= given.step <= config.training.steps:
+        raise UserError(f"--step {given.step}: must be from 1 to training.steps = {config.training.steps}")
+    if given.rank is not None and not 0 <= given.rank < ranks:
+        raise UserError(f"--rank {given.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
     data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path).tokenizer
     size = config.global_batch(data_ranks)
-    # the ranks of one tensor-parallel group are neighbours, and read the same
-    parts = range(data_ranks) if asked.rank is None else [asked.rank // degrees["tp"]]
+    # the ranks of a tensor-parallel group are neighbours and read the same samples
+    parts = range(data_ranks) if given.rank is None else [given.rank // degrees["tp"]]
     for part in parts:
-        plan = Plan(
-            data, (asked.step - 1) * size, size, config.training.local_batch_size, config.training.seed, (part, data_ranks)
+        steps = StepDataset(
+            data, (given.step - 1) * size, size, config.training.local_batch_size, config.training.seed, (part, data_ranks)
         )
-        for number, (source, sample) in enumerate(zip(*plan.located(0), strict=True), plan.first):
+        for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), steps.first):
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
 
 
-def _show_sample(data: Data, mixed: Mixed, sample: int, number: int, part: int, tokenizer: Tokenizer) -> Iterator[str]:
+def _show_sample(data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: Tokenizer) -> Iterator[str]:
     rows, row = mixed.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {mixed.source.name}, {rows.file.prefix}.bin, row {row:,}"
     for first, length in rows.pieces(rows, row, data.seq_len):
@@ -93,8 +93,8 @@ def _show_sample(data: Data, mixed: Mixed, sample: int, number: int, part: int, 
             yield tokenizer.decode(rows.file.ids[here].tolist(), skip_special_tokens=False)
 
 
-def _origin(mixed: Mixed, rows: Rows, document: int) -> str:
-    """The input that a document was read from, where that is known."""
+def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
+    """The input that a document was read from, if the manifest says."""
     if mixed.source.manifest is None:
         return ""
     before = mixed.rows[: next(number for number, other in enumerate(mixed.rows) if other is rows)]
@@ -117,20 +117,20 @@ def _stats(words: list[str]) -> Iterator[str]:
     )
     for mixed, draws in zip(data.sources, data.draws(samples), strict=True):
         padding, unused = data.waste(mixed)
-        allowed = mixed.source.keys.epochs
-        yield f"\n{mixed.source.name}: {mixed.source.keys.path}"
+        limit = mixed.source.cfg.epochs
+        yield f"\n{mixed.source.name}: {mixed.source.cfg.path}"
         yield f"  tokens      {mixed.tokens:,} in {len(mixed.rows)} files"
         yield f"  documents   {mixed.documents:,}, {mixed.tokens / max(1, mixed.documents):,.0f} tokens each on average"
         yield f"  samples     {mixed.count:,} an epoch"
         yield f"  in the run  {draws:,} samples, {draws / samples:.2%} of all"
-        yield f"  epochs      {draws / mixed.count:.3f}" + ("" if allowed is None else f", allowed are {allowed:g}")
+        yield f"  epochs      {draws / mixed.count:.3f}" + ("" if limit is None else f", allowed are {limit:g}")
         yield f"  waste       {padding:.2%} of the places are padding, {unused:.2%} of the tokens are in no sample"
         yield "  length of documents in tokens"
         yield from _histogram(mixed)
 
 
-def _histogram(mixed: Mixed) -> Iterator[str]:
-    """Documents by length, in powers of two. Reads, and checks, every index."""
+def _histogram(mixed: MixtureSource) -> Iterator[str]:
+    """Documents by length, in powers of two. Reads and checks every index."""
     counts = np.zeros(64, np.int64)
     for rows in mixed.rows:
         lengths = rows.file.document_lengths()
