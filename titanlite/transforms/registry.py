@@ -21,17 +21,17 @@ from models.decoder import Decoder
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
 
-# Where a model's code never is: an error that is raised there was made somewhere else.
+# A model's code is never here: an error raised here was caused elsewhere.
 _LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
-OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # of a family that can be read and written in Hugging Face's format
+OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 _SHARED = ("attention", "blocks", "decoder", "head")  # the files of models/ that are not families
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 
 
 class Family(NamedTuple):
-    """A model module and the flavour that was chosen of it."""
+    """A model module and one of its flavours."""
 
     module: ModuleType
     config: Any  # the module's own Config
@@ -42,21 +42,21 @@ class Family(NamedTuple):
             return self.module.Model(self.config)
 
     def dimensions(self) -> dict[str, Any]:
-        """The fields of `config` as JSON gives them back."""
+        """The fields of `config`, after a round trip through JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self.config), default=repr))
 
     def changes_since(self, before: dict[str, Any]) -> list[str]:
-        """A sentence for each of the dimensions `before` that is another one now; one that was not there yet is no change."""
+        """A sentence for each dimension in `before` that has changed; a new dimension is no change."""
         now = self.dimensions()
         return [f"{name} = {now.get(name)!r}, was {was!r}" for name, was in before.items() if now.get(name) != was]
 
 
 class BrokenModule(UserError):
-    """The module is there, and what is in it is wrong."""
+    """The module exists, and its contents are wrong."""
 
 
 def load_family(name: str, flavor: str, assets: str = "") -> Family:
-    """The family `models.<name>`, or with dots in its name any importable module, and its flavour.
+    """The family `models.<name>`, or for a name with dots any importable module, and its flavour.
 
     assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". Raises UserError where there is no
     such module, where it lacks a part of the interface, or has no such flavour.
@@ -98,14 +98,14 @@ def load_module(name: str) -> ModuleType:
             raise BrokenModule(f"model.name = {name!r}: {dotted} imports {error.name}, which is not installed") from error
         here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
-    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # the user's module can raise anything
         raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
     lacking = [part for part in OFFERS if not hasattr(module, part)]
     if lacking:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
         raise BrokenModule(
-            f'model.name = {name!r}: its flavour "{FROM_ASSETS}" needs another name; that one stands for config.json'
+            f'model.name = {name!r}: its flavour "{FROM_ASSETS}" needs another name; this one stands for config.json'
         )
     return module
 
@@ -114,22 +114,22 @@ def read_description(folder: Path) -> dict[str, Any]:
     """The config.json of a folder in Hugging Face's format. Raises UserError."""
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+    if not isinstance(description, dict) or not isinstance(description.get("model_type"), str):
         raise UserError(f"{path}: does not describe a model: it has no model_type")
-    return found
+    return description
 
 
 def require_hf(module: ModuleType) -> None:
-    """Raises UserError for a family that has no place in Hugging Face's format."""
+    """Raises UserError for a family that Hugging Face's format cannot hold."""
     if missing := [part for part in OFFERS_HF if not hasattr(module, part)]:
         raise UserError(f"{module.__name__}: lacks {', '.join(missing)}, which Hugging Face's format needs")
 
 
 def described(module: ModuleType, description: dict[str, Any]) -> Any:
-    """The family's own Config for a config.json. Raises UserError for what the family does not have."""
+    """The family's own Config for a config.json. Raises UserError for features that the family lacks."""
     require_hf(module)
     try:
         return module.from_hf(description)
@@ -140,29 +140,29 @@ def described(module: ModuleType, description: dict[str, Any]) -> Any:
 
 
 def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:
-    """For each name the value of the first pattern that matches it, and a list of faults.
+    """The value of the first matching pattern for each name, and a list of faults.
 
-    A name that no pattern matches is a fault, and so is a pattern that matches no name: it is a misspelt one.
+    A name that no pattern matches is a fault. So is a pattern that matches no name: it is misspelt.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     used = set()
     for name in names:
         matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
         used.update(matches)
         if matches:
-            found[name] = table[matches[0]]
-    # one fault for all layers: layers.0.x, layers.1.x, ... are told as layers.*.x
-    unmatched = dict.fromkeys(every_layer(name) for name in names if name not in found)
+            values[name] = table[matches[0]]
+    # one fault for all layers: layers.0.x, layers.1.x, ... are reported as layers.*.x
+    unmatched = dict.fromkeys(every_layer(name) for name in names if name not in values)
     faults = [f"{what}: no pattern matches {name}" for name in unmatched]
     faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if pattern not in used]
-    return found, faults
+    return values, faults
 
 
 def place_of(error: BaseException) -> str:
-    """File and line where an error was raised, in a model's code where any was running, or where a file's syntax is wrong."""
+    """File and line of an error: the innermost frame of a model's code if there is one, or the place of a syntax error."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
-    # The compiler reads code that it does not call, and tells itself where it was.
+    # The compiler traces code without calling it, and records the stack itself.
     frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     frame = (own or frames)[-1]
@@ -170,7 +170,7 @@ def place_of(error: BaseException) -> str:
 
 
 def tie(module: nn.Module) -> None:
-    """Makes tied parameters one again, after something has replaced each by itself; for models that tie any."""
+    """Ties parameters again after something has replaced them separately; for models that tie any."""
     getattr(module, "tie_weights", lambda: None)()
 
 
