@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from titanlite.errors import UserError
 from titanlite.launch import stop
 
 COMMANDS = {
@@ -48,7 +49,11 @@ def main() -> None:
     elif name == "launch":
         stop.leave_at_once()
     sys.argv = [f"titanlite {name}", *sys.argv[2:]]
-    importlib.import_module(COMMANDS[name][0]).main()
+    try:
+        importlib.import_module(COMMANDS[name][0]).main()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

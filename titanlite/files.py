@@ -30,6 +30,13 @@ def sync_contents(folder: Path) -> None:
     sync(folder)
 
 
+def publish(unfinished: Path, final: Path) -> None:
+    """Renames a complete file or folder; its contents and its name are on the disk at return."""
+    sync(unfinished)
+    unfinished.rename(final)
+    sync(final.parent)
+
+
 def cache_folder() -> Path:
     """$TITANLITE_CACHE, else titanlite/ in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -161,7 +161,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     family.module.Model(family.config).load_state_dict(weights)  # strictly: no name is missing, none too many
     assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in _weights(stored))
     ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", folder=tmp_path, code=2)
-    assert "one.pt: is there already" in ended.stderr
+    assert "one.pt: already exists" in ended.stderr
 
 
 SLOW = """

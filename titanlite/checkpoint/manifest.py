@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from titanlite.errors import UserError
-from titanlite.files import sync
+from titanlite.files import publish
 
 FILE = "manifest.json"
 _FORMAT = 3
@@ -62,9 +62,7 @@ def write(folder: Path, manifest: Manifest) -> None:
 def commit(unfinished: Path, final: Path, manifest: Manifest) -> None:
     """Makes a written folder a checkpoint: adds the manifest, and then gives the folder its final name."""
     write(unfinished, manifest)
-    sync(unfinished)
-    unfinished.rename(final)
-    sync(final.parent)
+    publish(unfinished, final)
 
 
 def read(folder: Path) -> Manifest:

@@ -16,8 +16,9 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
-from titanlite.files import replace_file, sync
+from titanlite.files import publish, replace_file
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
+from titanlite.hf.output import start_output, unfinished_path
 from titanlite.launch.process import raise_together
 from titanlite.transforms.lora import merged
 from titanlite.transforms.registry import load_family
@@ -119,7 +120,7 @@ def export(
     support, an existing output, or an error of the disk.
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
-    unfinished = output.with_name(f".{output.name}.unfinished")
+    unfinished = unfinished_path(output)
 
     def together(task: Callable[[], Any]) -> Any:
         """The result of `task`, after all ranks have run it. If it fails on one rank, all raise."""
@@ -146,11 +147,7 @@ def export(
         ]:
             raise UserError("\n".join(odd))
         if rank == 0:
-            if output.exists():
-                raise UserError(f"{output}: already exists; name another output, or remove it")
-            if unfinished.exists():
-                shutil.rmtree(unfinished)  # left by a killed export
-            unfinished.mkdir(parents=True)
+            start_output(output).mkdir()
         return exported, split(items, shard_bytes), exported.tokenizer()
 
     exported, files, tokenizer = together(prepare)
@@ -169,9 +166,7 @@ def export(
                 total = sum(item.bytes for items in files for item in items)
                 _write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
             _describe(unfinished, exported, files, tokenizer)
-            sync(unfinished)
-            unfinished.rename(output)
-            sync(output.parent)
+            publish(unfinished, output)
 
     together(write)
     together(finish)

@@ -103,7 +103,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Ten
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
-                by_replication.setdefault(_replication_factor(p.grad), []).append(local_part(p.grad))
+                by_replication.setdefault(replication_factor(p.grad), []).append(local_part(p.grad))
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_replication.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt() if scale is None else total.sqrt() / scale
@@ -124,7 +124,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.cat(rows).square().sum()
 
 
-def _replication_factor(tensor: Tensor) -> int:
+def replication_factor(tensor: Tensor) -> int:
     """How many ranks hold the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return dist.get_world_size()

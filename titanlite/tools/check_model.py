@@ -22,6 +22,7 @@ from titanlite.tools import model_facts
 from titanlite.tools.compare import compare
 from titanlite.tools.model_facts import SMALL, size_of
 from titanlite.tools.model_runs import TIMEOUT_SECONDS, Alone, describe, guarded, in_one_process, train_on_mesh
+from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import BrokenModule, Family, load_module
 
@@ -160,26 +161,21 @@ def choose_small(name: str, module: ModuleType, flavors: list[str]) -> str | Non
 
 
 def main() -> None:
+    """Exit code 0: all checks passed; 1: a check failed; 2: a user error."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    words = sys.argv[1:]
-    if words[:1] in (["-h"], ["--help"]):
-        print(__doc__)
-        sys.exit(0)
+    parser = command_parser("check-model", __doc__)
+    parser.add_argument("model", help="such as llama3, llama3:8b or my_models.mine:debug")
+    model = parser.parse_args().model
+    name, _, flavor = model.partition(":")
     try:
-        if len(words) != 1 or words[0].startswith("-"):
-            raise UserError("give one model, such as llama3, llama3:8b or my_models.mine:debug")
-        name, _, flavor = words[0].partition(":")
         module = load_module(name)
         if not module.FLAVORS or (flavor and flavor not in module.FLAVORS):
-            raise UserError(f"{words[0]}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
+            raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
         small = choose_small(name, module, flavors)
     except BrokenModule as error:
         print(f"{'imported':<20} FAILED   {error}")
         sys.exit(1)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
     print(f"{name}: {', '.join(flavors)} on meta; {small or 'nothing'} trained")
     rows = failed = 0
     for row in rows_of(name, module, flavors, small):
@@ -187,7 +183,3 @@ def main() -> None:
         print(f"{row.name:<20} {row.verdict:<8}", f"\n{'':<30}".join(row.texts), flush=True)
     print(f"{failed} of {rows} checks failed" if failed else "all passed")
     sys.exit(1 if failed else 0)
-
-
-if __name__ == "__main__":
-    main()

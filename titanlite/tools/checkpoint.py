@@ -2,12 +2,11 @@
 
 DIR is a run directory, a folder of checkpoints, or one checkpoint, such as outputs/llama_debug/checkpoint/step-00000100.
 
-    list     one line a checkpoint: step, size, when it was written, and what can be told without reading it
+    list     one line for each checkpoint: its folder, size, samples, time, and whether files are missing or have another size
     verify   reads every file and compares it with the manifest
-    show     of one checkpoint, by default the newest: its numbers, its configuration, and name, shape and type of every tensor
+    show     prints the numbers and configuration of the newest one, and the name, shape and dtype of every tensor
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -19,23 +18,20 @@ from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.errors import UserError
+from titanlite.tools.options import command_parser
 
 
 def main() -> None:
-    """Exit code 0, 1 where a checkpoint is damaged, 2 where there is none."""
-    parser = argparse.ArgumentParser(prog="titanlite checkpoint", description=__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Exit code 0; 1: a checkpoint is damaged; 2: there is none."""
+    parser = command_parser("checkpoint", __doc__)
     parser.add_argument("action", choices=list(_ACTIONS))
     parser.add_argument("dir", type=Path)
-    words = parser.parse_args()
+    options = parser.parse_args()
     try:
-        sys.exit(_ACTIONS[words.action](checkpoints(words.dir)))
+        sys.exit(_ACTIONS[options.action](checkpoints(options.dir)))
     except manifest.Damaged as error:
         print(error, file=sys.stderr)
         sys.exit(1)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -49,28 +45,28 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _folders_in(folder: Path) -> Iterator[Path]:
-    """Where the checkpoints of a run directory, or of the folder itself, are."""
+    """The folders that may hold the checkpoints: this one, and that of a run directory."""
     yield folder
     stored = folder / "config.toml"
     if stored.is_file():
         yield folder / read_config(stored, []).checkpoint.folder
 
 
-def list_them(sources: list[Path]) -> int:
+def list_all(sources: list[Path]) -> int:
     damaged = 0
     for source in sources:
         try:
-            found = manifest.read(source)
+            stored = manifest.read(source)
         except UserError as error:
             damaged += 1
             print(f"{source}  damaged: {error}")
             continue
-        size = sum(contents.bytes for contents in found.files.values())
-        missing = [name for name, contents in found.files.items() if _size(source / name) != contents.bytes]
+        size = sum(contents.bytes for contents in stored.files.values())
+        missing = [name for name, contents in stored.files.items() if _size(source / name) != contents.bytes]
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((source / manifest.FILE).stat().st_mtime))
-        state = f"damaged: {', '.join(missing)}" if missing else f"{len(found.files)} files, not read"
+        state = f"damaged: {', '.join(missing)}" if missing else f"{len(stored.files)} files, not read"
         damaged += bool(missing)
-        print(f"{source}  {size / 2**30:9.3f} GiB  {found.numbers['samples']:>12,} samples  {written}  {state}")
+        print(f"{source}  {size / 2**30:9.3f} GiB  {stored.numbers['samples']:>12,} samples  {written}  {state}")
     return int(damaged > 0)
 
 
@@ -82,10 +78,10 @@ def verify(sources: list[Path]) -> int:
     damaged = 0
     for source in sources:
         try:
-            found = manifest.read(source)
-            faults = list(load.faults(source, found))
+            stored = manifest.read(source)
+            faults = list(load.faults(source, stored))
             if not faults:
-                read_metadata(source, found.files)
+                read_metadata(source, stored.files)
         except UserError as error:
             faults = [str(error)]
         damaged += bool(faults)
@@ -95,10 +91,10 @@ def verify(sources: list[Path]) -> int:
 
 def show(sources: list[Path]) -> int:
     source = sources[-1]
-    found = manifest.read(source)
-    for name, value in _leaves(found.numbers):
+    stored = manifest.read(source)
+    for name, value in _leaves(stored.numbers):
         print(f"{name} = {value!r}")
-    for name, entry in sorted(tensor_entries(read_metadata(source, found.files)).items()):
+    for name, entry in sorted(tensor_entries(read_metadata(source, stored.files)).items()):
         print(f"{name}  {tuple(entry.size)}  {str(entry.properties.dtype).removeprefix('torch.')}")
     return 0
 
@@ -111,8 +107,4 @@ def _leaves(values: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
             yield path + name, value
 
 
-_ACTIONS = {"list": list_them, "verify": verify, "show": show}
-
-
-if __name__ == "__main__":
-    main()
+_ACTIONS = {"list": list_all, "verify": verify, "show": show}

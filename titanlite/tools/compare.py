@@ -26,7 +26,7 @@ from titanlite.optim.build import build_optimizer
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import create_state
-from titanlite.parallel.mesh import DATA_DIMENSIONS, data_degree, data_rank
+from titanlite.parallel.mesh import DATA_DIMENSIONS, data_degree, data_rank, rng_rank
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import family_of
 
@@ -86,9 +86,8 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:
     """Takes these steps as the training loop does. Yields (step, batch) after each backward pass, before the update."""
     training, scale = run.config.training, run.loss_scale.scale if run.loss_scale else None
-    rng_rank = data_rank(run.mesh) * run.mesh["tp"].size() + run.mesh["tp"].get_local_rank()  # as in the loop
     for number, local_batch in zip(numbers, batches, strict=False):
-        process.seed_step(training.seed, number, rng_rank)
+        process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
         share = forward_backward(run.model, batch, run.mesh, scale, run.config.parallelism.reduce_every_microbatch)
         yield number, batch

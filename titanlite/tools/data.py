@@ -7,7 +7,6 @@ much of it the run will use, and how often. Neither trains or starts a process g
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,24 +22,18 @@ from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.tools.check import parse_command
+from titanlite.tools.options import command_parser
 
 _BAR = 40  # characters of the longest bar of a histogram
 
 
 def main() -> None:
-    """Exit code 2 for a fault in the configuration or the data."""
-    try:
-        word, words = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
-        if word in ("-h", "--help"):
-            print(__doc__)
-            return
-        if word not in ("show", "stats"):
-            raise UserError(f"titanlite data {word}: the commands are show and stats")
-        for line in _show(words) if word == "show" else _stats(words):
-            print(line)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    """Exit code 0, or 2 for a user error."""
+    parser = command_parser("data", __doc__)
+    parser.add_argument("action", choices=list(_ACTIONS))
+    options, words = parser.parse_known_args()
+    for line in _ACTIONS[options.action](words):
+        print(line)
 
 
 def _open(command: str, words: list[str]) -> tuple[Config, dict[str, int]]:
@@ -58,21 +51,21 @@ def _show(words: list[str]) -> Iterator[str]:
     parser = argparse.ArgumentParser(prog="titanlite data show", allow_abbrev=False, add_help=False)
     parser.add_argument("--step", type=int)
     parser.add_argument("--rank", type=int)
-    given, rest = parser.parse_known_args(words)
+    options, rest = parser.parse_known_args(words)
     config, degrees = _open("data show", rest)
     data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     ranks = data_ranks * degrees["tp"]
-    if given.step is None or not 1 <= given.step <= config.training.steps:
-        raise UserError(f"--step {given.step}: must be from 1 to training.steps = {config.training.steps}")
-    if given.rank is not None and not 0 <= given.rank < ranks:
-        raise UserError(f"--rank {given.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
+    if options.step is None or not 1 <= options.step <= config.training.steps:
+        raise UserError(f"--step {options.step}: must be from 1 to training.steps = {config.training.steps}")
+    if options.rank is not None and not 0 <= options.rank < ranks:
+        raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
     data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path).tokenizer
     size = config.global_batch(data_ranks)
     # the ranks of a tensor-parallel group are neighbours and read the same samples
-    parts = range(data_ranks) if given.rank is None else [given.rank // degrees["tp"]]
+    parts = range(data_ranks) if options.rank is None else [options.rank // degrees["tp"]]
     for part in parts:
         steps = StepDataset(
-            data, (given.step - 1) * size, size, config.training.local_batch_size, config.training.seed, (part, data_ranks)
+            data, (options.step - 1) * size, size, config.training.local_batch_size, config.training.seed, (part, data_ranks)
         )
         for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), steps.first):
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
@@ -142,5 +135,4 @@ def _histogram(mixed: MixtureSource) -> Iterator[str]:
         yield f"    {low:>9,} to {high:>9,}  {counts[exponent]:>12,}  {bar}"
 
 
-if __name__ == "__main__":
-    main()
+_ACTIONS = {"show": _show, "stats": _stats}

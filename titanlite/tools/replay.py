@@ -7,12 +7,10 @@ uses the mesh of the run on N ranks, and the numbers equal those of the run bit 
 step, --attempt selects one, counted from 1.
 """
 
-import argparse
 import json
 import logging
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -37,10 +35,12 @@ from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
 from titanlite.loop.resume import Progress, load_run, restore
+from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.tools.compare import Run, begin, data_parts, follow, on_mesh, relative_difference, replaced
+from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of
 from titanlite.transforms.shards import local_part
@@ -229,16 +229,13 @@ def begin_before(
 @torch.no_grad()
 def layer_norms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """Layer -> the L2 norm over its tensors and all their shards, summed in float64; all ranks together."""
-    named = [(name, tensor.numel(), local_part(tensor)) for name, tensor in tensors]
-    sums = [local.double().square().sum() for _, _, local in named]
-    counts = torch.tensor([local.numel() for _, _, local in named], device=sums[0].device)
-    both = torch.stack([torch.stack(sums), counts.double()])
-    dist.all_reduce(both)
-    squares: dict[str, float] = {}
-    for (name, size, _), total, count in zip(named, *both.tolist(), strict=True):
-        # every value of a tensor is on equally many ranks: count / size
-        squares[layer_of(name)] = squares.get(layer_of(name), 0.0) + total * size / count
-    return {layer: math.sqrt(square) for layer, square in squares.items()}
+    named = list(tensors)
+    squares = torch.stack([local_part(each).double().square().sum() / replication_factor(each) for _, each in named])
+    dist.all_reduce(squares)
+    by_layer: dict[str, float] = {}
+    for (name, _), square in zip(named, squares.tolist(), strict=True):
+        by_layer[layer_of(name)] = by_layer.get(layer_of(name), 0.0) + square
+    return {layer: math.sqrt(square) for layer, square in by_layer.items()}
 
 
 def layer_of(name: str) -> str:
@@ -281,19 +278,6 @@ def _compared(value: float, reported: float | None) -> str:
     return f"{reported!r}, which differs by {difference:.1e}" if difference else "equal"
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="titanlite replay", allow_abbrev=False, usage=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--attempt", type=int)
-    options = parser.parse_args(words)
-    for name in ("step", "ranks", "attempt"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
-    return options
-
-
 def _on_rank(device: torch.device, config: Config, run: Path, step: int, route: Route) -> str:
     process.set_up_logging()
     if config.training.deterministic:
@@ -303,26 +287,24 @@ def _on_rank(device: torch.device, config: Config, run: Path, step: int, route: 
 
 
 def main() -> None:
+    """Exit code 0, or 2 for a user error."""
+    parser = command_parser("replay", __doc__)
+    parser.add_argument("run", type=Path, help="the run directory")
+    parser.add_argument("--step", type=at_least(1), required=True)
+    parser.add_argument("--ranks", type=at_least(1), help="(default: one process without the mesh of the run)")
+    parser.add_argument("--attempt", type=at_least(1), help="(default: the last one)")
+    options = parser.parse_args()
     process.set_up_logging()
-    try:
-        options = _parse(sys.argv[1:])
-        run, step, ranks = options.run, options.step, options.ranks or 1
-        config, global_batch = setting_of(run, step)
-        entries = divergence.read_entries(run / divergence.FILE)
-        if step > (last := furthest(run, config, entries)):
-            raise UserError(f"--step {step}: the run in {run} reached step {last} at most")
-        route = route_to(step, options.attempt, entries)
-        config = replay_config(config, global_batch, options.ranks)
-        check_setting(config, run, ranks)
-        open_data(config)  # fills the cache for the ranks
-        # As in run_train.sh: the number of threads of a rank decides how its sums are rounded.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        timeout = config.comm.init_timeout_seconds
-        print(on_ranks(ranks, _on_rank, config, run, step, route, timeout_seconds=timeout))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()
+    run, step, ranks = options.run, options.step, options.ranks or 1
+    config, global_batch = setting_of(run, step)
+    entries = divergence.read_entries(run / divergence.FILE)
+    if step > (last := furthest(run, config, entries)):
+        raise UserError(f"--step {step}: the run in {run} reached step {last} at most")
+    route = route_to(step, options.attempt, entries)
+    config = replay_config(config, global_batch, options.ranks)
+    check_setting(config, run, ranks)
+    open_data(config)  # fills the cache for the ranks
+    # As in run_train.sh: the number of threads of a rank decides how its sums are rounded.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    timeout = config.comm.init_timeout_seconds
+    print(on_ranks(ranks, _on_rank, config, run, step, route, timeout_seconds=timeout))

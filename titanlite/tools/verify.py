@@ -5,7 +5,6 @@ weights, global batches, losses, gradient norms, and the gradient of every param
 large model down with --flavor or other options: the command tests the mesh. Exit code 0: equal; 1: not equal.
 """
 
-import argparse
 import math
 import sys
 
@@ -18,20 +17,18 @@ from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.tools.compare import DEGREES, Comparison, Trajectory, compare, data_parts, on_mesh, record, replaced
+from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 
 
 def main() -> None:
-    try:
-        path, meshes, config = _parse(sys.argv[1:])
-        global_batch = config.global_batch(max(map(data_parts, meshes)))  # what the widest mesh has
-        configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
-        for degrees, mesh_config in zip(meshes, configs, strict=True):
-            check(mesh_config, path, math.prod(degrees.values()))
-        open_data(config)  # fills the cache for the ranks
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    """Exit code 0: equal; 1: not equal; 2: a user error."""
+    path, meshes, config = _parse(sys.argv[1:])
+    global_batch = config.global_batch(max(map(data_parts, meshes)))  # what the widest mesh has
+    configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
+    for degrees, mesh_config in zip(meshes, configs, strict=True):
+        check(mesh_config, path, math.prod(degrees.values()))
+    open_data(config)  # fills the cache for the ranks
     runs = [_run(mesh_config, degrees) for mesh_config, degrees in zip(configs, meshes, strict=True)]
     print(f"{config.model.name} {config.model.flavor}, {config.training.steps} steps in float32, each mesh against the first")
     print(f"{'mesh':<28} {'weights':<9} {'batches':<9} {'losses':<9} {'norms':<17} {'worst gradient'}")
@@ -67,17 +64,17 @@ def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Tr
 
 
 def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
-    parser = argparse.ArgumentParser(prog="titanlite verify", allow_abbrev=False, usage=__doc__)
+    parser = command_parser("verify", __doc__)
     parser.add_argument("config")
-    parser.add_argument("--mesh", action="append", required=True)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--mesh", action="append", required=True, help="1, or degrees such as dp_shard=2,tp=2")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="(default: 5)")
     parser.add_argument("--flavor")
     known, options = parser.parse_known_args(words)
     if known.flavor:
         options += ["--model.flavor", known.flavor]
     config = read_config(known.config, options)
-    if known.steps < 1 or len(known.mesh) < 2:
-        raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2, and at least one step")
+    if len(known.mesh) < 2:
+        raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")
     float32 = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float32")
     config = replaced(
         config,

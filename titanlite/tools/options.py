@@ -1,0 +1,26 @@
+"""What the command lines of the tools share."""
+
+import argparse
+from collections.abc import Callable
+
+
+def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help prints the docstring of the command's file, of which the first paragraph is the usage."""
+    usage, _, description = (doc or "").partition("\n\n")
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The argparse type of a whole number, such as 1000 or 1e9, that has this minimum."""
+
+    def whole_number(word: str) -> int:
+        try:
+            value = int(word) if word.isdecimal() else float(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{word!r} is not a number") from None
+        if value < least or value // 1 != value:
+            raise argparse.ArgumentTypeError(f"{word}: must be a whole number of at least {least}")
+        return int(value)
+
+    return whole_number
