@@ -1,8 +1,10 @@
 """A batch: the tokens of samples, and what of them is a label."""
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class Batch(NamedTuple):
 
     def microbatches(self) -> list["Batch"]:
         """The parts along the leading dimension."""
-        return [self._each(lambda tensor, number=number: tensor[number]) for number in range(len(self.tokens))]
+        return [self._each(itemgetter(number)) for number in range(len(self.tokens))]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The same on a device."""
@@ -45,9 +47,13 @@ class Batch(NamedTuple):
                 tensor.record_stream(stream)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch(*(None if tensor is None else change(tensor) for tensor in self))
+        return Batch(change(self.tokens), *(None if tensor is None else change(tensor) for tensor in self[1:]))
 
 
 def to_batch(arrays: Arrays, local_batch: int) -> Batch:
     """Rows as tensors, (microbatches, local_batch, ...)."""
-    return Batch(*(None if a is None else torch.from_numpy(a).view(-1, local_batch, a.shape[1]) for a in arrays))
+
+    def as_tensor(rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).view(-1, local_batch, rows.shape[1])
+
+    return Batch(as_tensor(arrays.tokens), *(None if rows is None else as_tensor(rows) for rows in arrays[1:]))

@@ -24,7 +24,7 @@ import resource
 import struct
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -83,25 +83,16 @@ def path_of(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
-class _Layout(NamedTuple):
-    """What the header of NAME.idx and the sizes of the files say."""
-
-    dtype: np.dtype  # of the ids
-    tokens: int
-    documents: int
-    lengths_at: int  # byte of NAME.idx at which each table begins
-    pointers_at: int
-    documents_at: int
-    end: int  # some writers append more, such as Megatron's modes
-    has_loss: bool
-
-
 class TokenFile:
     """NAME.bin with NAME.idx, each mapped at its first read.
 
     A pickled TokenFile holds sizes and offsets only. Another process of this machine maps the files that it reads; it neither
     opens nor checks the others.
     """
+
+    tokens: int
+    documents: int
+    has_loss: bool
 
     def __init__(self, prefix: Path):
         """Raises UserError that names the file at fault: missing, of another format, truncated, or longer than the index says.
@@ -110,29 +101,70 @@ class TokenFile:
         """
         self.prefix = prefix
         try:
-            self._layout = _read_layout(prefix)
+            self._read_sizes()
         except OSError as error:
             raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror}") from None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"prefix": self.prefix, "_layout": self._layout}
+        return {name: value for name, value in self.__dict__.items() if not isinstance(value, np.ndarray)}
 
-    @property
-    def tokens(self) -> int:
-        return self._layout.tokens
+    def _read_sizes(self) -> None:
+        """Reads the header of the index and the ends of its tables, and checks them against the sizes of the files.
 
-    @property
-    def documents(self) -> int:
-        return self._layout.documents
+        They are read, not mapped, since a mapped page counts as memory.
+        """
+        ids, index, loss = (path_of(self.prefix, suffix) for suffix in ("bin", "idx", "loss"))
+        with open(index, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(_HEADER.size)
+            if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+                raise UserError(f"{index}: not an index in Megatron's format: it begins with {header[:9]!r}")
+            _, version, code, sequences, entries = _HEADER.unpack(header)
+            if version != _VERSION:
+                raise UserError(f"{index}: version {version} of Megatron's format; only version {_VERSION} is supported")
+            if code not in _DTYPES:
+                known = ", ".join(f"{number} ({np.dtype(dtype).name})" for number, dtype in _DTYPES.items())
+                raise UserError(f"{index}: ids of type {code}; supported are {known}")
+            if entries < 1:
+                raise UserError(f"{index}: has no document index")
+            pointers_at = _HEADER.size + 4 * sequences
+            documents_at = pointers_at + 8 * sequences
+            end = documents_at + 8 * entries
+            if size < end:
+                raise UserError(f"{index}: truncated: {size:,} bytes of {end:,}")
 
-    @property
-    def has_loss(self) -> bool:
-        return self._layout.has_loss
+            def number_at(offset: int, form: str) -> int:
+                file.seek(offset)
+                return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+
+            dtype = np.dtype(_DTYPES[code])
+            described = 0  # bytes of NAME.bin, by the last sequence
+            if sequences:
+                described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * dtype.itemsize
+            first, last = number_at(documents_at, "<q"), number_at(end - 8, "<q")
+        actual = ids.stat().st_size
+        if actual % dtype.itemsize:
+            raise UserError(f"{ids}: truncated: {actual} bytes are not a whole number of {dtype.name} ids")
+        if described > actual:
+            raise UserError(
+                f"{ids}: truncated: it has {actual:,} bytes, and {index.name} describes {described:,}; or {index.name} "
+                "belongs to another file"
+            )
+        if described < actual:
+            raise UserError(
+                f"{index}: describes {described:,} bytes of the {actual:,} in {ids.name}; it belongs to another file"
+            )
+        if (first, last) != (0, sequences):
+            raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
+        self.tokens, self.documents, self.has_loss = actual // dtype.itemsize, entries - 1, loss.exists()
+        self._dtype, self._tables = dtype, (_HEADER.size, pointers_at, documents_at, end)
+        if self.has_loss and (flags := loss.stat().st_size) != self.tokens:
+            raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
 
     @cached_property
     def ids(self) -> np.ndarray:
         """(tokens,) of the file's integer type."""
-        return _map(path_of(self.prefix, "bin"), self._layout.dtype, self.tokens)
+        return _map(path_of(self.prefix, "bin"), self._dtype, self.tokens)
 
     @cached_property
     def loss(self) -> np.ndarray | None:
@@ -141,22 +173,22 @@ class TokenFile:
 
     @cached_property
     def _index(self) -> np.ndarray:
-        return _map(path_of(self.prefix, "idx"), np.dtype(np.uint8), self._layout.end)
+        return _map(path_of(self.prefix, "idx"), np.dtype(np.uint8), self._tables[-1])
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """(sequences,) int32."""
-        return self._index[self._layout.lengths_at : self._layout.pointers_at].view("<i4")
+        return self._index[self._tables[0] : self._tables[1]].view("<i4")
 
     @cached_property
     def pointers(self) -> np.ndarray:
         """(sequences,) int64, the byte of NAME.bin at which each begins."""
-        return self._index[self._layout.pointers_at : self._layout.documents_at].view("<i8")
+        return self._index[self._tables[1] : self._tables[2]].view("<i8")
 
     @cached_property
     def first_sequences(self) -> np.ndarray:
         """(documents + 1,) int64."""
-        return self._index[self._layout.documents_at :].view("<i8")
+        return self._index[self._tables[2] :].view("<i8")
 
     def boundaries(self, first: int, last: int) -> np.ndarray:
         """Where the documents `first` .. `last` begin in `ids`, (last - first + 1,) int64; one past the last begins at the end.
@@ -166,7 +198,7 @@ class TokenFile:
         sequences = self.first_sequences[first : last + 1]
         inside = (sequences >= 0) & (sequences < len(self.pointers))
         begins = np.full(len(sequences), self.tokens, np.int64)
-        begins[inside] = self.pointers[sequences[inside]] // self._layout.dtype.itemsize
+        begins[inside] = self.pointers[sequences[inside]] // self._dtype.itemsize
         wrong = (sequences < 0) | (sequences > len(self.pointers)) | (begins < 0) | (begins > self.tokens)
         wrong |= np.diff(begins, prepend=0) < 0
         if wrong.any():
@@ -180,7 +212,7 @@ class TokenFile:
     def document_at(self, token: int) -> int:
         """The document that holds a token, in [0, tokens). Reads twice log2(documents) entries of the index."""
         # np.searchsorted would copy the whole table, since the format does not align it to 8 bytes
-        sequence = bisect.bisect_right(self.pointers, token * self._layout.dtype.itemsize) - 1
+        sequence = bisect.bisect_right(self.pointers, token * self._dtype.itemsize) - 1
         return bisect.bisect_right(self.first_sequences, sequence) - 1
 
     def document_lengths(self) -> np.ndarray:
@@ -190,7 +222,7 @@ class TokenFile:
 
     def check(self) -> None:
         """Reads the whole index. Raises UserError for sequences that do not follow each other."""
-        index, size = path_of(self.prefix, "idx"), self._layout.dtype.itemsize
+        index, size = path_of(self.prefix, "idx"), self._dtype.itemsize
         ends = self.pointers + self.lengths.astype(np.int64) * size
         gaps = np.flatnonzero((self.lengths < 0) | (ends != np.append(self.pointers[1:], self.tokens * size)))
         if len(gaps):
@@ -204,59 +236,6 @@ class TokenFile:
             )
         if (np.diff(self.first_sequences) < 0).any():
             raise UserError(f"{index}: its document index decreases")
-
-
-def _read_layout(prefix: Path) -> _Layout:
-    """Reads the header of an index and the ends of its tables, and checks them against the sizes of the files.
-
-    They are read, not mapped, since a mapped page counts as memory.
-    """
-    ids, index, loss = (path_of(prefix, suffix) for suffix in ("bin", "idx", "loss"))
-    with open(index, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise UserError(f"{index}: not an index in Megatron's format: it begins with {header[:9]!r}")
-        _, version, code, sequences, entries = _HEADER.unpack(header)
-        if version != _VERSION:
-            raise UserError(f"{index}: version {version} of Megatron's format; only version {_VERSION} is supported")
-        if code not in _DTYPES:
-            known = ", ".join(f"{number} ({np.dtype(dtype).name})" for number, dtype in _DTYPES.items())
-            raise UserError(f"{index}: ids of type {code}; supported are {known}")
-        if entries < 1:
-            raise UserError(f"{index}: has no document index")
-        lengths_at = _HEADER.size
-        pointers_at = lengths_at + 4 * sequences
-        documents_at = pointers_at + 8 * sequences
-        end = documents_at + 8 * entries
-        if size < end:
-            raise UserError(f"{index}: truncated: {size:,} bytes of {end:,}")
-
-        def number_at(offset: int, form: str) -> int:
-            file.seek(offset)
-            return struct.unpack(form, file.read(struct.calcsize(form)))[0]
-
-        dtype = np.dtype(_DTYPES[code])
-        described = 0  # bytes of NAME.bin, by the last sequence
-        if sequences:
-            described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * dtype.itemsize
-        first, last = number_at(documents_at, "<q"), number_at(end - 8, "<q")
-    actual = ids.stat().st_size
-    if actual % dtype.itemsize:
-        raise UserError(f"{ids}: truncated: {actual} bytes are not a whole number of {dtype.name} ids")
-    if described > actual:
-        raise UserError(
-            f"{ids}: truncated: it has {actual:,} bytes, and {index.name} describes {described:,}; or {index.name} "
-            "belongs to another file"
-        )
-    if described < actual:
-        raise UserError(f"{index}: describes {described:,} bytes of the {actual:,} in {ids.name}; it belongs to another file")
-    if (first, last) != (0, sequences):
-        raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
-    tokens, has_loss = actual // dtype.itemsize, loss.exists()
-    if has_loss and (flags := loss.stat().st_size) != tokens:
-        raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {tokens:,} tokens")
-    return _Layout(dtype, tokens, entries - 1, lengths_at, pointers_at, documents_at, end, has_loss)
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

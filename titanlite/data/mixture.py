@@ -6,7 +6,8 @@ Nothing here has state. The next samples follow from the number of samples consu
 import bisect
 import itertools
 import logging
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 PADDING, USED_UP = -1, -2  # instead of a sample's number: a row of padding; a sample beyond a source's `epochs`
 
 
-class MixtureSource(NamedTuple):
+@dataclass(frozen=True)
+class MixtureSource:
     """A source with its rows and its share."""
 
     source: TokenSource
@@ -44,11 +46,6 @@ class MixtureSource(NamedTuple):
     @property
     def documents(self) -> int:
         return sum(rows.file.documents for rows in self.rows)
-
-    def waste(self, width: int) -> tuple[float, float]:
-        """(share of padding in rows of `width` tokens, share of all tokens that are in no row)."""
-        kept = sum(rows.tokens for rows in self.rows)
-        return 1 - kept / (self.count * width), max(0.0, 1 - kept / self.tokens)
 
     def locate(self, sample: int) -> tuple[Rows, int]:
         """The rows of the file that holds a sample, and the sample's row there."""
@@ -111,7 +108,8 @@ class Data:
 
     def waste(self, mixed: MixtureSource) -> tuple[float, float]:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
-        return mixed.waste(self.seq_len + self._padded)
+        kept = sum(rows.tokens for rows in mixed.rows)
+        return 1 - kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - kept / mixed.tokens)
 
     def draws(self, samples: int) -> list[int]:
         """How many of a run's first `samples` samples come from each source."""

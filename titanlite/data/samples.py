@@ -6,6 +6,7 @@ of tokens of one file; the rest is padding. A row never extends from one file in
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from titanlite.errors import UserError
 Piece = tuple[int, int]  # (first token in the file, tokens)
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """The rows of one token file."""
 
     file: TokenFile
@@ -69,7 +71,8 @@ def truncated(rows: Rows, row: int, seq_len: int) -> list[Piece]:
     return [(first, min(end - first, seq_len + 1))] if end > first else []
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
     """A `document_policy`."""
 
     count: Callable[[TokenFile, int, Packing | None], tuple[int, int]]  # rows of a file, tokens in them

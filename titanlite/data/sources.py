@@ -53,8 +53,8 @@ def sources_of(config: Config, section: str) -> list[Source]:
     given = {"dataset": cfg.dataset != STDLIB, "dataset_path": bool(cfg.dataset_path), "sources": bool(cfg.sources)}
     if sum(given.values()) > 1:
         texts = {"dataset": f" = {cfg.dataset!r}", "dataset_path": f" = {cfg.dataset_path!r}", "sources": ""}
-        names = " and ".join(f"{section}.{key}{texts[key]}" for key, is_given in given.items() if is_given)
-        raise UserError(f"{names} both name data; give one of them")
+        keys = " and ".join(f"{section}.{key}{texts[key]}" for key, is_given in given.items() if is_given)
+        raise UserError(f"{keys} both name data; give one of them")
     sources = cfg.sources or [Source(path=cfg.dataset_path or cfg.dataset)]
     weighted = [source for source in sources if source.weight is not None]
     if weighted and len(weighted) < len(sources):
