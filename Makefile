@@ -1,6 +1,9 @@
 # make train    a virtual environment, pinned dependencies, then a Llama that learns, in about two minutes
-# make test     the same environment, then linter and the whole test suite
+# make test     the same environment, then the linters and the tests that every change must pass
+# make test-all            `make test`, then what takes longer: repetitions with inductor, wider covers, kills, two hosts
+# make campaign PART=...   hours: full products, many kills, faults in the code; without PART it lists the parts
 #
+# WORKERS     how many processes run tests side by side (default 2); all tests that start ranks share one of them
 # PYTHON      the interpreter that makes the environment (default python3, 3.10 or newer)
 # CPU_INDEX   where CPU builds of PyTorch are found; used on machines without an NVIDIA GPU. When it is out of reach, the
 #             ordinary package index is used
@@ -9,13 +12,24 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep '^torch==' constraints.txt)
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train test lint install clean
+WORKERS ?= 2
+PYTEST := .venv/bin/python -m pytest -q
+TOGETHER := $(PYTEST) -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+
+.PHONY: train test test-all campaign lint install clean
 
 train: .venv/installed
 	./run_train.sh train_configs/llama_debug.toml
 
 test: .venv/installed lint
-	.venv/bin/python -m pytest -q
+	$(TOGETHER) -m 'not slow and not alone'
+	$(PYTEST) -m 'alone and not slow' $$(grep -rl --include='test_*.py' mark.alone tests)
+
+test-all: test
+	$(TOGETHER) -m slow
+
+campaign: .venv/installed
+	.venv/bin/python -m tests.campaigns $(PART)
 
 lint: .venv/installed
 	.venv/bin/ruff check .

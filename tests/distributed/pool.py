@@ -23,6 +23,12 @@ from typing import Any
 _GRACE = 10.0  # seconds that the other ranks get after the first one has failed
 
 
+def context() -> multiprocessing.context.ForkServerContext:
+    """What starts processes that are forks of one that has imported what tests/preload.py lists."""
+    multiprocessing.set_forkserver_preload(["tests.preload"])
+    return multiprocessing.get_context("forkserver")
+
+
 class WorkerFailure(AssertionError):
     """A rank raised, died or did not answer; the text says which one and shows what it knows."""
 
@@ -34,6 +40,7 @@ class Pool:
         self.size = size
         self.workers: list[Any] = []
         self.pipes: list[Connection] = []
+        self.calls = 0  # since its ranks have started
 
     def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
         """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
@@ -51,6 +58,7 @@ class Pool:
     def _run(self, function: str, timeout: float, arguments: dict[str, Any]) -> list[Any]:
         if not self.workers:
             self._start()
+        self.calls += 1
         for pipe in self.pipes:
             pipe.send((function, arguments))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -81,15 +89,13 @@ class Pool:
             worker.kill()
         for worker in self.workers:
             worker.join()
-        self.workers, self.pipes = [], []
+        self.workers, self.pipes, self.calls = [], [], 0
 
     def _start(self) -> None:
-        multiprocessing.set_forkserver_preload(["tests.distributed.scenarios"])
-        context = multiprocessing.get_context("forkserver")
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, self.size, self.folder.name, theirs), daemon=True)
+            ours, theirs = context().Pipe()
+            worker = context().Process(target=_work, args=(rank, self.size, self.folder.name, theirs), daemon=True)
             worker.start()
             theirs.close()
             self.workers.append(worker)

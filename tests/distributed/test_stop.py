@@ -65,6 +65,7 @@ def seconds_to_answer(late: int) -> list[float]:
     return seconds
 
 
+@pytest.mark.alone
 def test_a_rank_does_not_wait_for_one_that_has_not_come_to_the_same_step(pools: dict[int, Pool]):
     first, second = pools[2].run(f"{HERE}:seconds_to_answer", late=1)[0]
     assert first < 1 < second  # it is one step ahead, and no more

@@ -197,6 +197,7 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
     assert _run(text, tmp_path / "out", "--workers", "2").code == 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
     process = _tokenize(text, tmp_path / "out", "--workers", workers)

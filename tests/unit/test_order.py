@@ -48,6 +48,7 @@ def test_any_slice_equals_that_part_of_the_whole_run():
         assert np.array_equal(sample_at(np.arange(first, first + count), samples, seed=3), whole[first : first + count])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("samples", [7, 1_000_003, 2**41 + 5])
 def test_far_positions_are_answered_at_once(samples):
     begin = time.perf_counter()

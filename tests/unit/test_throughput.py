@@ -305,6 +305,7 @@ def test_an_allocator_that_is_not_installed_is_told(monkeypatch):
 # -------------------------------------------------------------------------------------------------------------- the whole
 
 
+@pytest.mark.slow
 def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path, capsys):
     output = tmp_path / "out" / "result.json"
     words = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100", "--batch", "2", "--seq", "16"]

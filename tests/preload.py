@@ -1,0 +1,22 @@
+"""What ranks of pools and the commands of tests/end_to_end/forked.py need, imported once, in the process they are forks of.
+
+A start of Python that imports all this takes seconds. It must neither start threads nor make groups: a fork would lose them.
+"""
+
+import torch._dynamo
+import torch._functorch.aot_autograd
+import torch._inductor.compile_fx
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor  # noqa: F401
+
+import titanlite.tools.check
+import titanlite.tools.checkpoint
+import titanlite.tools.data
+import titanlite.tools.export_hf
+import titanlite.tools.export_torch
+import titanlite.tools.generate
+import titanlite.tools.import_hf
+import titanlite.tools.replay
+import titanlite.tools.verify
+import titanlite.train  # noqa: F401

@@ -1,0 +1,47 @@
+"""Nothing of a run of the tests outlives it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import guard
+
+# As conftest.py does it, with a process that has left for a session of its own.
+PARENT = f"""
+import os, subprocess, sys, time
+folder = sys.argv[1]
+os.environ |= {{"TMPDIR": folder, {guard.VARIABLE!r}: "of this test"}}
+subprocess.Popen([sys.executable, "-S", {guard.__file__!r}, str(os.getpid()), folder, "of this test"], start_new_session=True)
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_processes_and_files_are_gone_soon_after_the_tests(tmp_path, sign):
+    folder = tmp_path / "files"
+    (folder / "more").mkdir(parents=True)
+    parent = subprocess.Popen([sys.executable, "-S", "-c", PARENT, folder], start_new_session=True, stderr=subprocess.DEVNULL)
+    until(lambda: len(guard.marked("of this test")) == 2)
+    os.killpg(parent.pid, sign)
+    parent.wait()
+    until(lambda: not folder.exists() and not guard.marked("of this test"))
+    assert tmp_path.exists()
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_run_of_the_tests_puts_its_files_where_the_guard_removes_them(tmp_path_factory):
+    assert os.environ["TMPDIR"].endswith(os.environ[guard.VARIABLE])
+    assert Path(os.environ["TMPDIR"]) in tmp_path_factory.getbasetemp().parents
