@@ -1,7 +1,7 @@
-"""Long proofs, run by hand: python -m tests.campaigns.kill, .elastic or .two_hosts; --help says what each takes.
+"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); .kill, .elastic, .two_hosts run alone too.
 
-Each starts runs through run_train.sh as a user does, does them harm, prints a table of figures, and exits with 1 where a
-promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
+Each of these starts runs through run_train.sh as a user does, does them harm, prints a table of figures, and exits with 1
+where a promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.
 """
 
 import json

@@ -34,7 +34,8 @@ from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_incidents"
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}
-MESHES = [{}, TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
+HYBRID = {"dp_replicate": 2, "dp_shard": 2}
+MESHES = [{}, TWO_BY_TWO, HYBRID]
 Degrees = dict[str, int]
 
 
@@ -264,7 +265,7 @@ def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, 
     assert all(step < 8 for step, *_ in reports(tmp_path))
 
 
-@pytest.mark.parametrize("degrees", [{}, TWO_BY_TWO], ids=str)
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}], ids=str)
 def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT})
     found = reports(tmp_path)
@@ -275,7 +276,7 @@ def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees)
     assert [(e["step"], e["action"], e["samples"]) for e in entries] == [(8, "skipped", [56, 64]), (10, "skipped", [72, 80])]
 
 
-@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 1), ({}, 100), (TWO_BY_TWO, 3)], ids=str)
+@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 1), ({}, 100), (HYBRID, 3)], ids=str)
 def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
     run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=log_freq)
     run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, log_freq=log_freq)
@@ -344,6 +345,6 @@ def test_a_run_that_ends_between_rollback_and_checkpoint_resumes_to_the_same_wei
 
 def test_in_float16_an_overflow_is_no_incident_and_a_loss_that_is_not_a_number_is(pools, tmp_path):
     half = {"mixed_precision_param": "float16"}
-    run(pools, TWO_BY_TWO, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
+    run(pools, {"tp": 2}, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
     assert [step for step, _, norm in reports(tmp_path) if norm is None][-2:] == [8, 10]
     assert [(e["step"], e["action"]) for e in read_entries(tmp_path / FILE)] == [(8, "skipped")]

@@ -1,4 +1,4 @@
-"""Adapters on any mesh: the gradients of one process, no more traffic than they need, and checkpoints from base to export."""
+"""Adapters on a mesh: no more traffic than needed, and checkpoints from base to export. test_cover.py has the gradients."""
 
 import math
 from pathlib import Path
@@ -15,8 +15,8 @@ from models.attention import SeqInfo
 from models.blocks import Normal
 from tests.distributed import scenarios
 from tests.distributed.pool import Pool, WorkerFailure
-from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, first_microbatch, mesh_of
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, run_config, stored
+from tests.distributed.scenarios import CPU, config_of, first_microbatch, mesh_of
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, run_config, stored
 from titanlite.checkpoint import manifest
 from titanlite.config.schema import Config
 from titanlite.loop.loss import summed_loss
@@ -44,21 +44,15 @@ def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int
         return scenarios.trajectory(degrees, config)
 
 
-def recorded(
-    pools: dict[int, Pool], degrees: dict[str, int], family: str = "tests.tiny", flavor: str = "plain", **options: Any
-) -> tuple[Trajectory, int]:
-    """What happened, and how many graphs were compiled for it."""
-    training = {"steps": 6, **options.pop("training", {})}
-    config = config_of(
-        degrees, flavor, options.pop("accumulation", 1), model={"name": family}, training=training, lora=KEYS, **options
-    )
-    return pools[math.prod(degrees.values())].run(f"{HERE}:trajectory", degrees=degrees, config=config)[0]
+def recorded(pools: dict[int, Pool], degrees: dict[str, int], family: str = "tests.tiny", flavor: str = "plain") -> Trajectory:
+    config = config_of(degrees, flavor, model={"name": family}, training={"steps": 6}, lora=KEYS)
+    return pools[math.prod(degrees.values())].run(f"{HERE}:trajectory", degrees=degrees, config=config)[0][0]
 
 
 @pytest.fixture(scope="module")
 def one_process(pools: dict[int, Pool]) -> dict[tuple[str, str], Trajectory]:
     models = [("tests.tiny", "plain"), ("tests.tiny", "tied"), ("tests.tiny_biased", "plain")]
-    return {model: recorded(pools, {}, *model)[0] for model in models}
+    return {model: recorded(pools, {}, *model) for model in models}
 
 
 def test_the_reference_learns_and_only_adapters_have_gradients_none_of_them_zero(one_process):
@@ -77,43 +71,9 @@ def test_a_parameter_that_is_trained_on_one_mesh_alone_is_told(one_process):
         assert [difference.place for difference in result.excessive] == ["embed.weight"]
 
 
-COMPILED = {"enable": True, "backend": "aot_eager"}
-LAST = {"accumulation": 2, "parallelism": {"reduce_every_microbatch": False}}
-# mesh, options
-CELLS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "shard 2": (SHARD, {}),
-    "tp 2": (TP, {}),
-    "shard 2 x tp 2": (BOTH, {}),
-    "replicate 2 x shard 2 x tp 2": ({"dp_replicate": 2, **BOTH}, {}),
-    "shard-grad-op": (SHARD, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
-    "integer reshard": ({"dp_shard": 4}, {"parallelism": {"fsdp_reshard_after_forward": 2}}),
-    "reduction after the last microbatch": (BOTH, LAST),
-    "tied": (BOTH, {"flavor": "tied"}),
-    "biases, tp 2": (TP, {"family": "tests.tiny_biased"}),
-    "biases, shard 2 x tp 2": (BOTH, {"family": "tests.tiny_biased"}),
-    "full": (BOTH, {"activation_checkpoint": MODES["full"]}),
-    "per operation": (BOTH, {"activation_checkpoint": MODES["per operation"]}),
-    "compiled in one process": ({}, {"compile": COMPILED}),
-    "compiled": (BOTH, {"compile": COMPILED}),
-    "compiled, full": (BOTH, {"compile": COMPILED, "activation_checkpoint": MODES["full"]}),
-    "compiled, per operation": (BOTH, {"compile": COMPILED, "activation_checkpoint": MODES["per operation"]}),
-    "compiled, per operation, biases": (
-        TP,
-        {"compile": COMPILED, "activation_checkpoint": MODES["per operation"], "family": "tests.tiny_biased"},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_every_mesh_gives_the_weights_losses_and_gradients_of_one_process(pools, one_process, name):
-    degrees, options = CELLS[name]
-    found, graphs = recorded(pools, degrees, **options)
-    result = compare(found, one_process[options.get("family", "tests.tiny"), options.get("flavor", "plain")])
-    print(f"{name}: {result}")
-    assert result.equal, result.excessive
-    assert result.worst("norms").size < 1e-5
-    # the head, and blocks once for the first, whose input needs no gradient, and once for all others
-    assert graphs == (GRAPHS + 1 if "compile" in options else 0)
+def test_a_layer_with_a_bias_gives_with_tensor_parallelism_what_it_gives_without(pools, one_process):
+    result = compare(recorded(pools, BOTH, "tests.tiny_biased"), one_process["tests.tiny_biased", "plain"])
+    assert result.equal, result
 
 
 def trajectory_of_float32_masters(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
@@ -122,7 +82,7 @@ def trajectory_of_float32_masters(degrees: dict[str, int], config: Config) -> tu
         return scenarios.trajectory(degrees, config)
 
 
-@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+@pytest.mark.parametrize("degrees", [ONE, TP], ids=str)
 def test_frozen_weights_in_bfloat16_compute_what_float32_masters_would(pools, degrees):
     config = config_of(degrees, training={"steps": 6, "mixed_precision_param": "bfloat16"}, lora=KEYS)
     pool = pools[math.prod(degrees.values())]
@@ -198,12 +158,12 @@ def adapting(base: Path, **sections: Any) -> dict[str, Any]:
 def whole(pools: dict[int, Pool], tmp_path_factory, base: Path) -> Path:
     """An uninterrupted run on 2 x 2 that adapts the base."""
     folder = tmp_path_factory.mktemp("whole")
-    run(pools, TWO_BY_TWO, folder, 20, **adapting(base))
+    run(pools, TWO_BY_TWO, folder, STEPS, **adapting(base))
     return folder
 
 
 def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_untouched(whole, base):
-    found, before = stored(whole, 20), stored(base.parents[1], 5)
+    found, before = stored(whole, STEPS), stored(base.parents[1], 5)
     frozen = {name for name in before if name.startswith("model.")}
     trained = {name for name in found if name.startswith("model.")} - frozen
     assert {name.rpartition(".")[2] for name in trained} == {A, B}
@@ -213,28 +173,28 @@ def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_unto
     assert {name.split(".", 1)[1].rpartition(".")[0] for name in found if name.startswith("optimizer.")} == {
         name.split(".", 1)[1] for name in trained
     }
-    assert losses(whole)[-1] < losses(whole)[0] - 0.3
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, whole, base):
-    for steps in (7, 13, 20):
+    for steps in (4, STEPS):
         run(pools, TWO_BY_TWO, tmp_path / "parts", steps, **adapting(base))
     assert losses(tmp_path / "parts") == losses(whole)
-    expected, found = stored(whole, 20), stored(tmp_path / "parts", 20)
+    expected, found = stored(whole, STEPS), stored(tmp_path / "parts", STEPS)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
 
 def test_on_another_mesh_it_goes_on_within_rounding(pools, tmp_path, whole, base):
-    run(pools, TWO_BY_TWO, tmp_path / "parts", 10, **adapting(base))
-    run(pools, ONE, tmp_path / "parts", 20, **adapting(base))
+    run(pools, TWO_BY_TWO, tmp_path / "parts", 6, **adapting(base))
+    run(pools, ONE, tmp_path / "parts", STEPS, **adapting(base))
     assert losses(tmp_path / "parts") == pytest.approx(losses(whole), rel=1e-5)
 
 
-@pytest.mark.parametrize("step", [15, 20])
+@pytest.mark.parametrize("step", [10, STEPS])
 def test_the_merged_checkpoint_gives_the_adapted_models_logits(whole, step):
-    tensors, config = stored(whole, step), run_config(ONE, whole, 20, lora=KEYS)
+    tensors, config = stored(whole, step), run_config(ONE, whole, STEPS, lora=KEYS)
     family = load_family("tests.tiny", "plain")
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     keys = manifest.read(whole / f"checkpoint/step-{step:08d}").numbers["config"]["lora"]
@@ -273,12 +233,12 @@ def test_adapters_of_another_shape_or_scale_do_not_resume(pools, tmp_path, base,
 
 
 def test_a_new_run_takes_over_adapters_where_there_are_some(pools, tmp_path, whole):
-    run(pools, ONE, tmp_path, 1, **adapting(whole / "checkpoint/step-00000020"), optimizer={"lr": 1e-30})
-    found, before = stored(tmp_path, 1), stored(whole, 20)
+    run(pools, ONE, tmp_path, 1, **adapting(whole / "checkpoint/step-00000012"), optimizer={"lr": 1e-30})
+    found, before = stored(tmp_path, 1), stored(whole, STEPS)
     for name in (name for name in before if name.startswith("model.")):
         assert torch.equal(found[name], before[name]), name
 
 
 def test_a_run_without_adapters_is_not_begun_from_weights_with_some(pools, tmp_path, whole):
-    with pytest.raises(WorkerFailure, match=r"step-00000020: its weights have adapters, which lora.enable = false"):
-        run(pools, ONE, tmp_path, 1, checkpoint={"initial_load_path": str(whole / "checkpoint/step-00000020")})
+    with pytest.raises(WorkerFailure, match=r"step-00000012: its weights have adapters, which lora.enable = false"):
+        run(pools, ONE, tmp_path, 1, checkpoint={"initial_load_path": str(whole / "checkpoint/step-00000012")})

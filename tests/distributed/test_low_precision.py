@@ -8,7 +8,7 @@ from torch import Tensor
 
 from models.blocks import Normal
 from tests.distributed.scenarios import CPU, config_of, mesh_of
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.schema import Config
 from titanlite.hf.export import Exported
@@ -22,7 +22,7 @@ from titanlite.transforms.initialize import fill
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_low_precision"
-EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+TP = {"tp": 2}
 BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
 
@@ -49,23 +49,23 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> dict
     }
 
 
-@pytest.mark.parametrize("flavor", ["plain", "tied", "uneven"])
-@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+@pytest.mark.parametrize(("rounding", "flavor"), [("stochastic", "tied"), ("compensated", "uneven")])
 def test_the_same_gradients_give_the_same_parameters_and_moments_bit_for_bit(pools, rounding, flavor):
     function = f"{HERE}:given_gradients"
     expected = pools[1].run(function, degrees=ONE, config=config_of(ONE, flavor, **keys(rounding)), steps=4)[0]
     assert {tensor.dtype for tensor in expected.values()} <= {torch.bfloat16, torch.int32, torch.float32}
     assert not torch.equal(expected["layers.0.ffn.w1.weight"], expected["layers.0.ffn.w1.weight at first"])
-    for degrees in ({"dp_shard": 2}, {"tp": 2}, TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}, EVERYTHING):
+    for degrees in ({"dp_shard": 2}, {"tp": 2}, TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}):
         config = config_of(degrees, flavor, **keys(rounding))
         for found in pools[math.prod(degrees.values())].run(function, degrees=degrees, config=config, steps=4):
             assert found.keys() == expected.keys()
             assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == [], degrees
 
 
+@pytest.mark.slow
 def test_compiled_kernels_on_shards_give_the_same_values_too(pools):
-    config = config_of(TWO_BY_TWO, **keys("stochastic", "fused"))
-    found = pools[4].run(f"{HERE}:given_gradients", degrees=TWO_BY_TWO, config=config, steps=2)[0]
+    config = config_of(TP, **keys("stochastic", "fused"))
+    found = pools[2].run(f"{HERE}:given_gradients", degrees=TP, config=config, steps=2)[0]
     expected = pools[1].run(f"{HERE}:given_gradients", degrees=ONE, config=config_of(ONE, **keys("stochastic")), steps=2)[0]
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
@@ -83,14 +83,13 @@ def test_initial_weights_are_those_of_float32_rounded(pools):
 # ------------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
-@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+@pytest.mark.parametrize(("degrees", "rounding"), [(ONE, "stochastic"), (ONE, "compensated"), (TP, "compensated")], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, degrees, rounding):
-    run(pools, degrees, tmp_path / "whole", 20, **keys(rounding))
-    for steps in (7, 13, 20):
+    run(pools, degrees, tmp_path / "whole", STEPS, **keys(rounding))
+    for steps in (4, STEPS):
         run(pools, degrees, tmp_path / "parts", steps, **keys(rounding))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", 20), stored(tmp_path / "parts", 20)
+    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
     assert found.keys() == expected.keys()
     assert any(name.endswith("remainder") for name in expected) == (rounding == "compensated")
     for name, tensor in expected.items():
@@ -101,16 +100,16 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, deg
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
 def test_on_other_meshes_and_from_one_to_the_other_losses_agree_within_bfloat16(pools, tmp_path, rounding):
-    run(pools, ONE, tmp_path / "one", 20, **keys(rounding))
-    for degrees, steps in ((ONE, 7), (TWO_BY_TWO, 14), (EVERYTHING, 20)):
+    run(pools, ONE, tmp_path / "one", STEPS, **keys(rounding))
+    for degrees, steps in ((ONE, 4), (TWO_BY_TWO, 8), (TP, STEPS)):
         run(pools, degrees, tmp_path / "parts", steps, **keys(rounding))
-    run(pools, ONE, tmp_path / "float32", 20, training={"mixed_precision_param": "bfloat16"})
+    run(pools, ONE, tmp_path / "float32", STEPS, training={"mixed_precision_param": "bfloat16"})
     one, parts, wide = (losses(tmp_path / name) for name in ("one", "parts", "float32"))
     print(f"{rounding}: meshes {max(abs(a / b - 1) for a, b in zip(parts, one, strict=True)):.1e}, ", end="")
     print(f"float32 masters {max(abs(a / b - 1) for a, b in zip(wide, one, strict=True)):.1e}")
     assert parts == pytest.approx(one, rel=5e-3)
     assert one == pytest.approx(wide, rel=2e-2)
-    assert one[-1] < one[0] - 0.5
+    assert one[-1] < one[0] - 0.2
 
 
 def test_its_checkpoint_is_exported_as_it_is(pools, tmp_path):

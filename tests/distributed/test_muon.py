@@ -12,14 +12,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from models.blocks import Normal
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, mesh_of
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, losses, run, stored
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
 from titanlite.config.schema import Config, Optimizer
 from titanlite.loop.step import build_model, update
 from titanlite.optim import muon
 from titanlite.optim.build import build_optimizer, is_orthogonalised
 from titanlite.optim.state import create_state, named_state
 from titanlite.optim.whole_matrices import Exchange
-from titanlite.tools.compare import Trajectory, compare, whole
+from titanlite.tools.compare import whole
 from titanlite.tools.estimate import estimate
 from titanlite.transforms.initialize import fill
 from titanlite.transforms.registry import load_family
@@ -28,17 +28,14 @@ from titanlite.transforms.shards import local_part
 HERE = "tests.distributed.test_muon"
 EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 MESHES = [
-    {"dp_shard": 2},
     {"dp_shard": 4},
-    {"tp": 2},
     {"tp": 4},
     TWO_BY_TWO,
     {"dp_replicate": 2, "dp_shard": 2},
-    EVERYTHING,
-    {"dp_shard": 8},
+    pytest.param(EVERYTHING, marks=pytest.mark.slow),
+    pytest.param({"dp_shard": 8}, marks=pytest.mark.slow),
 ]
-IDS = [" x ".join(f"{name} {degree}" for name, degree in mesh.items()) for mesh in MESHES]
-MUON = {"name": "Muon"}
+MUON = {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile in every rank
 MUON_KEYS = Optimizer(name="Muon")
 BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
@@ -79,7 +76,7 @@ def expected_of(pools: dict[int, Pool], steps: int = 3, **sections: Any) -> tupl
     return pools[1].run(f"{HERE}:given_gradients", degrees=ONE, config=config_of(ONE, **sections), steps=steps)[0]
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=IDS)
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_is_computed_twice(pools, degrees):
     sections = {"optimizer": MUON}
     expected, every = expected_of(pools, **sections)
@@ -92,21 +89,29 @@ def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_i
     assert max(counts) == math.ceil(len(every) / len(ranks))
 
 
+def test_the_compiled_one_does_so_too(pools):
+    muon_ = {"name": "Muon"}
+    expected, _ = expected_of(pools, optimizer=muon_)
+    config = config_of({"dp_shard": 2}, optimizer=muon_)
+    found, _ = pools[2].run(f"{HERE}:given_gradients", degrees={"dp_shard": 2}, config=config, steps=3)[0]
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize("flavor", ["qwen", "gemma", "tied"])
 def test_so_it_is_with_other_families_and_rows_that_ranks_do_not_divide(pools, flavor):
     name = {"qwen": "tests.tiny_qwen3", "gemma": "tests.tiny_gemma3"}.get(flavor, "tests.tiny")
     model = {"name": name, "flavor": "tied" if name == "tests.tiny" else "plain"}
     expected, _ = expected_of(pools, optimizer=MUON, model=model)
-    for degrees in (TWO_BY_TWO, {"dp_shard": 8}):
+    for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
         config = config_of(degrees, optimizer=MUON, model=model)
         found, _ = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)[0]
         assert_same(found, expected)
 
 
 def test_so_it_is_in_bfloat16(pools):
-    sections = {"training": BFLOAT16, "optimizer": {**MUON, "implementation": "for-loop"}}
+    sections = {"training": BFLOAT16, "optimizer": MUON}
     expected, _ = expected_of(pools, **sections)
-    for degrees in (TWO_BY_TWO, EVERYTHING):
+    for degrees in (TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}):
         config = config_of(degrees, **sections)
         found, _ = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)[0]
         assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
@@ -145,33 +150,22 @@ def test_matrices_of_any_shape_travel_to_their_owners_and_back(pools, used):
 # ------------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("degrees", [{"dp_shard": 4}, {"tp": 2}, TWO_BY_TWO, EVERYTHING], ids=lambda mesh: str(mesh))
-def test_losses_and_gradients_are_those_of_one_process(pools, degrees):
-    def followed(mesh: dict[str, int]) -> Trajectory:
-        config = config_of(mesh, optimizer=MUON, training={"steps": 6})
-        return pools[ranks_of(mesh)].run("tests.distributed.scenarios:trajectory", degrees=mesh, config=config)[0][0]
-
-    result = compare(followed(degrees), followed(ONE))
-    print(f"{degrees}: {result}")
-    assert result.equal, result.excessive
-
-
-@pytest.mark.parametrize("degrees", [ONE, TWO_BY_TWO], ids=["one process", "2 x 2"])
+@pytest.mark.parametrize("degrees", [ONE, {"dp_shard": 2}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, degrees):
-    run(pools, degrees, tmp_path / "whole", 20, optimizer=MUON)
-    for steps in (7, 20):
+    run(pools, degrees, tmp_path / "whole", STEPS, optimizer=MUON)
+    for steps in (5, STEPS):
         run(pools, degrees, tmp_path / "parts", steps, optimizer=MUON)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", 20), stored(tmp_path / "parts", 20)
+    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
     assert found.keys() == expected.keys()
     assert any(name.endswith("momentum_buffer") for name in expected)
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
-    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.5
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.2
 
 
 def test_from_one_mesh_to_another_losses_agree_within_rounding(pools, tmp_path):
-    run(pools, ONE, tmp_path / "whole", 20, optimizer=MUON)
-    for degrees, steps in ((ONE, 7), (TWO_BY_TWO, 14), (EVERYTHING, 20)):
+    run(pools, ONE, tmp_path / "whole", STEPS, optimizer=MUON)
+    for degrees, steps in ((ONE, 4), (TWO_BY_TWO, 8), ({"dp_shard": 4}, STEPS)):
         run(pools, degrees, tmp_path / "parts", steps, optimizer=MUON)
     differences = [abs(a / b - 1) for a, b in zip(losses(tmp_path / "parts"), losses(tmp_path / "whole"), strict=True)]
     print(f"losses differ by {max(differences):.1e}")

@@ -43,7 +43,12 @@ def numbers(found: Replayed) -> tuple[int, float, float]:
 
 @pytest.mark.parametrize(
     ("degrees", "flavor"),
-    [({}, "tied"), (TWO_BY_TWO, "tied"), (TWO_BY_TWO, "uneven"), ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "plain")],
+    [
+        ({}, "tied"),
+        ({"dp_shard": 2}, "uneven"),
+        pytest.param(TWO_BY_TWO, "uneven", marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "plain", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_step_on_the_same_mesh_is_the_run_bit_for_bit_and_on_one_process_within_rounding(pools, tmp_path, degrees, flavor):
@@ -65,8 +70,8 @@ def test_a_step_on_the_same_mesh_is_the_run_bit_for_bit_and_on_one_process_withi
 
 
 def test_weights_and_updates_are_those_of_the_checkpoints_around_a_step(pools, tmp_path):
-    run(pools, TWO_BY_TWO, tmp_path, "stop", {}, checkpoint={"interval": 1})
-    ((found, _),) = replays(pools, TWO_BY_TWO, tmp_path, {}, 7)
+    run(pools, {"tp": 2}, tmp_path, "stop", {}, steps=7, checkpoint={"interval": 1})
+    ((found, _),) = replays(pools, {"tp": 2}, tmp_path, {}, 7)
     (differences,) = pools[1].run(f"{HERE}:differences", folder=tmp_path, before=6, after=7)
     for name, (weights, update) in differences.items():
         assert found.layers[name].weights == pytest.approx(weights, rel=1e-6)
@@ -91,7 +96,7 @@ def differences(folder: Path, before: int, after: int) -> dict[str, tuple[float,
     return {name: (math.sqrt(a), math.sqrt(b)) for name, (a, b) in found.items()}
 
 
-@pytest.mark.parametrize("degrees", [{}, TWO_BY_TWO], ids=str)
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}], ids=str)
 def test_after_a_rollback_the_last_attempt_is_what_metrics_show_and_the_first_one_is_there_too(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path / "run", "rollback", BAD)
     run(pools, degrees, tmp_path / "first", "skip", BAD)
@@ -129,9 +134,9 @@ def test_an_attempt_does_not_begin_with_a_checkpoint_of_a_later_one(pools, tmp_p
 
 
 def test_a_skipped_step_is_seen_again_and_so_are_those_after_it(pools, tmp_path):
-    run(pools, TWO_BY_TWO, tmp_path, "skip", BAD)
+    run(pools, {"tp": 2}, tmp_path, "skip", BAD)
     expected = {report[0]: report for report in reports(tmp_path)}
-    skipped, after = replays(pools, TWO_BY_TWO, tmp_path, BAD, 8, 9)
+    skipped, after = replays(pools, {"tp": 2}, tmp_path, BAD, 8, 9)
     assert "metrics.jsonl  loss is not finite there either, gradient norm is not finite there either" in skipped[1]
     assert numbers(after[0]) == expected[9]
 

@@ -17,7 +17,11 @@ from titanlite.loop.validation import rounds, validate
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_validation"
-MESHES = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
+MESHES = [
+    {"dp_shard": 4},
+    {"dp_shard": 2, "tp": 2},
+    pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
+]
 
 
 def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **sections) -> list[dict]:
@@ -25,7 +29,7 @@ def run(pools: dict[int, Pool], degrees: dict[str, int], folder: Path, **section
         degrees,
         accumulation=2,
         job={"dump_folder": str(folder)},
-        training={"steps": 6, "seq_len": 128},
+        training={"steps": 4, "seq_len": 128},
         metrics={"log_freq": 1, "enable_tensorboard": False},
         **sections,
     )
@@ -43,12 +47,12 @@ def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tm
     found = run(pools, degrees, tmp_path / "many", validation=ALL)
     for key in ("validation_loss", "validation_bits_per_byte"):
         pairs = [(a[key], b[key]) for a, b in zip(found, reference, strict=True) if key in b]
-        assert len(pairs) == 3
+        assert len(pairs) == 2
         assert all(abs(a / b - 1) < 1e-5 for a, b in pairs)
 
 
 def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):
-    degrees = {"dp_shard": 2, "tp": 2}
+    degrees = {"tp": 2}
     looked_at = run(pools, degrees, tmp_path / "with", validation={**ALL, "steps": 3})
     alone = run(pools, degrees, tmp_path / "without")
     assert [(r["loss"], r["grad_norm"]) for r in looked_at] == [(r["loss"], r["grad_norm"]) for r in alone]
@@ -57,7 +61,7 @@ def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):
 def test_every_round_reads_the_same_samples(pools, tmp_path):
     reports = run(pools, {}, tmp_path, optimizer={"lr": 1e-30, "weight_decay": 0.0}, validation={**ALL, "steps": 3})
     measured = [report["validation_loss"] for report in reports if "validation_loss" in report]
-    assert len(measured) == 3
+    assert len(measured) == 2
     assert len(set(measured)) == 1
 
 

@@ -1,93 +1,19 @@
-"""P1 goes on: neither torch.compile nor activation checkpointing changes the mathematics, on any mesh."""
+"""What enters a compiled block, and how much each mode of activation checkpointing keeps. test_cover.py has the numbers."""
 
 import functools
-import itertools
-import math
-import shutil
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, first_microbatch, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
-from titanlite.tools.compare import Trajectory, compare
 from titanlite.transforms.registry import Family, load_family
 
-HERE = "tests.distributed.test_recompute_matrix"
-MESHES = {"one process": {}, "shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}, "shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}
-STEPS = 6
-
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')
-
-
-@pytest.fixture(scope="module")
-def one_process(pools: dict[int, Pool]) -> Trajectory:
-    """The reference: one process, nothing compiled, nothing computed twice."""
-    return run(pools, {}, "none", None)[0]
-
-
-def run(
-    pools: dict[int, Pool], degrees: dict[str, int], mode: str, backend: str | None, unit: str = "block"
-) -> tuple[Trajectory, int]:
-    """What happened, and how many graphs were compiled for it."""
-    config = config_of(
-        degrees,
-        training={"steps": STEPS},
-        activation_checkpoint=MODES[mode],
-        compile={"enable": backend is not None, "backend": backend or "inductor", "unit": unit},
-    )
-    ranks = math.prod(degrees.values())
-    return pools[ranks].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0]
-
-
-def assert_equal_within_rounding(found: Trajectory, reference: Trajectory) -> None:
-    result = compare(found, reference)
-    print(result)
-    assert result.equal, result.excessive
-
-
-# Every mode on one process and where both kinds of parallelism meet; each kind alone once.
-@pytest.mark.parametrize(
-    ("mesh", "mode"),
-    [*itertools.product(["one process", "shard 2 x tp 2"], MODES), ("shard 2", "per operation"), ("tp 2", "full")],
-)
-def test_compiled_and_checkpointed_every_mesh_gives_what_one_plain_process_gives(pools, one_process, mesh, mode):
-    found, graphs = run(pools, MESHES[mesh], mode, "aot_eager")
-    assert_equal_within_rounding(found, one_process)
-    assert graphs == GRAPHS
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_all_blocks_as_one_graph_give_what_they_give_one_by_one(pools, one_process, mode):
-    found, graphs = run(pools, {}, mode, "aot_eager", unit="model")
-    assert_equal_within_rounding(found, one_process)
-    assert graphs == GRAPHS
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("mesh", "mode"),
-    [("one process", "none"), ("shard 2 x tp 2", "per operation"), ("shard 2 x tp 2", "budget"), ("tp 2", "full")],
-)
-def test_inductors_kernels_give_what_one_plain_process_gives(pools, one_process, mesh, mode):
-    found, graphs = run(pools, MESHES[mesh], mode, "inductor")
-    assert_equal_within_rounding(found, one_process)
-    assert graphs == GRAPHS
-
-
-@pytest.mark.parametrize(
-    ("mesh", "mode"),
-    [*itertools.product(["one process", "shard 2 x tp 2"], ["full", "every second layer", "per operation"])],
-)
-def test_checkpointed_without_compile_every_mesh_gives_what_one_plain_process_gives(pools, one_process, mesh, mode):
-    found, graphs = run(pools, MESHES[mesh], mode, None)
-    assert_equal_within_rounding(found, one_process)
-    assert graphs == 0
+HERE = "tests.distributed.test_recompute"
 
 
 # ------------------------------------------------------------------------------------------- what enters a compiled block

@@ -1,0 +1,152 @@
+"""python -m tests.campaigns PART [--only TEXT] [--minutes M] [--again]: proofs that take hours, run by hand.
+
+PART is one of
+  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (3,400)
+  kills      runs that are killed 20 times each, on two and on four ranks
+  elastic    runs that go on with other numbers of ranks
+  two-hosts  two network namespaces and the cable between them
+  mutants    faults in the code, each caught by some test: python -m tests.mutations.run
+
+Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign goes on where it was, as
+long as the commit is the same; --again starts over, and so does another commit. The table names the commit it was made on.
+Exit code 1: an item has broken a promise.
+"""
+
+import argparse
+import itertools
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from tests.campaigns import Report, elastic, kill, two_hosts
+from tests.distributed import cells, cover
+from tests.distributed.pool import Pool, WorkerFailure
+
+RESULTS = Path(__file__).with_name("results")
+ROOT = Path(__file__).parents[2]
+Item = Callable[[Path], Report]  # of a folder to work in
+FULL = ("mesh", "family", "compile", "recompute", "precision")
+_HEADER = "| item | result | seconds | figures |\n| --- | --- | --- | --- |\n"
+
+
+def every_cell() -> Iterator[cover.Cell]:
+    """The whole product of some factors; each cell has values of the others that a generator has drawn for it."""
+    for values in itertools.product(*(cover.FACTORS[factor] for factor in FULL)):
+        given = dict(zip(FULL, values, strict=True))
+        if cover.possible(given):
+            draw = random.Random(repr(values))
+            drawn = {factor: draw.choice(cover.FACTORS[factor]) for factor in cover.FACTORS if factor not in FULL}
+            cell = given
+            for factor, value in drawn.items():
+                cell |= {factor: value if cover.possible(cell | {factor: value}) else cover.PLAIN[factor]}
+            yield {factor: cell[factor] for factor in cover.FACTORS}
+
+
+def cell_items() -> dict[str, Item]:
+    pools = {size: Pool(size) for size in (1, 2, 4, 8)}
+    references: dict[tuple[str, ...], cells.Trajectory] = {}
+
+    def play(cell: cover.Cell) -> Report:
+        plain = cells.reference_of(cell)
+        key = tuple(plain.values())
+        try:
+            if key not in references:
+                references[key] = cells.run(pools, plain)[0]
+            found, graphs = cells.run(pools, cell)
+        except WorkerFailure as failure:
+            return Report({}, [str(failure).splitlines()[-1]])
+        faults = cells.faults(cell, found, references[key])
+        faults += [] if graphs in cells.graphs_of(cell) else [f"{graphs} graphs"]
+        for pool in pools.values():
+            if pool.calls > 60:
+                pool.stop()
+        return Report({}, faults)
+
+    return {cover.name(cell): lambda _, cell=cell: play(cell) for cell in every_cell()}
+
+
+def kill_items() -> dict[str, Item]:
+    meshes = {"2 shards": kill.Mesh(2, 1), "2 shards x tp 2": kill.Mesh(2, 2)}
+    return {
+        f"{name}, seed {seed}": lambda folder, mesh=mesh, seed=seed: kill.campaign(folder, mesh, kills=20, seed=seed, at_once=2)
+        for name, mesh in meshes.items()
+        for seed in range(5)
+    }
+
+
+def elastic_items() -> dict[str, Item]:
+    series = ([4, 2, 3, 4], [1, 2, 4, 3, 1], [3, 1, 2, 1, 4, 2])
+    return {" ".join(map(str, ranks)): lambda folder, ranks=ranks: elastic.campaign(folder, ranks, steps=4) for ranks in series}
+
+
+def host_items() -> dict[str, Item]:
+    if reason := two_hosts.obstacle():
+        sys.exit(f"no two hosts here: {reason}")
+    return {case: lambda folder, case=case: two_hosts.campaign(folder, [case]) for case in two_hosts.CASES}
+
+
+PARTS = {"cells": cell_items, "kills": kill_items, "elastic": elastic_items, "two-hosts": host_items}
+
+
+def commit() -> str:
+    """The commit of the tree, and whether anything but results differs from it."""
+    name = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    words = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS.relative_to(ROOT)}"]
+    changed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return name + (" with changes" if changed else "")
+
+
+def begin(path: Path, part: str, again: bool) -> set[str]:
+    """The items that are in the table of this commit already; a table of another one is begun anew."""
+    title = f"# make campaign PART={part}\n\nCommit {commit()}; {os.cpu_count()} cores, Python {platform.python_version()}, "
+    title += f"PyTorch {torch.__version__}.\n\n"
+    if not again and path.exists() and path.read_text().startswith(title):
+        return {line.split(" | ")[0].removeprefix("| ") for line in path.read_text().splitlines() if line.startswith("| ")}
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(title + _HEADER)
+    return set()
+
+
+def row(name: str, report: Report, seconds: float) -> str:
+    result = "; ".join(report.broken).replace("\n", " ").replace("|", "/") or "good"
+    figures = ", ".join(f"{key.strip()} {value}" for key, value in report.figures.items())
+    return f"| {name} | {result} | {seconds:.0f} | {figures} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("part", choices=[*PARTS, "mutants"])
+    parser.add_argument("--only", default="", help="items with this in their names")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no item after so many minutes")
+    parser.add_argument("--again", action="store_true")
+    words = parser.parse_args()
+    if words.part == "mutants":
+        os.execv(sys.executable, [sys.executable, "-m", "tests.mutations.run", *["--again"] * words.again])
+    path, started, broken = RESULTS / f"{words.part}.md", time.monotonic(), 0
+    done = begin(path, words.part, words.again)
+    for name, play in PARTS[words.part]().items():
+        if name in done or words.only not in name:
+            continue
+        if time.monotonic() - started > 60 * words.minutes:
+            break
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=f"{words.part}-") as folder:
+            report = play(Path(folder))
+        line = row(name, report, time.monotonic() - begun)
+        with open(path, "a") as table:
+            table.write(line)
+        print(line, end="", flush=True)
+        broken += bool(report.broken)
+    sys.exit(1 if broken or " | good | " not in path.read_text() else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Runs a cell of the covering table (cover.py), and compares it with one plain process."""
+
+import contextlib
+import functools
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from models.blocks import Normal
+from tests.distributed.cover import PLAIN, Cell
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, learnable_data, learnable_ids, mesh_of
+from tests.token_files import data_of
+from titanlite.config.schema import Config
+from titanlite.data.mixture import Data
+from titanlite.tools.compare import Trajectory, compare, record
+from titanlite.transforms import lora
+from titanlite.transforms.registry import load_family
+
+STEPS = 4
+MESHES: dict[str, dict[str, int]] = {
+    "one process": {},
+    "shard 2": {"dp_shard": 2},
+    "shard 4": {"dp_shard": 4},
+    "replicate 2": {"dp_replicate": 2},
+    "tp 2": {"tp": 2},
+    "tp 4": {"tp": 4},
+    "replicate 2 x shard 2": {"dp_replicate": 2, "dp_shard": 2},
+    "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
+    "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
+    "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+}
+FAMILIES = {
+    "Llama 3": ("tests.tiny", "plain"),
+    "Llama 3 tied": ("tests.tiny", "tied"),
+    "Llama 3 of 515 tokens": ("tests.tiny", "uneven"),
+    "Qwen 3": ("tests.tiny_qwen3", "tied"),
+    "Qwen 2": ("tests.tiny_qwen3", "biased"),
+    "Gemma 3": ("tests.tiny_gemma3", "plain"),
+    "Gemma 2": ("tests.tiny_gemma3", "two"),
+    "OLMo 2": ("tests.tiny_olmo2", "plain"),
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"training": {"mixed_precision_param": "bfloat16"}},
+    "float8": {"float8": {"enable": True, "emulate": True}},
+    "float8 rows": {"float8": {"enable": True, "emulate": True, "recipe_name": "rowwise"}},
+    "float8 gather": {"float8": {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}},
+}
+GATHERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "never": {"fsdp_reshard_after_forward": "never"},
+    "always": {"fsdp_reshard_after_forward": "always"},
+    "two": {"fsdp_reshard_after_forward": 2},
+    "prefetch": {"fsdp_prefetch": 2},
+}
+
+
+# The largest relative differences from one process.
+TOLERANCES: dict[str, dict[str, float]] = {
+    "float32": {},  # those of titanlite verify
+    # sums in another order are rounded to another of 256 values a power of two
+    "bfloat16": {"losses": 5e-3, "norms": 6e-2, "gradients": 6e-2},
+    # a value between two of eight flips to the other one: one flip is seen in all gradients behind it
+    "float8": {"losses": 2e-3, "norms": 5e-2, "gradients": 1e-1},
+}
+# What one process alone shows of a cell: all else must not change the mathematics.
+MATHEMATICS = ("family", "precision", "documents", "adapter", "optimizer")
+
+
+def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
+    module, flavor = FAMILIES[cell["family"]]
+    precision = PRECISIONS[cell["precision"]]
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": module},
+        "training": {"steps": STEPS, **precision.get("training", {})},
+        "activation_checkpoint": MODES[cell["recompute"]],
+        "parallelism": {**GATHERS[cell["gather"]], "reduce_every_microbatch": "end" not in cell["accumulation"]},
+    }
+    if cell["documents"] == "many":
+        sections["training"] |= {"document_policy": "best_fit", "document_mask": True}
+    if cell["compile"] != "no":
+        sections["compile"] = {"enable": True, "backend": backend, "unit": {"blocks": "block"}.get(cell["compile"], "model")}
+    if "float8" in precision:
+        sections["float8"] = precision["float8"]
+    if cell["adapter"] == "lora":
+        sections["lora"] = {"enable": True, "rank": 4, "alpha": 6.0}
+    if cell["optimizer"] == "Muon":
+        sections["optimizer"] = {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
+    return config_of(MESHES[cell["mesh"]], flavor, 1 if cell["accumulation"] == "1" else 2, **sections)
+
+
+def reference_of(cell: Cell) -> Cell:
+    """The plain cell on one process with the same mathematics."""
+    return PLAIN | {factor: cell[factor] for factor in MATHEMATICS}
+
+
+def documents(config: Config, vocabulary: int) -> Data:
+    """The learnable tokens, cut into documents of 1 to 60."""
+    ids, lengths = learnable_ids(vocabulary), np.random.default_rng(1).integers(1, 61, 2000)
+    ends = np.minimum(lengths.cumsum(), len(ids))
+    return data_of([part for part in np.split(ids, ends) if len(part)], config, vocabulary)
+
+
+def trajectory(cell: Cell, config: Config) -> tuple[Trajectory, int] | None:
+    """What the steps of a cell did, on rank 0, and how many graphs were compiled for it."""
+    torch._dynamo.reset()
+    counters.clear()
+    make = learnable_data
+    if cell["documents"] == "many":
+        make = functools.partial(documents, vocabulary=load_family(config.model.name, config.model.flavor).config.vocab_size)
+    with mock.patch.object(lora.LoraLinear, "own_initial", _trained) if cell["adapter"] == "lora" else contextlib.nullcontext():
+        found = record(config, make(config), mesh_of(MESHES[cell["mesh"]]), CPU)
+    return (found, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
+
+
+def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
+    """Initial distributions as if B had been trained: while it is zero, A has no gradient to compare."""
+    return {lora.A: Normal(0.1), lora.B: Normal(0.1)}
+
+
+def run(pools: dict[int, Pool], cell: Cell, backend: str = "aot_eager") -> tuple[Trajectory, int]:
+    ranks = math.prod(MESHES[cell["mesh"]].values())
+    config = config_of_cell(cell, backend)
+    return pools[ranks].run("tests.distributed.cells:trajectory", timeout=300, cell=cell, config=config)[0]
+
+
+def graphs_of(cell: Cell) -> set[int]:
+    """How many graphs may be compiled: one for blocks that are alike, and those of the head."""
+    if cell["compile"] == "no":
+        return {0}
+    if cell["compile"] == "model":
+        return {GRAPHS}
+    local_and_global = "Gemma" in cell["family"]
+    if cell["adapter"] == "none":
+        return {GRAPHS + local_and_global}
+    # the input of the first block needs no gradient, unless the model scales what it has looked up
+    return {GRAPHS + local_and_global, GRAPHS + local_and_global + 1}
+
+
+def faults(cell: Cell, found: Trajectory, reference: Trajectory) -> list[str]:
+    """What is not as one process has it, as far as rounding in the cell's precision does not explain it."""
+    tolerances = TOLERANCES[cell["precision"].split()[0]]
+    excessive = [
+        difference
+        for difference in compare(found, reference).differences
+        if not difference.size <= tolerances.get(difference.quantity, difference.tolerance)
+    ]
+    return [*map(str, excessive), *(f"a value is kept in {dtype}" for dtype in found.dtypes - reference.dtypes)]

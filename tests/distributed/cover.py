@@ -1,0 +1,177 @@
+"""Which combinations of a mesh, a model and options are trained and compared: a table in which every pair of values occurs.
+
+    python -m tests.distributed.cover [--strength 2] [--seed 1] [--all]
+
+prints the table. Every pair of values that the product allows is in at least one cell, found greedily with a seed
+(Cohen et al., "The AETG System", IEEE TSE 1997). Among cells that cover as much, the cheapest is taken: compiled cells and
+cells on eight ranks cost several times as much as others.
+"""
+
+import argparse
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+Cell = dict[str, str]  # factor -> value
+Values = frozenset[tuple[str, str]]  # some factors and their values
+
+# The first value of each factor is the plain one; a cell of plain values is the reference.
+FACTORS: dict[str, tuple[str, ...]] = {
+    "mesh": (
+        "one process", "shard 2", "shard 4", "replicate 2", "tp 2", "tp 4", "replicate 2 x shard 2", "shard 2 x tp 2",
+        "replicate 2 x tp 2", "replicate 2 x shard 2 x tp 2",
+    ),
+    "family": ("Llama 3", "Llama 3 tied", "Llama 3 of 515 tokens", "Qwen 3", "Qwen 2", "Gemma 3", "Gemma 2", "OLMo 2"),
+    "compile": ("no", "blocks", "model"),
+    "recompute": ("none", "full", "every second layer", "per operation", "budget"),
+    "precision": ("float32", "bfloat16", "float8", "float8 rows", "float8 gather"),
+    "accumulation": ("1", "2", "2, reduced at the end"),
+    "documents": ("one", "many"),
+    "adapter": ("none", "lora"),
+    "gather": ("default", "never", "always", "two", "prefetch"),
+    "optimizer": ("AdamW", "Muon"),
+}  # fmt: skip
+
+
+EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2"})
+SEED = 1
+PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
+
+
+class Refusal(NamedTuple):
+    """A combination that the product refuses, or that says nothing."""
+
+    factors: tuple[str, ...]
+    holds: Callable[..., bool]  # of these factors' values
+    reason: str
+
+
+REFUSALS = (
+    Refusal(("compile", "mesh"), lambda c, m: c == "model" and m != "one process", "compile.unit: only without FSDP2"),
+    Refusal(("compile", "precision"), lambda c, p: c == "model" and p == "float8 gather", "compile.unit: only without FSDP2"),
+    Refusal(("compile", "accumulation"), lambda c, a: c == "model" and "end" in a, "compile.unit: only without FSDP2"),
+    Refusal(("compile", "recompute"), lambda c, r: c == "no" and r == "budget", "the compiler chooses what to keep"),
+    Refusal(("precision", "adapter"), lambda p, a: "float8" in p and a == "lora", "adapters do not multiply in float8"),
+    Refusal(("precision", "mesh"), lambda p, m: "gather" in p and "tp" in m, "the scale of a part of a weight is another"),
+    Refusal(("precision", "gather"), lambda p, g: p == "float8 gather" and g == "two", "float8 gathers all or nothing again"),
+    Refusal(("gather", "mesh"), lambda g, m: g != "default" and "shard" not in m, "nothing is gathered"),
+    Refusal(("gather", "mesh"), lambda g, m: g == "two" and m != "shard 4", "2 does not divide the shards"),
+    Refusal(("adapter", "optimizer"), lambda a, o: a == "lora" and o == "Muon", "adapters are no matrices for Muon"),
+)  # fmt: skip
+
+
+def allowed(cell: Cell) -> bool:
+    """Whether the product takes these values, as far as they are given."""
+    return not any(
+        refusal.holds(*(cell[factor] for factor in refusal.factors))
+        for refusal in REFUSALS
+        if all(factor in cell for factor in refusal.factors)
+    )
+
+
+def possible(cell: Cell) -> bool:
+    """Whether there is a value for every other factor with which the product takes these."""
+    return _possible(frozenset(cell.items()))
+
+
+@functools.cache
+def _possible(values: Values) -> bool:
+    cell = dict(values)
+    if not allowed(cell):
+        return False
+    missing = next((factor for factor in FACTORS if factor not in cell), None)
+    return missing is None or any(_possible(values | {(missing, value)}) for value in FACTORS[missing])
+
+
+def parts(cell: Cell, strength: int) -> Iterator[Values]:
+    """The combinations of `strength` values that a cell shows: in low precision, where rounding hides much, those with it."""
+    exact, precision = cell["precision"] == PLAIN["precision"], ("precision", cell["precision"])
+    every = itertools.combinations(cell.items(), strength)
+    return (frozenset(chosen) for chosen in every if exact or precision in chosen)
+
+
+def every_part(strength: int, without: frozenset[str] = frozenset()) -> set[Values]:
+    """All combinations of `strength` values that occur in a cell that the product takes."""
+    found = set()
+    for factors in itertools.combinations(FACTORS, strength):
+        for values in itertools.product(*(FACTORS[factor] for factor in factors)):
+            cell = dict(zip(factors, values, strict=True))
+            if without.isdisjoint(values) and possible(cell):
+                found.add(frozenset(cell.items()))
+    return found
+
+
+def cost(cell: Cell) -> float:
+    """About the seconds of a processor that a cell takes."""
+    ranks = 1
+    for degree in re.findall(r"\d", cell["mesh"]):
+        ranks *= int(degree)
+    compiling = 0.0 if cell["compile"] == "no" else 1.5
+    steps = (0.7 if "tp" in cell["mesh"] else 0.3) * (1 if cell["accumulation"] == "1" else 2)
+    return ranks * (compiling + steps)
+
+
+def cover(strength: int = 2, seed: int = SEED, without: frozenset[str] = frozenset(), tries: int = 12) -> list[Cell]:
+    """Cells in which every allowed combination of `strength` values occurs, but for those with values of `without`."""
+    random_ = random.Random(seed)
+    left = every_part(strength, without)
+    # in a fixed order: that of a set differs from process to process
+    queue = sorted(left, key=lambda part: sorted(part))
+    random_.shuffle(queue)
+    cells = []
+    while left:
+        queue = [part for part in queue if part in left]
+        candidates = [_grown(dict(queue[number % len(queue)]), left, strength, random_) for number in range(tries)]
+        best = max(candidates, key=lambda cell: sum(part in left for part in parts(cell, strength)) / cost(cell))
+        left -= set(parts(best, strength))
+        cells.append({factor: best[factor] for factor in FACTORS})
+    return cells
+
+
+def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random) -> Cell:
+    """The cell with a value for every factor, each the one that covers most with those before it, or the plainest of such."""
+    cell.setdefault("precision", PLAIN["precision"])
+    factors = [factor for factor in FACTORS if factor not in cell]
+    random_.shuffle(factors)
+    for factor in factors:
+        best, most = "", -1
+        for value in FACTORS[factor]:
+            more = {**cell, factor: value}
+            if not possible(more):
+                continue
+            count = sum(part in left for part in parts(more, strength) if (factor, value) in part)
+            if count > most:
+                best, most = value, count
+        cell[factor] = best
+    return cell
+
+
+def name(cell: Cell) -> str:
+    """What is not plain about a cell."""
+    special = [value if factor in ("mesh", "family", "recompute", "precision", "optimizer") else f"{factor} {value}"
+               for factor, value in cell.items() if value != PLAIN[factor]]  # fmt: skip
+    return ", ".join(special) or "plain"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strength", type=int, default=2, help="cover every combination of so many values")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--all", action="store_true", help="with the mesh of eight ranks")
+    words = parser.parse_args()
+    without = frozenset() if words.all else EIGHT_RANKS
+    cells = cover(words.strength, words.seed, without)
+    widths = {factor: max(map(len, (factor, *values))) for factor, values in FACTORS.items()}
+    print("  ".join(f"{factor:<{width}}" for factor, width in widths.items()))
+    for cell in cells:
+        print("  ".join(f"{cell[factor]:<{width}}" for factor, width in widths.items()))
+    every = every_part(words.strength, without)
+    covered = {part for cell in cells for part in parts(cell, words.strength)}
+    print(f"{len(cells)} cells; {len(covered & every)} of {len(every)} combinations of {words.strength} values")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""P1: the mesh does not change the mathematics, whatever it is combined with: every cell of a table against one process.
+
+`python -m tests.distributed.cover` prints the table; `pytest -k "tp 2"` runs the cells with that in their names.
+"""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.distributed import cells, cover
+from tests.distributed.cover import EIGHT_RANKS, PLAIN, Cell
+from titanlite.tools.compare import Trajectory, compare
+
+CELLS = {cover.name(cell): cell for cell in cover.cover(without=EIGHT_RANKS)}
+# All dimensions at once need eight ranks, which take as long as ten other cells: what is most unlike Llama, and what is special
+# in gathering.
+(EIGHT,) = EIGHT_RANKS
+AT_ONCE = [
+    {"mesh": EIGHT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
+    {"mesh": EIGHT, "family": "Llama 3 tied", "accumulation": "2, reduced at the end", "optimizer": "Muon"},
+    {"mesh": EIGHT, "family": "Llama 3 of 515 tokens", "compile": "blocks", "gather": "never"},
+    {"mesh": EIGHT, "family": "Qwen 2", "adapter": "lora"},
+]
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')
+
+
+@pytest.fixture(scope="module")
+def references(pools) -> Callable[[Cell], Trajectory]:
+    """What one plain process does, run once for all cells with the same mathematics."""
+    known: dict[tuple[str, ...], Trajectory] = {}
+
+    def reference(cell: Cell) -> Trajectory:
+        plain = cells.reference_of(cell)
+        key = tuple(plain.values())
+        if key not in known:
+            known[key] = cells.run(pools, plain)[0]
+        return known[key]
+
+    return reference
+
+
+def assert_as_on_one_process(pools, references, cell: Cell, backend: str = "aot_eager") -> None:
+    found, graphs = cells.run(pools, cell, backend)
+    assert cells.faults(cell, found, references(cell)) == []
+    assert graphs in cells.graphs_of(cell)
+
+
+def test_every_pair_that_the_product_takes_is_in_a_cell():
+    covered = {part for cell in CELLS.values() for part in cover.parts(cell, 2)}
+    assert covered == cover.every_part(2, EIGHT_RANKS)
+    assert all(map(cover.allowed, CELLS.values()))
+    values = {(factor, value) for factor, values in cover.FACTORS.items() for value in values}
+    assert {part for cell in CELLS.values() for part in cell.items()} == values - {("mesh", EIGHT)}
+
+
+def test_the_table_is_the_same_in_every_process():
+    assert cover.cover(without=EIGHT_RANKS) == [*CELLS.values()]
+
+
+@pytest.mark.parametrize("name", CELLS, ids=list(CELLS))
+def test_a_cell_gives_the_weights_batches_losses_norms_and_gradients_of_one_process(pools, references, name):
+    assert_as_on_one_process(pools, references, CELLS[name])
+
+
+@pytest.mark.parametrize("values", AT_ONCE, ids=lambda values: cover.name(PLAIN | values))
+def test_all_dimensions_at_once_too(pools, references, values):
+    assert_as_on_one_process(pools, references, PLAIN | values)
+
+
+@pytest.mark.parametrize("family", cells.FAMILIES)
+def test_the_references_learn_from_gradients_that_are_not_zero(references, family):
+    for adapter in cover.FACTORS["adapter"]:
+        found = references(PLAIN | {"family": family, "adapter": adapter})
+        assert found.losses[-1] < 0.99 * found.losses[0]
+        assert all(gradient.norm() > 1e-6 for gradient in found.gradients.values())
+
+
+def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
+    plain = references(PLAIN)
+    for precision in cover.FACTORS["precision"][1:]:
+        found = references(PLAIN | {"precision": precision})
+        assert found.dtypes == {torch.float32}
+        assert 1e-7 < compare(found, plain).worst("losses").size < 5e-3
+        assert compare(found, plain).worst("gradients").size > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------- in `make test-all` alone
+
+
+WIDER = {
+    cover.name(cell): cell
+    for cell in cover.cover(seed=cover.SEED + 1)
+    if cover.name(cell) not in CELLS and (cell["compile"] != "no" or cell["mesh"] == EIGHT)
+}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell["compile"] != "no"])
+def test_inductors_kernels_give_what_one_plain_process_gives(pools, references, name):
+    assert_as_on_one_process(pools, references, CELLS[name], "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDER, ids=list(WIDER))
+def test_another_table_with_the_mesh_of_eight_ranks(pools, references, name):
+    assert_as_on_one_process(pools, references, WIDER[name])
