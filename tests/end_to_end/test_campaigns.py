@@ -4,7 +4,8 @@ import pytest
 
 from tests.campaigns import elastic, kill, two_hosts
 
-pytestmark = pytest.mark.timeout(1800)  # a minute or two each on a machine that has nothing else to do
+# a minute or two each on a machine that has nothing else to do
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):

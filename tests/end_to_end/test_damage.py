@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.forked import Done, train
 from tests.end_to_end.launcher import Ended, finish, launch, run
 from tests.end_to_end.test_run_train import reports, when_training, working_folder
 from titanlite.checkpoint import load, manifest
@@ -22,6 +23,13 @@ WORDS = ["--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "0", "--lr_
 
 def start(folder: Path, steps: int, *words: str) -> Ended:
     return run("run.toml", "--training.steps", str(steps), *WORDS, *words, folder=folder, NGPU="2", timeout=120.0)
+
+
+def trained(folder: Path, steps: int) -> Done:
+    """The same run without its launcher."""
+    ended = train("run.toml", "--training.steps", steps, *WORDS, folder=folder, ranks=2)
+    assert ended.code == 0, ended.err
+    return ended
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
@@ -51,7 +59,7 @@ def assert_refused(ended: Ended, *told: str) -> None:
 def half(tmp_path_factory) -> Path:
     """A working folder with a run that has checkpoints of steps 2 and 4."""
     folder = working_folder(tmp_path_factory.mktemp("half"))
-    assert start(folder, 4).code == 0
+    trained(folder, 4)
     return folder
 
 
@@ -64,14 +72,13 @@ def copy(half, tmp_path) -> Path:
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(copy, tmp_path):
     damaged = copy / "out/checkpoint/step-00000004/__1_0.distcp"
     spoil(damaged)
-    ended = start(copy, 6)
-    assert (ended.code, ended.left) == (0, []), ended.err
+    ended = trained(copy, 6)
     assert ended.err.count("step-00000004/__1_0.distcp: is damaged: its checksum is") == 1
     assert "resumed from out/checkpoint/step-00000002" in ended.err
     assert "set aside out/checkpoint/step-00000004.aside-1" in ended.err
     (tmp_path / "whole").mkdir()
     whole = working_folder(tmp_path / "whole")
-    assert start(whole, 6).code == 0
+    trained(whole, 6)
     assert losses(copy) == losses(whole)
 
 
@@ -84,6 +91,7 @@ def test_all_damaged_ends_with_their_names_and_changes_nothing(copy):
     assert contents(copy) == before
 
 
+@pytest.mark.slow  # tests/distributed/test_load.py has it without the launcher
 def test_a_damaged_checkpoint_that_is_asked_for_by_its_step_is_not_replaced_by_another(copy):
     spoil(copy / "out/checkpoint/step-00000002/__0_0.distcp")
     before = contents(copy)
@@ -116,6 +124,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_anything_i
     assert contents(copy) == before
 
 
+@pytest.mark.slow  # so does test_run_train.py, without a checkpoint
 def test_a_second_run_in_a_folder_is_refused_and_the_first_one_unharmed(tmp_path):
     folder = working_folder(tmp_path)
     words = ["--training.steps", "1000000", "--checkpoint.interval", "10", "--checkpoint.keep_latest_k", "2"]

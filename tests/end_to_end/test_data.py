@@ -1,14 +1,13 @@
 """The data path as a user meets it: text to token files, two sources, chats, workers, and data that change under a run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launcher import ROOT, Ended, finish, launch
+from tests.end_to_end import forked
+from tests.end_to_end.forked import Done, titanlite
+from tests.end_to_end.launcher import Ended, finish, launch
 from titanlite.data.tokenizer import train_tokenizer
 
 RUN = """
@@ -78,15 +77,13 @@ def folder(tmp_path_factory) -> Path:
 
 def command(folder: Path, *words: str) -> str:
     """Standard output of `titanlite WORDS`, which must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite", *words], cwd=folder, capture_output=True, text=True, timeout=120, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = titanlite(*words, folder=folder)
+    assert done.code == 0, done.err
+    return done.out
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+def train(folder: Path, out: str, *options: str) -> Done:
+    return forked.train("run.toml", "--job.dump_folder", out, *options, folder=folder)
 
 
 def run(folder: Path, out: str, *options: str, **variables: str) -> Ended:
@@ -99,9 +96,8 @@ def reports(folder: Path, out: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(folder) -> Path:
-    ended = run(folder, "one")
+    ended = train(folder, "one")
     assert ended.code == 0, ended.err
-    assert ended.left == []
     return folder
 
 
@@ -130,7 +126,7 @@ def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unles
     try:
         more = ["--training.steps", "8", "--lr_scheduler.total_steps", "6", "--lr_scheduler.min_lr_factor", "0.1"]
         more += ["--checkpoint.allow_changes"]
-        ended = run(finished, "one", *more, "lr_scheduler.*")
+        ended = train(finished, "one", *more, "lr_scheduler.*")
         assert ended.code == 2
         (line,) = (line for line in ended.err.splitlines() if " data = " in line)
         assert (
@@ -140,7 +136,7 @@ def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unles
             and "in 60 documents" in line
         )
         assert "tokens:" not in line
-        ended = run(finished, "one", *more, "lr_scheduler.*,data")
+        ended = train(finished, "one", *more, "lr_scheduler.*,data")
         assert ended.code == 0, ended.err
         assert [report["step"] for report in reports(finished, "one")] == list(range(1, 9))
     finally:
@@ -169,7 +165,8 @@ def test_token_files_that_cannot_be_trusted_end_the_run_before_a_process_starts(
     else:
         manifest = json.loads((folder / damage / "manifest.json").read_text())
         (folder / damage / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "0" * 32}))
-    ended = run(folder, "never", "--training.sources", "[]", "--training.dataset_path", damage)
+    words = ["--job.dump_folder", "never", "--training.sources", "[]", "--training.dataset_path", damage]
+    ended = titanlite("check", "run.toml", *words, folder=folder)
     assert ended.code == 2
     assert damage in ended.err and reason in ended.err and "Traceback" not in ended.err
     assert not (folder / "never").exists()

@@ -1,16 +1,13 @@
 """titanlite eval: on a task made of local text, lm-eval is told what transformers' model of the exported weights says."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.launcher import ROOT, run
+from tests.end_to_end.forked import Done, titanlite, train
 
 RUN = """
 [job]
@@ -67,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("eval")
     (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
     (folder / "run.toml").write_text(RUN)
-    ended = run("run.toml", folder=folder, timeout=200)
+    ended = train("run.toml", folder=folder)
     assert ended.code == 0, ended.err
     (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (folder / "tasks").mkdir()
@@ -77,12 +74,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def evaluate(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "titanlite", "eval", *words],
-        cwd=folder, env=os.environ | own, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+def evaluate(folder: Path, *words: str) -> Done:
+    return titanlite("eval", *words, folder=folder, timeout=280, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "cache"))
 
 
 def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
@@ -122,8 +115,8 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
         folder, "--checkpoint", "out", "--tasks", "choice,rolling,written", "--include-path", "tasks", "--output", "found.json",
         "--batch-size", "3",
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "|choice" in ended.stdout and "|written" in ended.stdout
+    assert ended.code == 0, ended.err
+    assert "|choice" in ended.out and "|written" in ended.out
     found = json.loads((folder / "found.json").read_text())["samples"]
     answers, texts, written = expected(folder)
     for sample, wanted in zip(found["choice"], answers, strict=True):
@@ -134,11 +127,12 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
     assert any(written)
 
 
+@pytest.mark.slow
 def test_two_ranks_say_the_same(folder):
     words = ["--checkpoint", "out", "--tasks", "choice", "--include-path", "tasks", "--limit", "2"]
     alone, split = evaluate(folder, *words), evaluate(folder, *words, "--tp", "2")
-    assert alone.returncode == split.returncode == 0, split.stderr
-    assert alone.stdout == split.stdout
+    assert alone.code == split.code == 0, split.err
+    assert alone.out == split.out
 
 
 @pytest.mark.parametrize(
@@ -153,5 +147,5 @@ def test_two_ranks_say_the_same(folder):
 )
 def test_what_is_wrong_is_told_in_a_sentence(folder, words, told):
     ended = evaluate(folder, "--checkpoint", "out", *words)
-    assert ended.returncode == 2
-    assert told in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.code == 2
+    assert told in ended.err and "Traceback" not in ended.err, ended.err

@@ -47,6 +47,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # it checks a model, trains one, and shares the machine
 def test_the_guide_leads_to_a_fork_that_is_checked_trained_and_exported(copy):
     own = {"PATH": f"{copy}/bin:{os.environ['PATH']}", "PYTHONPATH": str(copy), "PYTHON": sys.executable}

@@ -1,10 +1,7 @@
 """Text from checkpoints: every family writes what transformers writes, on any mesh, by the command and while it is trained."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.attention import Cache
-from tests.end_to_end.launcher import ROOT, run
+from tests.end_to_end.forked import Done, titanlite, train
 from tests.end_to_end.test_oracle import both_models, every_model, family
 from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate
@@ -49,6 +46,7 @@ def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_cach
     assert all(len(set(new)) > 3 for new in found), "a text that repeats itself compares little"
 
 
+@pytest.mark.slow
 def test_the_real_cache_grows_without_a_trace():
     ours, theirs = restless_models("Qwen 3")
     prompt = list(range(50, 70))
@@ -84,16 +82,13 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
     (folder / "run.toml").write_text(RUN)
-    ended = run("run.toml", folder=folder, timeout=200)
+    ended = train("run.toml", folder=folder)
     assert ended.code == 0, ended.err
     return folder
 
 
-def command(folder: Path, *words: str, name: str = "generate") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "titanlite", name, *words],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+def command(folder: Path, *words: str, name: str = "generate") -> Done:
+    return titanlite(name, *words, folder=folder)
 
 
 def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(trained):
@@ -110,12 +105,12 @@ def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(
         "0",
     ]
     alone = command(trained, *words)
-    assert alone.returncode == 0, alone.stderr
-    assert re.fullmatch(r"one two three(.+)\n\nsix(.+)\n\n", alone.stdout, re.DOTALL), alone.stdout
-    assert command(trained, *words, "--tp", "2").stdout == alone.stdout
+    assert alone.code == 0, alone.err
+    assert re.fullmatch(r"one two three(.+)\n\nsix(.+)\n\n", alone.out, re.DOTALL), alone.out
+    assert command(trained, *words, "--tp", "2").out == alone.out
     earlier = command(trained, "--checkpoint", "out/checkpoint/step-00000015", *words[2:])
-    assert earlier.returncode == 0 and earlier.stdout != alone.stdout
-    drawn = [command(trained, *words[:-2], "--temperature", "2", "--seed", seed).stdout for seed in "112"]
+    assert earlier.code == 0 and earlier.out != alone.out
+    drawn = [command(trained, *words[:-2], "--temperature", "2", "--seed", seed).out for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -127,18 +122,18 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ad
         shutil.copy(trained / "run.toml", tmp_path)
         base = trained / "out" / "checkpoint" / "step-00000015"
         options = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
-        ended = run("run.toml", *options, folder=tmp_path, timeout=200)
+        ended = train("run.toml", *options, folder=tmp_path)
         assert ended.code == 0, ended.err
         source = tmp_path / "out"
     exported = command(tmp_path, "--checkpoint", str(source), "--output", "export", name="export-hf")
-    assert exported.returncode == 0, exported.stderr
+    assert exported.code == 0, exported.err
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     prompt = "two four six"
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
     words = ["--checkpoint", str(source), "--prompt", prompt, "--max-new-tokens", "40", "--temperature", "0"]
-    assert command(tmp_path, *words, "--dtype", "float32").stdout == expected + "\n"
+    assert command(tmp_path, *words, "--dtype", "float32").out == expected + "\n"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +158,8 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ad
 )
 def test_what_the_command_refuses_it_names(trained, words, expected):
     ended = command(trained, *words)
-    assert ended.returncode == 2
-    assert expected in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.code == 2
+    assert expected in ended.err and "Traceback" not in ended.err, ended.err
 
 
 def test_a_damaged_checkpoint_is_refused_and_so_is_one_of_another_model(trained, tmp_path):
@@ -173,4 +168,4 @@ def test_a_damaged_checkpoint_is_refused_and_so_is_one_of_another_model(trained,
     data = copy / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     ended = command(trained, "--checkpoint", str(copy), "--prompt", "a")
-    assert ended.returncode == 2 and "is damaged" in ended.stderr, ended.stderr
+    assert ended.code == 2 and "is damaged" in ended.err, ended.err

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.attention import SeqInfo
 from tests import hf_folders
-from tests.end_to_end.launcher import ROOT, Ended, run
+from tests.end_to_end import forked
+from tests.end_to_end.forked import Done
+from tests.end_to_end.launcher import ROOT
 from tests.hf_folders import tensors_of
 from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
@@ -41,25 +43,18 @@ enable_tensorboard = false
 STILL = ("--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0.0")  # weights stay what they are
 
 
-def titanlite(*words: object, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+def titanlite(*words: object, folder: Path, code: int = 0) -> Done:
     """A command that ends with this exit code; 2 means a sentence and no traceback."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "titanlite", *map(str, words)],
-        cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stderr
+    ended = forked.titanlite(*words, folder=folder, timeout=200)
+    assert ended.code == code, ended.out + ended.err
+    assert "Traceback" not in ended.err
     return ended
 
 
-def train(folder: Path, toml: str, *words: str, ranks: int = 1) -> Ended:
+def train(folder: Path, toml: str, *words: str, ranks: int = 1) -> Done:
     (folder / "run.toml").write_text(RUN + toml)
     (folder / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
-    return run("run.toml", *words, folder=folder, NGPU=str(ranks), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", timeout=200)
+    return forked.train("run.toml", *words, folder=folder, ranks=ranks)
 
 
 def fork(folder: Path, **values: object) -> Path:
@@ -91,7 +86,7 @@ def test_what_import_hf_prints_is_what_a_run_needs_and_its_last_save_is_what_tra
     ended = titanlite(
         "import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", "--ranks", 2, folder=tmp_path
     )
-    toml = ended.stdout[ended.stdout.index("[model]") :]
+    toml = ended.out[ended.out.index("[model]") :]
     assert 'flavor = "hf"' in toml
     begun = train(tmp_path, toml, "--checkpoint.last_save_in_hf", "true", *STILL, ranks=2)
     assert begun.code == 0, begun.err
@@ -161,7 +156,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     family.module.Model(family.config).load_state_dict(weights)  # strictly: no name is missing, none too many
     assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in _weights(stored))
     ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", folder=tmp_path, code=2)
-    assert "one.pt: already exists" in ended.stderr
+    assert "one.pt: already exists" in ended.err
 
 
 SLOW = """
@@ -193,6 +188,7 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_the_next_one
     assert all(torch.equal(after[name], before[name]) for name in before) and not (tmp_path / ".out.unfinished").exists()
 
 
+@pytest.mark.slow
 def test_no_rank_of_an_import_holds_more_than_its_slices(tmp_path):
     """Figures of 8 billion parameters: benchmarks/results/hf_import.md."""
     held = {}
@@ -200,7 +196,7 @@ def test_no_rank_of_an_import_holds_more_than_its_slices(tmp_path):
         folder = tmp_path / str(layers)
         write_zeros(folder, layers)
         ended = titanlite("import-hf", "--source", folder, "--output", f"weights-{layers}", "--ranks", 2, folder=tmp_path)
-        held[layers] = [float(found) for found in re.findall(r"(\d+\.\d\d)", ended.stdout.splitlines()[0])]
+        held[layers] = [float(found) for found in re.findall(r"(\d+\.\d\d)", ended.out.splitlines()[0])]
     (_, small, _), (whole, large, slices) = held[1], held[40]
     print(f"{whole} GiB: a rank held {large}, {slices} of them its slices; with next to nothing {small}")
     size = (folder / "model.safetensors").stat().st_size / 2**30
@@ -227,4 +223,4 @@ def test_a_model_that_is_not_that_of_the_weights_is_told_once(tmp_path):
     toml += f'hf_assets_path = "{source}"\n[checkpoint]\nenable = true\ninitial_load_path = "{tmp_path / "weights"}"\n'
     ended = train(tmp_path, toml, ranks=2)
     assert ended.code == 0, ended.err
-    assert ended.err.count("the model is not that of the weights: rope_scaling = [8.0, 1.0, 4.0, 16], was None") == 1
+    assert ended.err.count("the model differs from that of the weights: rope_scaling = [8.0, 1.0, 4.0, 16], was None") == 1

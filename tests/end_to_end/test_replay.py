@@ -1,15 +1,12 @@
 """titanlite replay: a step of a run again, on the same ranks bit for bit, and without touching the run."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launcher import ROOT, run
+from tests.end_to_end.forked import Done, titanlite, train
 from titanlite.launch.run_folder import lock_run
 
 RUN = """
@@ -35,22 +32,14 @@ enable_tensorboard = false
 """
 
 
-def replay(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        [sys.executable, "-m", "titanlite", "replay", *words],
-        cwd=folder,
-        env=kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def replay(folder: Path, *words: str) -> Done:
+    return titanlite("replay", *words, folder=folder)
 
 
 def trained(folder: Path, ranks: int, *options: str) -> Path:
     (folder / "data.txt").write_text("".join(f"Line {i} of the data says {i * i}.\n" for i in range(400)))
     (folder / "run.toml").write_text(RUN)
-    ended = run("run.toml", *options, folder=folder, NGPU=str(ranks))
+    ended = train("run.toml", *options, folder=folder, ranks=ranks)
     assert ended.code == 0, ended.err
     return folder
 
@@ -86,13 +75,13 @@ def test_a_step_is_the_runs_bit_for_bit_while_the_run_goes_on_and_nothing_is_tou
     held = lock_run(alone / "out")  # as a run that is going on has it
     ended = replay(alone, "out", "--step", str(step))
     held.close()
-    assert ended.returncode == 0, ended.stderr
-    first = ended.stdout.splitlines()[0]
+    assert ended.code == 0, ended.err
+    first = ended.out.splitlines()[0]
     assert first == f"step {step} of out: samples {(step - 1) * 4} to {step * 4 - 1}, from {start}, on one process"
-    assert printed(ended.stdout) == (report(alone, step)["loss"], report(alone, step)["grad_norm"])
-    assert "metrics.jsonl  loss equal, gradient norm equal" in ended.stdout
-    assert [line.split()[0] for line in ended.stdout.splitlines()[5:]] == ["embed", "layers.0", "layers.1", "head"]
-    assert "Traceback" not in ended.stderr and "Warning" not in ended.stderr
+    assert printed(ended.out) == (report(alone, step)["loss"], report(alone, step)["grad_norm"])
+    assert "metrics.jsonl  loss equal, gradient norm equal" in ended.out
+    assert [line.split()[0] for line in ended.out.splitlines()[5:]] == ["embed", "layers.0", "layers.1", "head"]
+    assert "Traceback" not in ended.err and "Warning" not in ended.err
     assert {path.name for path in contents(alone).keys() - before.keys()} <= {".lock"}
     assert all(contents(alone)[path] == what for path, what in before.items() if path.name != ".lock")
 
@@ -100,22 +89,22 @@ def test_a_step_is_the_runs_bit_for_bit_while_the_run_goes_on_and_nothing_is_tou
 def test_on_the_ranks_of_the_run_it_is_the_runs_bit_for_bit_and_on_one_process_within_rounding(split):
     before = contents(split)
     ended = replay(split, "out", "--step", "6", "--ranks", "2")
-    assert ended.returncode == 0, ended.stderr
-    assert "from the checkpoint of step 3, on tp 2" in ended.stdout
-    assert printed(ended.stdout) == (report(split, 6)["loss"], report(split, 6)["grad_norm"])
+    assert ended.code == 0, ended.err
+    assert "from the checkpoint of step 3, on tp 2" in ended.out
+    assert printed(ended.out) == (report(split, 6)["loss"], report(split, 6)["grad_norm"])
     alone = replay(split, "out", "--step", "6")
-    assert alone.returncode == 0, alone.stderr
-    assert "on one process" in alone.stdout
-    assert printed(alone.stdout) == pytest.approx(printed(ended.stdout), rel=2e-2)  # bfloat16
+    assert alone.code == 0, alone.err
+    assert "on one process" in alone.out
+    assert printed(alone.out) == pytest.approx(printed(ended.out), rel=2e-2)  # bfloat16
     assert contents(split) == before
 
 
 def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_the_same(tmp_path):
     trained(tmp_path, 2, "--checkpoint.enable", "false", "--training.global_batch_size", "-1", "--training.steps", "3")
     ended = replay(tmp_path, "out", "--step", "3", "--ranks", "2")
-    assert ended.returncode == 0, ended.stderr
-    assert "from the initial weights, on dp_shard 2" in ended.stdout
-    assert printed(ended.stdout) == (report(tmp_path, 3)["loss"], report(tmp_path, 3)["grad_norm"])
+    assert ended.code == 0, ended.err
+    assert "from the initial weights, on dp_shard 2" in ended.out
+    assert printed(ended.out) == (report(tmp_path, 3)["loss"], report(tmp_path, 3)["grad_norm"])
 
 
 @pytest.mark.parametrize(
@@ -135,6 +124,6 @@ def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_th
 )
 def test_what_cannot_be_replayed_is_refused_in_a_sentence(split, words, fault):
     ended = replay(split, *words)
-    assert ended.returncode == 2
-    assert fault in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert ended.code == 2
+    assert fault in ended.err
+    assert "Traceback" not in ended.err

@@ -217,8 +217,10 @@ def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, t
         assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
 
 
-def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path):
-    backend = "inductor" if shutil.which("g++") else "aot_eager"  # on a CPU inductor needs a compiler
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path, backend):
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("on a CPU inductor needs a compiler")
     words = ["--compile.enable", "true", "--compile.backend", backend, "--activation_checkpoint.mode", "selective"]
     words += [
         "--training.steps",
@@ -297,7 +299,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(training):
     assert ended.left == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_run(training, rank):
     started, _ = training
     pid = started.ranks()[rank]

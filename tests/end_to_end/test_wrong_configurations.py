@@ -1,15 +1,14 @@
 """A wrong configuration ends within seconds with one message that names the key, before anything is started or written."""
 
 import shlex
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer, models
 
-from tests.end_to_end.launcher import Ended, run
+from tests.end_to_end.forked import Done, titanlite
+from tests.end_to_end.launcher import ROOT, run
 
 RIGHT = """
 [job]
@@ -167,6 +166,10 @@ CASES = {
     ),
 }
 
+# what the script itself refuses, and a few of all others
+BY_THE_SHELL = ("ranks as an option", "NGPU is 0", "NGPU is a word", "two machines without a meeting point", "machine 2 of 2")
+SOME = ("unknown key", "no such optimizer", "degrees that need more ranks", "missing data")
+
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
     """Everything in a folder, with size and time of change."""
@@ -183,31 +186,39 @@ def prepare(folder: Path) -> None:
     Tokenizer(models.WordLevel(words, unk_token="</s>")).save(str(folder / "large_tokenizer/tokenizer.json"))
 
 
-def start(wrong: Case, folder: Path) -> tuple[Ended, bool]:
-    prepare(folder)
-    before = contents(folder)
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", **wrong.variables}  # a cache beside own/half_a_model.py is no trace
-    ended = run(*shlex.split(wrong.words), folder=folder, timeout=30.0, **variables)
-    return ended, contents(folder) == before
+def check(wrong: Case, folder: Path) -> Done:
+    """The check that run_train.sh makes before it starts anything."""
+    ranks = wrong.variables.get("NGPU", "1")
+    words = [*shlex.split(wrong.words), "--ranks", ranks, "--local-ranks", ranks]
+    return titanlite("check", *words, folder=folder, timeout=60.0, PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1")
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> Iterator[dict[str, Future[tuple[Ended, bool]]]]:
-    """Of each case what it left behind, and whether its folder is as before; two run at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(start, wrong, tmp_path_factory.mktemp("wrong")) for name, wrong in CASES.items()}
+def assert_refused(wrong: Case, code: int, out: str, err: str) -> None:
+    """One message, and nothing of a run."""
+    message = " ".join(err.replace("│", " ").split())  # without frames and line breaks
+    assert code == 2, err
+    assert [part for part in wrong.expected if part not in message] == [], err
+    assert "Traceback" not in err
+    assert "[rank" not in err and "the run is over" not in err  # no rank was ever started
+    assert err.count(wrong.expected[0]) == 1
+    assert len(err.splitlines()) <= 5, err
+    assert out == ""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_with_one_message_and_without_a_trace(name, outcomes):
-    ended, untouched = outcomes[name].result()
-    message = " ".join(ended.err.replace("│", " ").split())  # without frames and line breaks
-    assert ended.code == 2, ended
-    assert [part for part in CASES[name].expected if part not in message] == [], ended.err
-    assert "Traceback" not in ended.err
-    assert "[rank" not in ended.err and "the run is over" not in ended.err  # no rank was ever started
-    assert ended.err.count(CASES[name].expected[0]) == 1
-    assert len(ended.err.splitlines()) <= 5, ended.err
-    assert ended.out == ""
+@pytest.mark.parametrize("name", [name for name in CASES if name not in BY_THE_SHELL])
+def test_it_is_refused_with_one_message_and_without_a_trace(name, tmp_path):
+    prepare(tmp_path)
+    before = contents(tmp_path)
+    assert_refused(CASES[name], *check(CASES[name], tmp_path))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [*BY_THE_SHELL, *SOME])
+def test_run_train_ends_with_that_message_and_starts_nothing(name, tmp_path):
+    prepare(tmp_path)
+    before = contents(tmp_path)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", **CASES[name].variables}  # a cache beside own/half_a_model.py is no trace
+    ended = run(*shlex.split(CASES[name].words), folder=tmp_path, timeout=30.0, **variables)
+    assert_refused(CASES[name], ended.code, ended.out, ended.err)
     assert ended.left == []
-    assert untouched
+    assert contents(tmp_path) == before

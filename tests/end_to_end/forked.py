@@ -1,0 +1,112 @@
+"""`titanlite COMMAND ...` in forks of a process that has imported PyTorch: what a user gets, but for the seconds of a start.
+
+For tests of what a command does. How it is started, and what signals do to it, is for run_train.sh and launcher.py.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.distributed.pool import context
+
+_OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK")
+
+
+class Done(NamedTuple):
+    """What a command has left; of several ranks what all have written."""
+
+    code: int  # of rank 0
+    out: str
+    err: str
+
+
+class Command:
+    """A command that was started, as one process or as several ranks."""
+
+    def __init__(self, *words: object, folder: Path, ranks: int = 0, **variables: str):
+        self._output = tempfile.TemporaryDirectory()
+        places = _ranks(ranks) if ranks else [{}]
+        self.processes = []
+        for rank, place in enumerate(places):
+            environment = {name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER}
+            environment |= {"CUDA_VISIBLE_DEVICES": "", **place, **variables}
+            streams = [f"{self._output.name}/{name}-{rank}" for name in ("out", "err")]
+            arguments = ([str(word) for word in words], str(folder), environment, *streams)
+            self.processes.append(context().Process(target=_run, args=arguments))
+            self.processes[-1].start()
+
+    def finish(self, timeout: float = 120.0) -> Done:
+        """Waits for the end. Kills what has not ended in time, and raises TimeoutError."""
+        with self._output:
+            for rank, process in enumerate(self.processes):
+                if rank and self.processes[0].exitcode:
+                    process.kill()  # as the launcher does
+                process.join(timeout)
+            late = [process for process in self.processes if process.exitcode is None]
+            for process in late:
+                process.kill()
+            out, err = ("".join(self._read(f"{name}-{n}") for n in range(len(self.processes))) for name in ("out", "err"))
+            if late:
+                raise TimeoutError(f"still there after {timeout:.0f} s:\n{err}")
+            code = self.processes[0].exitcode
+            return Done(128 - code if code < 0 else code, out, err)
+
+    def _read(self, name: str) -> str:
+        path = Path(self._output.name) / name
+        return path.read_text() if path.exists() else ""
+
+
+def titanlite(*words: object, folder: Path, timeout: float = 120.0, **variables: str) -> Done:
+    """`titanlite WORDS` in a folder."""
+    return Command(*words, folder=folder, **variables).finish(timeout)
+
+
+def train(*words: object, folder: Path, ranks: int = 1, timeout: float = 120.0, **variables: str) -> Done:
+    """`titanlite train WORDS` in a folder, as so many ranks."""
+    return Command("train", *words, folder=folder, ranks=ranks, **variables).finish(timeout)
+
+
+def _ranks(count: int) -> list[dict[str, str]]:
+    """What torchrun tells each of its ranks."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    same = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **same} for rank in range(count)]
+
+
+def _run(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
+    """In the fork: becomes the command."""
+    from titanlite import __main__ as program
+    from titanlite.launch import children
+
+    children.end_with_starter()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.argv = ["titanlite", *words]
+    code: object = 1
+    try:
+        program.main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if isinstance(code, str):
+            os.write(2, f"{code}\n".encode())
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
