@@ -12,6 +12,7 @@ from tests.distributed.scenarios import mesh_of
 from titanlite.config.schema import Comm, Config, Training
 from titanlite.errors import UserError
 from titanlite.launch.process import finish, once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
+from titanlite.parallel.mesh import rng_rank
 
 HERE = "tests.distributed.test_process"
 
@@ -69,6 +70,15 @@ def test_random_numbers_are_a_function_of_seed_step_and_part_alone():
     others = [draw(2, 2, 3), draw(1, 3, 3), draw(1, 2, 4)]
     assert draw(1, 2, 3) == first
     assert all(other != first for other in others)
+
+
+def rng_rank_on(degrees: dict[str, int]) -> int:
+    return rng_rank(mesh_of(degrees))
+
+
+@pytest.mark.parametrize("degrees", [{"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_no_two_ranks_draw_the_same_random_numbers(pools: dict[int, Pool], degrees):
+    assert sorted(pools[4].run(f"{HERE}:rng_rank_on", degrees=degrees)) == [0, 1, 2, 3]
 
 
 def is_same(text: str, odd_rank: int) -> bool:

@@ -45,6 +45,8 @@ class Copy:
     def __init__(self, folder: Path):
         self.root = folder / "tree"
         self.log = folder / "tests.log"
+        self._cache = folder / "cache"
+        self._cache.mkdir()
         self._clock = int(time.time()) - 10**6
         shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*_NOT_COPIED))
         if sys.prefix != sys.base_prefix:
@@ -57,13 +59,20 @@ class Copy:
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._clock, self._clock))
 
-    def failing(self, targets: Sequence[str], most: int) -> list[str]:
-        """The tests of files, or of single tests, that fail, at most so many; one that hangs is among them."""
+    def failing(self, targets: Sequence[str], most: int, sound: bool = False) -> list[str]:
+        """The tests of files, or of single tests, that fail, at most so many; one that hangs is among them.
+
+        sound: whether the tree is without a fault; only then what the tests put into titanlite's cache is kept for later ones.
+        """
+        cache = self._cache
+        if not sound:
+            cache = cache.with_name("faulty")
+            shutil.copytree(self._cache, cache)
         events = self.root.parent / "events"
         events.write_text("")
         child = os.fork()
         if child == 0:
-            self._run_tests(targets, most, events)
+            self._run_tests(targets, most, events, cache)
         deadline = time.monotonic() + _PATIENCE
         try:
             while os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -72,6 +81,8 @@ class Copy:
                 time.sleep(0.1)
         finally:
             _end(child)
+        if not sound:
+            shutil.rmtree(cache, ignore_errors=True)
         lines = [line.partition(" ") for line in events.read_text().splitlines()]
         failed = [name for kind, _, name in lines if kind == "failed"]
         if not any(kind == "finished" for kind, _, _ in lines):
@@ -79,14 +90,14 @@ class Copy:
             failed.append(begun[-1] if begun else targets[0])
         return list(dict.fromkeys(failed))
 
-    def _run_tests(self, targets: Sequence[str], most: int, events: Path) -> NoReturn:
+    def _run_tests(self, targets: Sequence[str], most: int, events: Path, cache: Path) -> NoReturn:
         """What the forked process does: pytest in the copy, whose modules are imported anew."""
         os.setsid()
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "titanlite", "models")]:
             del sys.modules[name]
         os.chdir(self.root)
         sys.path[:] = [str(self.root), *(path for path in sys.path if path not in ("", str(ROOT)))]
-        os.environ["PYTHONPATH"] = str(self.root)
+        os.environ |= {"PYTHONPATH": str(self.root), "TITANLITE_CACHE": str(cache)}
         with open(self.log, "a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
@@ -146,7 +157,7 @@ def judge(copy: Copy, fault: Fault, targets: Sequence[str], sound: set[str], mos
         finally:
             copy.write(fault.file, source)
         if unknown := [name for name in failed if name not in sound]:
-            sound |= set(unknown) - set(copy.failing(unknown, len(unknown)))
+            sound |= set(unknown) - set(copy.failing(unknown, len(unknown), sound=True))
         if caught := [name for name in failed if name in sound]:
             return {"caught": True, "failed": caught, "tried": tried}
     return {"caught": False, "failed": [], "tried": tried}

@@ -11,6 +11,7 @@ import xxhash
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
 from titanlite.errors import UserError
+from titanlite.tools.checkpoint import verify
 
 NUMBERS: dict[str, Any] = {
     "step": 100,
@@ -193,3 +194,9 @@ def test_a_file_is_compared_by_size_and_checksum(tmp_path):
     path.mkdir()
     size = path.stat().st_size
     assert f"{path}: cannot be read: " in manifest.fault(tmp_path, "file", contents._replace(bytes=size))
+
+
+def test_the_command_names_every_damaged_file_and_one_damaged_checkpoint_is_a_failure(tmp_path, written, capsys):
+    assert verify([tmp_path]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == sorted(f"{tmp_path / name}: is missing" for name in FILES)
