@@ -85,9 +85,8 @@ class Copy:
             shutil.rmtree(cache, ignore_errors=True)
         lines = [line.partition(" ") for line in events.read_text().splitlines()]
         failed = [name for kind, _, name in lines if kind == "failed"]
-        if not any(kind == "finished" for kind, _, _ in lines):
-            begun = [name for kind, _, name in lines if kind == "begun"]
-            failed.append(begun[-1] if begun else targets[0])
+        if not failed and ("finished", " ", "0") not in lines:  # it hung, or pytest itself could not begin
+            failed.append(next((name for kind, _, name in reversed(lines) if kind == "begun"), targets[0]))
         return list(dict.fromkeys(failed))
 
     def _run_tests(self, targets: Sequence[str], most: int, events: Path, cache: Path) -> NoReturn:
@@ -103,10 +102,10 @@ class Copy:
             os.dup2(log.fileno(), 2)
         import pytest
 
-        options = ["-q", f"--maxfail={most}", "--timeout=240", "-p", "no:cacheprovider", f"--rootdir={self.root}"]
+        options = ["-q", f"--maxfail={most}", "--timeout=240", "-m", "not slow", "-p", "no:cacheprovider"]
         with open(events, "a", buffering=1) as file:
-            pytest.main([*options, *targets], [_Events(file)])
-            file.write("finished\n")
+            code = pytest.main([*options, *targets], [_Events(file)])
+            file.write(f"finished {code:d}\n")
         os._exit(0)
 
 
@@ -157,7 +156,10 @@ def judge(copy: Copy, fault: Fault, targets: Sequence[str], sound: set[str], mos
         finally:
             copy.write(fault.file, source)
         if unknown := [name for name in failed if name not in sound]:
-            sound |= set(unknown) - set(copy.failing(unknown, len(unknown), sound=True))
+            unsound = copy.failing(unknown, len(unknown), sound=True)
+            sound |= set(unknown) - set(unsound)
+            if unsound:
+                print(f"fail without a fault too: {', '.join(unsound)}", file=sys.stderr)
         if caught := [name for name in failed if name in sound]:
             return {"caught": True, "failed": caught, "tried": tried}
     return {"caught": False, "failed": [], "tried": tried}
@@ -186,7 +188,7 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {"commit": "", "sound": [], "faults": {}}
+    return json.loads(path.read_text()) if path.exists() else {"sound": [], "faults": {}}
 
 
 def main() -> None:
@@ -194,7 +196,7 @@ def main() -> None:
     parser.add_argument("--fault", action="append", help="only this one, by its id; may be given several times")
     parser.add_argument("--suite", choices=("chosen", "all"), default="chosen")
     parser.add_argument("--tests", nargs="+", default=[], help="files or single tests that are tried first")
-    parser.add_argument("--most", type=int, default=3, help="failing tests of a file after which it is given up")
+    parser.add_argument("--most", type=int, default=1, help="failing tests of a file after which it is given up")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault after so many minutes")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--results", type=Path, default=HERE / "after.json")
@@ -211,7 +213,7 @@ def main() -> None:
         importlib.import_module(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy is removed then too
     begin, known = time.monotonic(), _read(arguments.results)
-    known["commit"] = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     with tempfile.TemporaryDirectory(prefix="titanlite-mutations-") as folder:
         copy = Copy(Path(folder))
         files = [str(path.relative_to(ROOT)) for name in FOLDERS for path in sorted((ROOT / name).rglob("test_*.py"))]
@@ -225,7 +227,7 @@ def main() -> None:
             targets += files if arguments.suite == "all" else []
             sound = set(known["sound"])
             result = judge(copy, fault, list(dict.fromkeys(targets)), sound, arguments.most)
-            known["faults"][fault.id], known["sound"] = result, sorted(sound)
+            known["faults"][fault.id], known["sound"] = {"commit": commit} | result, sorted(sound)
             known["faults"] = dict(sorted(known["faults"].items()))
             unfinished = arguments.results.with_suffix(".tmp")
             unfinished.write_text(json.dumps(known, indent=1) + "\n")
