@@ -23,7 +23,7 @@ from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, tr
 from titanlite.checkpoint.save import Saver
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.data.batches import OnDevice, read_batches
+from titanlite.data.batches import Batches, read_batches
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
@@ -101,9 +101,8 @@ def train(
         values = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record_start(folder, config, Path(family.module.__file__ or ""), values)
 
-    def batches_from(samples: int) -> OnDevice:
-        part, pinned = (data_rank(mesh), data_degree(mesh)), device.type == "cuda"
-        return OnDevice(read_batches(config, data, samples, global_batch, part, pin_memory=pinned), device)
+    def batches_from(samples: int) -> Batches:
+        return read_batches(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh)), device)
 
     first, batches = progress.step + 1, batches_from(progress.samples)
     tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
@@ -125,7 +124,7 @@ def train(
         process.seed_step(training.seed, step, rng_rank(mesh))
         with watch.step(step):
             with clock.phase(step, "reading data"):
-                batch = batches.take()
+                batch = next(batches)
             with clock.phase(step, "forward and backward"):
                 scale = loss_scale.scale if loss_scale else None
                 share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)

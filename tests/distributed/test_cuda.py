@@ -53,11 +53,10 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     create_state(optimizer)
-    source = read_batches(config, learnable_data(config), 0, 8, (0, 1), pin_memory=True)
+    source = read_batches(config, learnable_data(config), 0, 8, (0, 1), device)
 
     def step(number: int) -> None:
-        batch = next(source).to(device, non_blocking=True)
-        forward_backward(model, batch, mesh)
+        forward_backward(model, next(source), mesh)
         update(model, optimizer, schedule.at(number), config.training.max_norm)
 
     step(1)

@@ -1,5 +1,6 @@
 """Steps that are not finite, on meshes: all ranks skip the same one, nobody waits for the device, and a run goes on."""
 
+import dataclasses
 import json
 import math
 import traceback
@@ -52,7 +53,7 @@ def poisoned(config: Config, steps: dict[int, int]) -> Data:
     data = data_of([ids], config, 512)
     mixed = data.sources[0]
     # runs that are compared go on from each other's checkpoints, and must not see that their data differ
-    data.sources[0] = mixed._replace(source=mixed.source._replace(fingerprint="learnable"))
+    data.sources[0] = dataclasses.replace(mixed, source=mixed.source._replace(fingerprint="learnable"))
     return data
 
 

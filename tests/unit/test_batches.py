@@ -16,7 +16,7 @@ import torch
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches, OnDevice, StepDataset, read_batches
+from titanlite.data.batches import Batches, StepDataset, read_batches
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
@@ -199,21 +199,21 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
     def read() -> Batches:
         return read_batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
 
-    plain, ahead = read(), OnDevice(read(), torch.device("cpu"))
+    plain, ahead = read(), read()
     for step in range(4):
         if step in prepared:
             ahead.prepare()
-        for found, wanted in zip(ahead.take(), next(plain), strict=True):
+        for found, wanted in zip(next(ahead), next(plain), strict=True):
             assert torch.equal(found, wanted) if wanted is not None else found is None
 
 
 def test_what_fails_while_a_batch_is_prepared_is_raised_when_it_is_taken(tmp_path):
     file = write_file(tmp_path / "other", [np.arange(200)])
     data = mix_of([opened(file, foreign=True)], config_of(), vocabulary=0)
-    ahead = OnDevice(read_batches(config_of(), data, 0, GLOBAL, (0, 1)), torch.device("cpu"))
+    ahead = read_batches(config_of(), data, 0, GLOBAL, (0, 1))
     ahead.prepare()  # the step before it is whole, and can be saved
     with pytest.raises(UserError, match="holds the id"):
-        ahead.take()
+        next(ahead)
 
 
 def workers() -> set[int]:

@@ -29,13 +29,13 @@ _LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's o
 
 
 def read_batches(
-    config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int], pin_memory: bool = False
+    config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int], device: torch.device | None = None
 ) -> "Batches":
     """This rank's part of the global batches that follow `consumed` samples; part: (data rank, data degree)."""
     cfg, training = config.dataloader, config.training
     ahead = cfg.workers * cfg.prefetch
     dataset = StepDataset(data, consumed, global_batch, training.local_batch_size, training.seed, part, ahead)
-    return Batches(dataset, cfg, pin_memory)
+    return Batches(dataset, cfg, device or torch.device("cpu"))
 
 
 class StepDataset:
@@ -108,19 +108,51 @@ class StepDataset:
 
 
 class Batches:
-    """This rank's part of every global batch, step by step, without end. `close` ends the workers."""
+    """This rank's part of every global batch, step by step, without end, on the training device. `close` ends the workers.
 
-    def __init__(self, dataset: StepDataset, cfg: Dataloader, pin_memory: bool):
-        """pin_memory: copies batches into page-locked memory, which a GPU copies from asynchronously."""
-        self._step = 0
-        self._pin = pin_memory and not cfg.workers  # with workers a thread of the loader does it
+    `prepare` reads the next batch and copies it while the device computes the current step.
+    """
+
+    def __init__(self, dataset: StepDataset, cfg: Dataloader, device: torch.device):
+        self._device, cuda = device, device.type == "cuda"
+        # On the stream of the computation, the copies would wait for all of it, and it for them.
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
-        self._source = _read_ahead(dataset, cfg, pin_memory) if cfg.workers else map(dataset.__getitem__, itertools.count())
+        self._source = (
+            _read_ahead(dataset, cfg, pin_memory=cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
+        )
+        self._step = 0
+        self._next: Batch | Exception | None = None
+
+    def prepare(self) -> None:
+        """Reads the next batch and starts its copy, once a step's work has been launched; `next` raises what fails here."""
+        assert self._next is None
+        try:
+            batch = self._read()
+            with torch.cuda.stream(self._stream):  # None: no effect
+                self._next = batch.to(self._device, non_blocking=True)
+        except Exception as error:
+            self._next = error  # the step before is complete and can still be saved
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        """The next batch, prepared or not."""
+        if self._next is None:
+            self.prepare()
+        batch, self._next = self._next, None
+        if isinstance(batch, Exception):
+            raise batch
+        assert batch is not None
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            batch.record_stream(current)
+        return batch
+
+    def _read(self) -> Batch:
         self._watch.waiting = time.monotonic(), self._step
         try:
             batch = next(self._source)
@@ -139,44 +171,6 @@ class Batches:
         self._source = iter(())
 
     __del__ = close
-
-
-class OnDevice:
-    """Batches on the training device; the next one is read and copied while the device computes the current step."""
-
-    def __init__(self, batches: Batches, device: torch.device):
-        self._batches, self._device = batches, device
-        # On the stream of the computation, the copies would wait for all of it, and it for them.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: Batch | Exception | None = None
-
-    def prepare(self) -> None:
-        """Reads the next batch and starts its copy, once a step's work has been launched; `take` raises what fails here."""
-        assert self._next is None
-        try:
-            batch = next(self._batches)
-            with torch.cuda.stream(self._stream):  # None: no effect
-                self._next = batch.to(self._device, non_blocking=True)
-        except Exception as error:
-            self._next = error  # the step before is complete and can still be saved
-
-    def take(self) -> Batch:
-        """The next batch, prepared or not."""
-        if self._next is None:
-            self.prepare()
-        batch, self._next = self._next, None
-        if isinstance(batch, Exception):
-            raise batch
-        assert batch is not None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            batch.record_stream(current)
-        return batch
-
-    def close(self) -> None:
-        """Ends the workers."""
-        self._batches.close()
 
 
 def _read_ahead(dataset: StepDataset, cfg: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:

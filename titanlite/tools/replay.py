@@ -186,7 +186,7 @@ def replay(
             if source is None or number - 1 in route.jumps:
                 samples = route.jumps.get(number - 1, samples)
                 part = data_rank(mesh), data_degree(mesh)
-                source = read_batches(config, data, samples, config.training.global_batch_size, part, device.type == "cuda")
+                source = read_batches(config, data, samples, config.training.global_batch_size, part, device)
             yield next(source)
             samples += config.training.global_batch_size
 
