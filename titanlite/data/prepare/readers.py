@@ -1,4 +1,9 @@
-"""Reads the documents of every kind of input, in order; an entry that is not a document is reported with its place."""
+"""Reads the documents of every kind of input, in order; an entry that is not a document is reported with its place.
+
+Parquet, saved datasets, the hub and URLs are read by pyarrow, datasets and fsspec. Lines of JSON are read here: pyarrow.json
+rejects a whole file for one bad line, whose number it counts from the start of a block; datasets first copies the text to its
+cache. Neither reads a byte range of a file, which is how several workers share one.
+"""
 
 import gzip
 import importlib
@@ -209,7 +214,7 @@ class _Truncated(Exception):
 
 
 class _ZstdFile(io.RawIOBase):
-    """A decompressed .zst file. The package's own reader accepts a truncated file as complete."""
+    """A decompressed .zst file. The package's own reader accepts a truncated file as complete; pyarrow's rejects --long=31."""
 
     def __init__(self, file: BinaryIO):
         self._file, self._ready = file, b""
