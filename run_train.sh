@@ -4,8 +4,8 @@
 #     [NGPU=8] [...] ./run_train.sh CONFIG.toml [--section.key value ...]
 #     ./run_train.sh CONFIG.toml --help                     every option with its meaning and value
 #
-# The configuration is checked once, then torchrun starts the ranks. The exit code is the run's: 0 done, 2 a fault in the
-# configuration or data, 75 stopped and to be started again, 128 + n ended by signal n, anything else a failed rank.
+# Checks the configuration once, then starts the ranks. The exit code is the run's: 0 done, 2 a fault in the configuration or
+# data, 75 stopped and to be started again, 128 + n ended by signal n, anything else a failed rank.
 #
 # SIGTERM or SIGUSR1, to this process or to any rank, stops the run: the step is finished, a checkpoint saved, and the exit
 # code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so does SIGINT.
@@ -17,14 +17,14 @@
 #                  be on any of them: job.dump_folder must be on a disk that all machines share
 #   RDZV_ENDPOINT  host:port of that machine; needed when NNODES > 1
 #   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
-#   MAX_RESTARTS   how often torchrun starts the ranks anew after a failure (default 0)
+#   MAX_RESTARTS   how often the ranks are restarted after a failure (default 0)
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
 #   OMP_NUM_THREADS  CPU threads a rank; default: this machine's cores shared among its ranks
 #   PYTORCH_ALLOC_CONF  PyTorch's allocator on GPUs; default expandable_segments:True
-#   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: what is freed is kept
+#   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: freed memory is kept
 set -euo pipefail
 
-trap 'exit 75' TERM USR1 # until torchrun takes over: there is nothing to save
+trap 'exit 75' TERM USR1 # until the launcher takes over: there is nothing to save
 export TITANLITE_STARTED
 TITANLITE_STARTED=$(date +%s)
 
@@ -34,13 +34,18 @@ while [[ -L "$script" ]]; do # a link to this script finds what is beside the sc
     [[ "$link" == /* ]] && script=$link || script=$(dirname "$script")/$link
 done
 here=$(cd "$(dirname "$script")" && pwd)
+
+if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
+    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x "$here/.venv/bin/python" ]] && PYTHON="$here/.venv/bin/python"
 fi
-# titanlite and models from here; your own model modules from the folder that you start in
+# titanlite and models from here; your own model modules from the current folder
 export PYTHONPATH="$here:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONSAFEPATH=1 # a folder models/ where you stand does not hide the zoo (Python 3.11)
+export PYTHONSAFEPATH=1 # a folder models/ in the current folder does not hide the zoo (Python 3.11)
 
 count_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
@@ -51,72 +56,17 @@ count_gpus() {
         echo 0
     fi
 }
-whole_number() { # NAME LEAST
-    if ! [[ "${!1}" =~ ^[0-9]+$ && "${!1}" -ge "$2" ]]; then
-        echo "$1=${!1}: must be a whole number, at least $2" >&2
-        exit 2
-    fi
-}
-
-if [[ "${1:-}" == "-h" || "${1:-}" == "--help" ]]; then
-    sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
-    exit 0
-fi
-for word in "$@"; do # the check is told below what it would take these for
-    if [[ "$word" =~ ^--(local-)?ranks(=|$) ]]; then
-        echo "$word: not an option here; the environment says how many ranks there are: NGPU x NNODES" >&2
-        exit 2
-    fi
-done
-
 gpus=$(count_gpus)
-NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
-NNODES=${NNODES:-1}
-NODE_RANK=${NODE_RANK:-0}
-MAX_RESTARTS=${MAX_RESTARTS:-0}
-export LOG_RANK=${LOG_RANK:-0}
-whole_number NGPU 1
-whole_number NNODES 1
-whole_number NODE_RANK 0
-whole_number MAX_RESTARTS 0
-if ! [[ "$LOG_RANK" =~ ^[0-9]+(,[0-9]+)*$ ]]; then
-    echo "LOG_RANK=$LOG_RANK: must be a rank or a list of them, such as 0 or 0,3" >&2
-    exit 2
-fi
-for rank in ${LOG_RANK//,/ }; do
-    if ((rank >= NGPU * NNODES)); then
-        echo "LOG_RANK=$LOG_RANK: there are $((NGPU * NNODES)) ranks, numbered from 0" >&2
-        exit 2
-    fi
-done
-if ((NODE_RANK >= NNODES)); then
-    echo "NODE_RANK=$NODE_RANK: there are NNODES=$NNODES machines, numbered from 0" >&2
-    exit 2
-fi
-if ((NNODES > 1)) && [[ -z "${RDZV_ENDPOINT:-}" ]]; then
-    echo "NNODES=$NNODES needs RDZV_ENDPOINT=host:port, an address of the machine with NODE_RANK=0" >&2
-    exit 2
-fi
-cores=$(getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))}
 if ((gpus > 0)); then
-    # blocks of any size are made of pages that are mapped as needed, so that freed ones of other sizes can be used again
+    # blocks of any size consist of pages that are mapped as needed, so that memory freed by other sizes can be used again
     [[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 elif [[ "$(getconf GNU_LIBC_VERSION 2>/dev/null)" =~ ^glibc\ 2\.(3[6-9]|[4-9][0-9])$ ]]; then # measured with 2.36
-    # glibc gives large blocks back when they are freed, and the kernel clears every page of the next one: keep them
+    # glibc returns large blocks when they are freed, and the kernel clears every page of the next one: keep them
     # ("keep" of benchmarks/allocators.py; figures in benchmarks/NOTES.md)
     export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-4294967296}
     export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
     export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-67108864}
 fi
 
-"$PYTHON" -m titanlite check "$@" --ranks "$((NGPU * NNODES))" --local-ranks "$NGPU"
-for word in "$@"; do # the check has printed the help
-    [[ "$word" == "-h" || "$word" == "--help" ]] && exit 0
-done
-
-exec "$PYTHON" -m titanlite launch \
-    --nnodes "$NNODES" --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" \
-    --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id titanlite \
-    --rdzv-conf "is_host=$((NODE_RANK == 0))" \
-    -m titanlite train "$@"
+exec "$PYTHON" -m titanlite launch "$@"

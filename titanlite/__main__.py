@@ -10,10 +10,10 @@ from titanlite.errors import UserError
 from titanlite.launch import stop
 
 COMMANDS = {
-    "train": ("titanlite.train", "train in this process (run_train.sh starts several)"),
+    "launch": ("titanlite.tools.launch", "check a configuration, then start its ranks; run_train.sh calls this"),
+    "train": ("titanlite.train", "train in this process, alone or as a rank of torchrun"),
     "check": ("titanlite.tools.check", "find every fault of a configuration without training"),
     "tokenize": ("titanlite.tools.tokenize", "turn text into token files for training, with many processes"),
-    "launch": ("titanlite.launch.launcher", "start ranks with torchrun, as run_train.sh does"),
     "data": ("titanlite.tools.data", "print what each source holds, or the text of a step"),
     "verify": ("titanlite.tools.verify", "train a few steps on several meshes and compare every gradient"),
     "checkpoint": ("titanlite.tools.checkpoint", "list, verify or show the checkpoints of a run"),

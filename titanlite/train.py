@@ -247,8 +247,20 @@ _PATIENCE = 3.0
 _RECORDER_PATIENCE = 10.0
 
 
-def main() -> None:
-    """Reads the command line, trains, and exits: 0 when done, 2 for a UserError, 1 for any other."""
+def read_and_check(words: list[str], world: int) -> Config:
+    """The configuration that the words of a command name. Raises UserError for its faults."""
+    if not words or words[0].startswith("-"):
+        raise UserError("give a configuration first: titanlite train train_configs/llama_debug.toml [--section.key value]")
+    config = read_config(words[0], words[1:])
+    check(config, words[0], world, open_files=False)
+    return config
+
+
+def main(config: Config | None = None) -> None:
+    """Trains, and exits: 0 when done, 2 for a UserError, 1 for any other.
+
+    config: what the launcher has read and checked; without it this process reads its command line and checks.
+    """
     started = time.perf_counter()
     process.set_up_logging()
     rank, world = process.rank_and_world()
@@ -256,11 +268,7 @@ def main() -> None:
         children.end_with_parent()  # no rank goes on without the launcher
     patience = _PATIENCE
     try:
-        path, options = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-        if not path or path.startswith("-"):
-            raise UserError("give a configuration first: run_train.sh train_configs/llama_debug.toml [--section.key value]")
-        config = read_config(path, options)
-        check(config, path, world, open_files=False)
+        config = config or read_and_check(sys.argv[1:], world)
         degrees = resolve_degrees(config.parallelism, world)
         held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
         profiling.record_collectives(config)

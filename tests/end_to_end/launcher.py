@@ -22,12 +22,12 @@ class Launch(NamedTuple):
 
     def pids(self) -> list[int]:
         """Its processes that are alive, whoever their parent is now."""
-        return list(_environments(self.mark))
+        return _processes(self.mark)
 
     def ranks(self) -> dict[int, int]:
         """rank -> process, of the ranks that are alive."""
-        every = _environments(self.mark)
-        return {int(found["RANK"]): pid for pid, found in every.items() if "RANK" in found}
+        names = {pid: _name(pid) for pid in self.pids()}
+        return {int(name.removeprefix("rank ")): pid for pid, name in names.items() if name.startswith("rank ")}
 
 
 class Ended(NamedTuple):
@@ -76,14 +76,21 @@ def run(*words: str, folder: Path, timeout: float = 60.0, **variables: str) -> E
     return finish(launch(*words, folder=folder, **variables), timeout)
 
 
-def _environments(mark: str) -> dict[int, dict[str, str]]:
-    """process -> environment, of all processes with this mark; zombies have none."""
-    found = {}
+def _processes(mark: str) -> list[int]:
+    """All processes with this mark in their environment; zombies have none."""
+    found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            lines = (entry / "environ").read_text(errors="replace").split("\0")
+            if f"{_MARK}={mark}" in (entry / "environ").read_text(errors="replace").split("\0"):
+                found.append(int(entry.name))
         except OSError:  # ended meanwhile, or another user's
             continue
-        if f"{_MARK}={mark}" in lines:
-            found[int(entry.name)] = dict(line.split("=", 1) for line in lines if "=" in line)
     return found
+
+
+def _name(pid: int) -> str:
+    """The name of a process; a rank's is "rank 3"."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

@@ -70,7 +70,7 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
     started.process.send_signal(signal.SIGTERM)
     ended = finish(started)
     stopped = assert_stopped(ended, folder, "the launcher of rank 1 was asked to stop")
-    assert "SIGTERM: the ranks finish their step, save and stop; once more ends them at once" in ended.err
+    assert "SIGTERM: the ranks finish their step, save and stop; a second signal ends them at once" in ended.err
 
     ended = run("run.toml", "--training.steps", str(stopped + 2), folder=folder, NGPU="2")
     assert (ended.code, ended.left) == (0, []), ended.err

@@ -1,6 +1,8 @@
 """Which of several failed ranks the launcher names, the one that brought the others down; and what it does with signals."""
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,13 +11,14 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, RunP
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from titanlite.launch import launcher as launch
+from titanlite.launch import stop
 from titanlite.launch.launcher import Launcher, Ranks, describe, first_failure
 
 KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGTERM
 
 
 def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
-    """From (rank, exit code, second) in the order in which torchrun has noted them."""
+    """From (rank, exit code, second) in the order in which the agent has noted them."""
     found = {}
     for rank, code, second in noted:
         found[rank] = ProcessFailure(rank, 1000 + rank, code, "no such file")
@@ -46,7 +49,17 @@ def test_the_rank_that_failed_first_is_named_and_not_one_that_failed_because_of_
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(tmp_path)
+    return Launcher(tmp_path, start_script)
+
+
+def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A rank that runs $SCRIPT, with all signals held back, as the fork server starts one."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGQUIT))
+    try:
+        script = [sys.executable, "-c", environment["SCRIPT"]]
+        return subprocess.Popen(script, env=os.environ | environment, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def test_a_failure_is_described_by_the_rank_its_process_and_its_end():
@@ -56,24 +69,32 @@ def test_a_failure_is_described_by_the_rank_its_process_and_its_end():
 
 def test_the_first_request_is_noted_and_the_second_ends_the_ranks_when_they_are_looked_at_next(launcher, capfd):
     launcher.active = True
-    launcher.hear(signal.SIGUSR1, None)
-    assert launcher.told and not launcher.at_once
-    assert capfd.readouterr().err == "SIGUSR1: the ranks finish their step, save and stop; once more ends them at once\n"
-    launcher.hear(signal.SIGTERM, None)
-    assert launcher.at_once == signal.SIGTERM
+    launcher.on_request(signal.SIGUSR1, None)
+    assert launcher.stop_requested and not launcher.end_now
+    assert capfd.readouterr().err == "SIGUSR1: the ranks finish their step, save and stop; a second signal ends them at once\n"
+    launcher.on_request(signal.SIGTERM, None)
+    assert launcher.end_now == signal.SIGTERM
 
 
 def test_a_request_while_no_rank_runs_but_some_would_be_started_leaves_at_once(launcher):
     with pytest.raises(SystemExit) as left:
-        launcher.hear(signal.SIGTERM, None)
+        launcher.on_request(signal.SIGTERM, None)
     assert left.value.code == 75
+
+
+def test_ctrl_c_ends_the_ranks_at_the_next_poll_and_otherwise_the_launcher(launcher):
+    with pytest.raises(SignalException):
+        launcher.on_ending(signal.SIGINT, None)
+    launcher.active = True
+    launcher.on_ending(signal.SIGHUP, None)
+    assert launcher.end_now == signal.SIGHUP
 
 
 def test_a_request_after_the_ranks_have_ended_waits_for_the_other_machines_and_a_second_one_does_not(launcher):
     launcher.over = True
-    launcher.hear(signal.SIGTERM, None)
+    launcher.on_request(signal.SIGTERM, None)
     with pytest.raises(SignalException):
-        launcher.hear(signal.SIGTERM, None)
+        launcher.on_request(signal.SIGTERM, None)
 
 
 def test_the_last_line_names_the_folder_of_stacks_where_there_is_one(launcher, tmp_path):
@@ -85,29 +106,29 @@ def test_the_last_line_names_the_folder_of_stacks_where_there_is_one(launcher, t
 # ---------------------------------------------------------------------------------------------------- ranks of two lines
 
 # As a rank does in its first moment; the launcher has held the signal back until then.
-LISTENS = "import signal, sys, time; from titanlite import stop; stop.listen(); "
+LISTENS = "import signal, sys, time; from titanlite.launch import stop; stop.listen(); "
 
 
 def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
     """Ranks 4, 5, ... of a run that may be started twice more."""
     environments = {
-        local: {"RANK": str(local + 4), "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
-        for local in range(len(scripts))
+        local: {"RANK": str(local + 4), "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "SCRIPT": script}
+        for local, script in enumerate(scripts)
     }
     ranks = Ranks(
         launcher,
         name="default",
-        entrypoint=sys.executable,
-        args={local: ("-c", script) for local, script in enumerate(scripts)},
+        entrypoint="titanlite",
+        args=dict.fromkeys(environments, ()),
         envs=environments,
-        logs_specs=DefaultLogsSpecs(log_dir=str(launcher.dump_folder / "logs")),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
-    ranks._start()
+    ranks.start()
     return ranks
 
 
 def end_of(ranks: Ranks) -> RunProcsResult:
-    """How the ranks end, as torchrun's agent is told."""
+    """How the ranks end, as torch's agent sees it."""
     try:
         result = ranks.wait(timeout=30, period=0.05)
         assert result is not None
@@ -156,15 +177,15 @@ def test_the_next_start_says_why_there_is_one(launcher, capfd):
 def test_a_request_is_passed_on_to_all_ranks_even_if_they_do_not_listen_yet(launcher):
     late = f"import time; time.sleep(0.5); {LISTENS}\nwhile not stop._heard: time.sleep(0.05)\nsys.exit(75)"
     ranks = start_ranks(launcher, late, late)
-    launcher.hear(signal.SIGTERM, None)
+    launcher.on_request(signal.SIGTERM, None)
     assert not end_of(ranks).is_failed()
     assert launcher.stopped
 
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(launcher):
     ranks = start_ranks(launcher, LISTENS + "time.sleep(60)")
-    launcher.hear(signal.SIGTERM, None)
-    launcher.hear(signal.SIGUSR1, None)
+    launcher.on_request(signal.SIGTERM, None)
+    launcher.on_request(signal.SIGUSR1, None)
     with pytest.raises(SignalException) as raised:
         end_of(ranks)
     assert raised.value.sigval == signal.SIGUSR1

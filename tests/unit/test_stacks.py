@@ -52,7 +52,7 @@ def test_where_nothing_went_wrong_nothing_is_left(tmp_path):
 
 def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_path):
     process = start(tmp_path, "ctypes.CDLL(None).sleep(600) and ctypes.CDLL(None).sleep(600)")
-    stacks.ask(tmp_path, {3: process.pid}, "ended because rank 0 has failed")
+    stacks.request(tmp_path, {3: process.pid}, "ended because rank 0 has failed")
     process.kill()
     process.wait()
     lines = dump(tmp_path).splitlines()

@@ -1,7 +1,7 @@
 """From TOML files and command-line options to one validated `Config`.
 
-A file may name another one as `base = "other.toml"` and then holds only what differs. Files and options are merged as
-plain dictionaries and validated once, so that every fault is reported together, each with the place it comes from.
+A file may name another one as `base = "other.toml"`; it then contains only the differences. Files and options are merged as
+plain dictionaries and validated once, so that all faults are reported together, each with the file or option it comes from.
 """
 
 import contextlib
@@ -10,11 +10,9 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, NoReturn, get_args, get_origin
 
-import tyro
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 
 from titanlite.config.renamed_keys import INSTEAD
 from titanlite.config.schema import Config
@@ -25,40 +23,48 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-
-class Given(NamedTuple):
-    """What the user gave, before validation."""
-
-    values: dict[str, Any]  # section -> key -> value, as in the TOML file
-    origins: dict[str, str]  # "section.key" -> the file or option that set it
-    unknown_options: list[str]
+SECTIONS: dict[str, type[BaseModel]] = {name: field.annotation for name, field in Config.model_fields.items()}
+KEYS = [f"{section}.{name}" for section, schema in SECTIONS.items() for name in schema.model_fields]
 
 
 def read_config(path: str | Path, options: list[str]) -> Config:
-    """The validated configuration of a TOML file with command-line options such as `--training.steps 50` over it.
+    """The validated configuration of a TOML file, overridden by command-line options such as `--training.steps 50`.
 
-    Raises UserError that lists all faults of files and options at once. `--help` prints every option and exits.
+    Raises UserError that lists all faults of files and options. `--help` prints every option and exits.
     """
-    origins: dict[str, str] = {}
+    origins: dict[str, str] = {}  # "section.key" -> the file or option that has set it
     values = _load_toml(Path(path), [], origins)
-    flags, unknown = _parse_options(options, values)
-    for key, text in flags.items():
+    if "-h" in options or "--help" in options:
+        _print_help(values)
+    texts, faults = _parse_options(options)
+    for key, text in texts.items():
         section, name = key.split(".")
         table = values.setdefault(section, {})
-        if isinstance(table, dict):  # otherwise the file's fault is reported below
-            table[name] = _value_of(section, name, text)
+        if isinstance(table, dict):  # anything else is a fault of the file, reported below
+            table[name] = _parse_value(section, name, text)
             origins[key] = "option"
-    return _validate(Given(values, origins, unknown), str(path))
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        faults += _describe(error, origins)
+    if faults:
+        raise UserError(report(str(path), faults))
+    return config
+
+
+def report(path: str, faults: list[str]) -> str:
+    """One text for all faults of one configuration."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    return "\n".join([f"{path}: {count}", *(f"  {fault}" for fault in faults)])
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML text, which `read_config` reads back to an equal configuration."""
+    """The configuration as TOML text; `read_config` reads it back to an equal configuration."""
     lines = []
-    for section, keys in config.model_dump().items():
+    for section, table in config.model_dump().items():
         lines.append(f"[{section}]")
-        # A JSON string is a valid TOML basic string once DEL, which JSON leaves alone, is escaped. An optional key that
-        # is not set is left out: TOML has no null.
-        lines += [f"{key} = {_toml_value(value)}" for key, value in keys.items() if value is not None]
+        # TOML has no null: an optional key that is not set is left out
+        lines += [f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
 
@@ -70,11 +76,12 @@ def _toml_value(value: Any) -> str:
         return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
     if isinstance(value, float):
         return repr(value)
+    # a JSON string is a valid TOML basic string once DEL, which JSON does not escape, is escaped
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[str, Any]:
-    """The tables of a file laid over those of its `base`, which is looked up beside it."""
+    """The tables of a file merged over those of its `base`, whose path is relative to the file."""
     named_by = f" (named as base by {chain[-1]})" if chain else ""
     real = path.resolve()
     if real in [file.resolve() for file in chain]:
@@ -110,46 +117,58 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
 
 # ---------------------------------------------------------------------------------------------------- command line
 
-_UNSET = "\0unset"
+
+def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
+    """({"section.key": text}, faults). The texts become values in `_parse_value`."""
+    texts: dict[str, str] = {}
+    faults: list[str] = []
+    words = list(options)
+    while words:
+        word = words.pop(0)
+        option, assigned, text = word.partition("=")
+        has_value = bool(assigned) or (bool(words) and not words[0].startswith("--"))
+        if not word.startswith("--"):
+            faults.append(f"{word}: belongs to no option; an option reads --section.key value")
+            continue
+        if not assigned and has_value:
+            text = words.pop(0)
+        key = option.removeprefix("--").replace("-", "_")
+        if key not in KEYS:
+            faults.append(_unknown_option(option, key))
+        elif not has_value:
+            faults.append(f"{option}: has no value; an option reads --section.key value")
+        else:
+            texts[key] = text
+    return texts, faults
 
 
-def _parse_options(options: list[str], file_values: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """The options that were given, as {"section.key": text}, and the words that are no option.
+def _print_help(file_values: dict[str, Any]) -> NoReturn:
+    """Prints every option with its type, meaning and current value, and exits."""
+    import tyro  # its import takes as long as reading a configuration
 
-    tyro draws the help and splits the words; texts become values in `_value_of`, so that a wrong one is reported
-    together with the faults of the files.
-    """
     sections = []
-    for section, field in Config.model_fields.items():
-        schema = field.annotation
-        members = []
-        for name, info in schema.model_fields.items():
-            in_file = file_values.get(section)
-            value = in_file.get(name, info.default) if isinstance(in_file, dict) else info.default
+    for section, schema in SECTIONS.items():
+        table = file_values.get(section)
+        options: list[Any] = []
+        for name, field in schema.model_fields.items():
+            value = table.get(name, field.default) if isinstance(table, dict) else field.default
             hint = tyro.conf.arg(
-                metavar=_type_name(info.annotation),
-                help=info.description,
+                metavar=_type_name(field.annotation),
+                help=field.description,
                 help_behavior_hint=f"(now: {json.dumps(value, default=str)})",
             )
-            members.append((name, Annotated[str, hint], _UNSET))
-        table = dataclasses.make_dataclass(schema.__name__, members)
-        table.__doc__ = schema.__doc__
-        sections.append((section, table, dataclasses.field(default_factory=table)))
-    parsed, unknown = tyro.cli(
+            options.append((name, Annotated[str, hint], ""))
+        group = dataclasses.make_dataclass(schema.__name__, options)
+        group.__doc__ = schema.__doc__
+        sections.append((section, group, dataclasses.field(default_factory=group)))
+    tyro.cli(
         dataclasses.make_dataclass("Options", sections),
-        args=options,
+        args=["--help"],
         prog="run_train.sh CONFIG.toml",
-        description="Every key of the TOML file is an option; (now: ...) is the value that the file or its default gives.",
-        return_unknown_args=True,
+        description="Every key of the TOML file is an option; (now: ...) is the value from the file, or else the default.",
         use_underscores=True,
     )
-    flags = {
-        f"{section}.{name}": text
-        for section, table in vars(parsed).items()
-        for name, text in vars(table).items()
-        if text is not _UNSET
-    }
-    return flags, unknown
+    sys.exit(0)
 
 
 def _type_name(annotation: Any) -> str:
@@ -164,93 +183,73 @@ def _type_name(annotation: Any) -> str:
     return "|".join(parts)
 
 
-def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def _tables(text: str) -> Any:
-    """A list of tables as TOML writes it, [{ path = "a", weight = 0.5 }]; what is none is left for the validation to report."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _value_of(section: str, name: str, text: str) -> Any:
-    """The text of an option as the key's type; a text that does not fit is left for the validation to report."""
-    annotation = Config.model_fields[section].annotation.model_fields[name].annotation
+def _parse_value(section: str, name: str, text: str) -> Any:
+    """The text of an option as the key's type; the validation reports a text that does not fit."""
+    annotation = SECTIONS[section].model_fields[name].annotation
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
-    if get_origin(annotation) is list:
-        return _tables(text) if _is_table(get_args(annotation)[0]) else text.split(",")
-    try:
+    if get_origin(annotation) is list and not _is_table(get_args(annotation)[0]):
+        return text.split(",")
+    with contextlib.suppress(ValidationError, tomllib.TOMLDecodeError):
+        if get_origin(annotation) is list:  # of tables, as in TOML: [{ path = "a", weight = 0.5 }]
+            return tomllib.loads(f"value = {text}")["value"]
         return TypeAdapter(annotation).validate_strings(text)
-    except ValidationError:
-        for number in (int, float):  # so that the fault is told of the number, not of its text
-            with contextlib.suppress(ValueError):
-                return number(text)
-        return text
+    for number in (int, float):  # so that the fault names the number, not its text
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text
+
+
+def _is_table(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 # ------------------------------------------------------------------------------------------------------ validation
 
 
-def _validate(given: Given, path: str) -> Config:
-    faults = [_unknown_option(word) for word in given.unknown_options if word.startswith("-")]
-    strays = [word for word in given.unknown_options if not word.startswith("-")]
-    if strays and not faults:
-        faults.append(f"{' '.join(strays)}: belongs to no option; an option reads --section.key value")
-    try:
-        config = Config.model_validate(given.values)
-    except ValidationError as error:
-        by_key: dict[tuple[Any, ...], list[Any]] = {}
-        for fault in error.errors():
-            in_table = len(fault["loc"]) > 2 and _is_list_of_tables(*fault["loc"][:2])
-            by_key.setdefault(fault["loc"][: 4 if in_table else 2], []).append(fault)
-        faults += [
-            _entry_sentence(*place, found=found) if len(place) > 2 else _sentence(*place, given=given, found=found)
-            for place, found in by_key.items()
-        ]
-    if faults:
-        raise UserError(report(path, faults))
-    return config
+def _describe(error: ValidationError, origins: dict[str, str]) -> list[str]:
+    """One sentence for each key, or entry of a list of tables, in which pydantic has found errors."""
+    by_place: dict[tuple[Any, ...], list[Any]] = {}
+    for entry in error.errors():
+        in_table = len(entry["loc"]) > 2 and _is_list_of_tables(*entry["loc"][:2])
+        by_place.setdefault(entry["loc"][: 4 if in_table else 2], []).append(entry)
+    return [
+        _entry_sentence(*place, errors=errors) if len(place) > 2 else _sentence(*place, origins=origins, errors=errors)
+        for place, errors in by_place.items()
+    ]
 
 
-def report(path: str, faults: list[str]) -> str:
-    """One text for all faults of one configuration."""
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    return "\n".join([f"{path}: {count}", *(f"  {fault}" for fault in faults)])
-
-
-def _sentence(section: str, name: str = "", *, given: Given, found: list[Any]) -> str:
-    """One line for what pydantic found at one key: where it comes from, what is wrong, what is allowed."""
-    kind, value = found[0]["type"], found[0]["input"]
+def _sentence(section: str, name: str = "", *, origins: dict[str, str], errors: list[Any]) -> str:
+    """One line for the errors in one key: its origin, what is wrong, what is allowed."""
+    kind, value = errors[0]["type"], errors[0]["input"]
     key = f"{section}.{name}"
     if kind == "extra_forbidden":
-        return _unknown_key(section, name, value, given.origins.get(key))
+        return _unknown_key(section, name, value, origins.get(key))
     if kind in ("model_type", "model_attributes_type"):
         return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
-    allowed = " or ".join(fault["msg"].replace("Input should be ", "") for fault in found)
-    return f"{_setting(key, value, given.origins.get(key))}: must be {allowed}"
+    return f"{_setting(key, value, origins.get(key))}: must be {_allowed(errors)}"
 
 
-def _entry_sentence(section: str, name: str, number: int, key: str = "", *, found: list[Any]) -> str:
-    """One line for what pydantic found in an entry of a list of tables, such as [[training.sources]]."""
-    kind, value, place = found[0]["type"], found[0]["input"], f"{section}.{name}, entry {number + 1}"
+def _entry_sentence(section: str, name: str, number: int, key: str = "", *, errors: list[Any]) -> str:
+    """One line for the errors in an entry of a list of tables, such as [[training.sources]]."""
+    kind, value, place = errors[0]["type"], errors[0]["input"], f"{section}.{name}, entry {number + 1}"
     if not key:
         return f"{place} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
     if kind == "extra_forbidden":
-        schema = get_args(Config.model_fields[section].annotation.model_fields[name].annotation)[0]
-        return f"{place}: {_setting(key, value, None)}: no such key{_meant(key, list(schema.model_fields), others=True)}"
+        schema = get_args(SECTIONS[section].model_fields[name].annotation)[0]
+        return f"{place}: {_setting(key, value, None)}: no such key{_suggest(key, list(schema.model_fields))}"
     if kind == "missing":
         return f"{place}: has no {key}"
-    allowed = " or ".join(fault["msg"].replace("Input should be ", "") for fault in found)
-    return f"{place}: {_setting(key, value, None)}: must be {allowed}"
+    return f"{place}: {_setting(key, value, None)}: must be {_allowed(errors)}"
 
 
 def _is_list_of_tables(section: str, name: str) -> bool:
-    field = Config.model_fields[section].annotation.model_fields.get(name)
+    field = SECTIONS[section].model_fields.get(name)
     return field is not None and get_origin(field.annotation) is list and _is_table(get_args(field.annotation)[0])
+
+
+def _allowed(errors: list[Any]) -> str:
+    return " or ".join(error["msg"].replace("Input should be ", "") for error in errors)
 
 
 def _setting(key: str, value: Any, origin: str | None) -> str:
@@ -258,39 +257,33 @@ def _setting(key: str, value: Any, origin: str | None) -> str:
 
 
 def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str:
-    """What stands in the file and not in the schema: a key, or without a name a section or a key above all sections."""
-    known = Config.model_fields
+    """A sentence for what the schema does not have: a key, or without a name a section or a key outside all sections."""
     key = f"{section}.{name}" if name else section
-    what = _setting(key, value, origin) if name or not isinstance(value, dict) else f"[{section}]"
+    is_section = not name and isinstance(value, dict)
+    what = f"[{section}]" if is_section else _setting(key, value, origin)
     if key in INSTEAD or section in INSTEAD:
         return f"{what}: not a key of titanlite: {INSTEAD.get(key) or INSTEAD[section]}"
-    if not name and isinstance(value, dict):
-        return f"{what}: no such section{_meant(section, list(known), others=True)}"
-    same_name = [f"{other}.{name or section}" for other, field in known.items() if (name or section) in _keys(field)]
+    if is_section:
+        return f"{what}: no such section{_suggest(section, list(SECTIONS))}"
+    same_name = [known for known in KEYS if known.partition(".")[2] == (name or section)]
     hint = f"; did you mean {' or '.join(same_name)}?" if same_name else ""
     if not name:
-        return f"{what}: stands in no section{hint or _meant(section, list(known), others=True)}"
-    return f"{what}: no such key{hint or _meant(name, _keys(known[section]), f'{section}.', others=True)}"
+        return f"{what}: is in no section{hint or _suggest(section, list(SECTIONS))}"
+    return f"{what}: no such key{hint or _suggest(name, list(SECTIONS[section].model_fields), f'{section}.')}"
 
 
-def _keys(section: FieldInfo) -> list[str]:
-    return list(section.annotation.model_fields)
-
-
-def _unknown_option(word: str) -> str:
-    key = word.lstrip("-").split("=")[0].replace("-", "_")
-    if key in INSTEAD or key.partition(".")[0] in INSTEAD:
-        return f"--{key}: not an option of titanlite: {INSTEAD.get(key) or INSTEAD[key.partition('.')[0]]}"
-    every = [f"{section}.{name}" for section, field in Config.model_fields.items() for name in _keys(field)]
-    same_name = [known for known in every if known.partition(".")[2] == key.rpartition(".")[2]]
+def _unknown_option(option: str, key: str) -> str:
+    section, _, name = key.partition(".")
+    if key in INSTEAD or section in INSTEAD:
+        return f"--{key}: not an option of titanlite: {INSTEAD.get(key) or INSTEAD[section]}"
+    same_name = [known for known in KEYS if known.partition(".")[2] == (name or section)]
     if same_name:
-        return f"{word}: no such option; did you mean --{' or --'.join(same_name)}?"
-    return f"{word}: no such option{_meant(key, every, '--') or '; --help lists them all'}"
+        return f"{option}: no such option; did you mean --{' or --'.join(same_name)}?"
+    close = difflib.get_close_matches(key, KEYS, n=1)
+    return f"{option}: no such option; {f'did you mean --{close[0]}?' if close else '--help lists them all'}"
 
 
-def _meant(word: str, known: list[str], prefix: str = "", others: bool = False) -> str:
-    """ "; did you mean X?", or with `others` the list of what there is, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; there are: {', '.join(known)}" if others else ""
+def _suggest(word: str, known: list[str], prefix: str = "") -> str:
+    """What may have been meant, or else the list of all."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else f"; there are: {', '.join(known)}"

@@ -14,6 +14,8 @@ INSTEAD: dict[str, str] = {
     "quantize": "use [float8], which has the keys of quantize.linear.float8; other formats are not offered",
     "memory_estimation": "use the command `titanlite estimate CONFIG --ranks N`",
     "debug": "training.seed and training.deterministic hold what this section holds",
+    # options of other commands
+    "ranks": "the environment says how many ranks there are: NGPU x NNODES",
     # keys
     "float8.precompute_float8_dynamic_scale_for_fsdp": "always done with float8.enable_fsdp_float8_all_gather; remove the key",
     "float8.force_recompute_fp8_weight_in_bwd": "use activation_checkpoint.mode; remove the key",

@@ -19,6 +19,13 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
 
 
+def name_process(name: str) -> None:
+    """On Linux, the name of this process in ps, top and /proc/PID/comm; at most 15 characters."""
+    if sys.platform == "linux":
+        set_name = 15  # PR_SET_NAME
+        ctypes.CDLL(None).prctl(set_name, name.encode())
+
+
 def end_with_starter() -> None:
     """Ends a process of multiprocessing's fork server when the one that asked for it is gone, even by SIGKILL.
 

@@ -125,7 +125,7 @@ def _first_line(error: Exception) -> str:
 # ---------------------------------------------------------------------------------------------------------- the launcher
 
 
-def ask(dump_folder: Path, processes: dict[int, int], why: str) -> None:
+def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
     """Has running ranks write their stacks, and waits until they have, or for two seconds. processes: rank -> process.
 
     A rank that has not come to `open_dump` yet writes nothing.

@@ -1,0 +1,72 @@
+"""The process that forks the check and the ranks."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# A launcher, its fork server, and a function for new processes.
+SCRIPT = """
+import os, signal, sys, time
+from titanlite.launch.fork_server import ForkServer
+
+def answer(code):
+    assert os.environ["RANK"] == "3" and os.getsid(0) == os.getpid()
+    return code
+
+def sleep():
+    print("sleeping", os.getpid(), flush=True)
+    time.sleep(60)
+
+sys.modules["script"] = sys.modules["__main__"]
+server = ForkServer(preload="json")
+{then}
+"""
+
+
+def run(then: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(then=then)], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_process_has_its_own_session_and_environment_and_exits_with_its_functions_result():
+    then = """
+codes = [server.start("script:answer", code, environment={"RANK": "3"}).wait() for code in (0, 7)]
+print(codes, "RANK" in os.environ)
+"""
+    assert run(then) == (0, "[0, 7] False\n")
+
+
+def test_a_process_that_a_signal_has_ended_has_its_negative_number():
+    then = """
+child = server.start("script:sleep")
+assert child.poll() is None
+child.send_signal(signal.SIGKILL)
+sys.exit(-child.wait())
+"""
+    assert run(then)[0] == signal.SIGKILL
+
+
+def test_signals_are_held_back_until_a_process_listens():
+    then = """
+child = server.start("script:sleep")
+child.send_signal(signal.SIGTERM)
+time.sleep(0.3)
+assert child.poll() is None
+child.send_signal(signal.SIGKILL)
+"""
+    assert run(then)[0] == 0
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_process_outlives_the_launcher(end):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(then=f'server.start("script:sleep")\ntime.sleep(1)\n{end}')],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    output, _ = process.communicate(timeout=30)  # returns when the last process that holds the pipe has ended
+    assert output.startswith("sleeping ")

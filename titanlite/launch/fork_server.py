@@ -1,0 +1,106 @@
+"""Starts the ranks as forks of one process that has imported what they need, which takes longer than all else at a start.
+
+The fork server is itself a fork of the launcher, made before the launcher has threads or calls CUDA: torch's agent runs a store
+and timers in threads and counts the GPUs, and neither survives a fork.
+"""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, NoReturn
+
+from titanlite.launch import children, stop
+
+# A terminal's Ctrl-C and a scheduler's signals reach every process of a run. The fork server ignores them, and a rank receives
+# them once it listens, however early they were sent.
+_HELD_BACK = (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Child:
+    """A process of the fork server, with the part of subprocess.Popen's interface that the launcher uses."""
+
+    def __init__(self, server: "ForkServer", pid: int):
+        self.pid = pid
+        self._server = server
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+        return self._server.exit_code(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class ForkServer:
+    """Starts processes; create it in the main thread, outside of any `try`: new processes leave by SystemExit through it."""
+
+    def __init__(self, preload: str):
+        """preload: the module whose imports the processes share."""
+        self._exit_codes: dict[int, int] = {}
+        self._connection, requests = Pipe()
+        if os.fork() == 0:
+            self._connection.close()
+            _serve(requests, preload)
+        requests.close()
+
+    def start(self, function: str, *arguments: Any, environment: dict[str, str] | None = None) -> Child:
+        """Starts a process that exits with what a function such as "titanlite.train:main" returns for the arguments."""
+        return Child(self, self._ask((function, arguments, environment or {})))
+
+    def exit_code(self, pid: int) -> int | None:
+        if pid not in self._exit_codes:
+            self._exit_codes |= self._ask(None)
+        return self._exit_codes.get(pid)
+
+    def _ask(self, request: Any) -> Any:
+        try:
+            self._connection.send(request)
+            return self._connection.recv()
+        except (EOFError, OSError):  # somebody has killed the fork server, and the kernel its processes
+            raise SystemExit("the process that starts the ranks is gone; the run is over") from None
+
+
+def _serve(requests: Connection, preload: str) -> NoReturn:
+    """Answers requests for new processes with their pid, and other requests with the exit codes of those that have ended.
+
+    Returns in no process: the server exits with the launcher, and a new process with its function's result.
+    """
+    os.setsid()
+    children.end_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    importlib.import_module(preload)
+    running: list[int] = []
+    while True:
+        try:
+            request = requests.recv()
+        except EOFError:  # the launcher has ended
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        if request is None:
+            ended = {pid: status for pid, status in (os.waitpid(pid, os.WNOHANG) for pid in running) if pid}
+            running = [pid for pid in running if pid not in ended]
+            requests.send({pid: os.waitstatus_to_exitcode(status) for pid, status in ended.items()})
+            continue
+        function, arguments, environment = request
+        if (pid := os.fork()) == 0:
+            requests.close()
+            os.setsid()
+            children.end_with_parent()
+            os.environ.update(environment)
+            module, _, name = function.partition(":")
+            sys.exit(getattr(importlib.import_module(module), name)(*arguments))
+        running.append(pid)
+        requests.send(pid)

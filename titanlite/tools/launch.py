@@ -1,0 +1,70 @@
+"""titanlite launch CONFIG.toml [--section.key value ...]
+
+Checks a configuration once and then starts the ranks of this machine; run_train.sh calls it. The header of run_train.sh
+explains the environment variables that say how many ranks there are and where: NGPU, NNODES, NODE_RANK and so on.
+"""
+
+import io
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from titanlite.config.read import read_config, to_toml
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.launch import children, stop
+from titanlite.launch.layout import read_layout
+from titanlite.tools.check import check_here, configuration_file
+
+
+def main() -> None:
+    """The exit code is the run's: 0 done, 2 a fault in configuration or data, 75 stopped, else a failed rank's."""
+    os.environ.setdefault(stop.STARTED, str(time.time()))  # run_train.sh has set it
+    words = sys.argv[1:]
+    try:
+        path = configuration_file(words, "titanlite launch CONFIG.toml [--section.key value ...]")
+        config, layout = read_config(path, words[1:]), read_layout()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+    import torch  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
+
+    from titanlite.launch.fork_server import ForkServer
+
+    server = ForkServer(preload="titanlite.train")
+    if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
+        children.end_with_parent()
+        sys.exit(check_here(config, path, layout.ranks, layout.local_ranks))
+
+    from titanlite.launch.launcher import Launcher, launch  # while the check runs
+
+    if code := os.waitstatus_to_exitcode(os.waitpid(check, 0)[1]):
+        sys.exit(code if code > 0 else 128 - code)
+    if config.job.print_config:
+        print(to_toml(config), flush=True)
+    launcher = Launcher(
+        Path(config.job.dump_folder),
+        lambda environment: server.start("titanlite.tools.launch:run_rank", config, words, environment=environment),
+    )
+    sys.exit(launch(layout, launcher))
+
+
+def run_rank(config: Config, words: list[str]) -> None:
+    """A rank of a checked configuration, in a process of its own. words: of the command, for the record of the run."""
+    stop.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGHUP))
+    children.name_process(f"rank {os.environ['RANK']}")
+    sys.argv = ["titanlite train", *words]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+    from titanlite import train
+
+    train.main(config)
+
+
+if __name__ == "__main__":
+    main()
