@@ -22,7 +22,7 @@ from titanlite.tools.compare import Trajectory, compare, record
 from titanlite.transforms import lora
 from titanlite.transforms.registry import load_family
 
-STEPS = 4
+STEPS = 3
 MESHES: dict[str, dict[str, int]] = {
     "one process": {},
     "shard 2": {"dp_shard": 2},

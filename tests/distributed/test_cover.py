@@ -20,7 +20,7 @@ CELLS = {cover.name(cell): cell for cell in cover.cover(without=EIGHT_RANKS)}
 AT_ONCE = [
     {"mesh": EIGHT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
     {"mesh": EIGHT, "family": "Llama 3 tied", "accumulation": "2, reduced at the end", "optimizer": "Muon"},
-    {"mesh": EIGHT, "family": "Llama 3 of 515 tokens", "compile": "blocks", "gather": "never"},
+    {"mesh": EIGHT, "family": "Llama 3 of 515 tokens", "recompute": "full", "gather": "never"},
     {"mesh": EIGHT, "family": "Qwen 2", "adapter": "lora"},
 ]
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')
@@ -73,7 +73,7 @@ def test_all_dimensions_at_once_too(pools, references, values):
 def test_the_references_learn_from_gradients_that_are_not_zero(references, family):
     for adapter in cover.FACTORS["adapter"]:
         found = references(PLAIN | {"family": family, "adapter": adapter})
-        assert found.losses[-1] < found.losses[0] * (0.998 if adapter == "none" else 1)
+        assert found.losses[-1] < found.losses[0] * (0.999 if adapter == "none" else 1)
         assert all(gradient.norm() > 1e-6 for gradient in found.gradients.values())
 
 
