@@ -1,6 +1,7 @@
 """The data path as a user meets it: text to token files, two sources, chats, workers, and data that change under a run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,8 @@ def command(folder: Path, *words: str) -> str:
     return done.out
 
 
-def train(folder: Path, out: str, *options: str) -> Done:
-    return forked.train("run.toml", "--job.dump_folder", out, *options, folder=folder)
+def train(folder: Path, out: str, *options: str, ranks: int = 1) -> Done:
+    return forked.train("run.toml", "--job.dump_folder", out, *options, folder=folder, ranks=ranks)
 
 
 def run(folder: Path, out: str, *options: str, **variables: str) -> Ended:
@@ -108,10 +109,15 @@ def test_two_sources_one_of_chats_train_and_two_more_are_validated(finished):
     assert measured == {"validation_loss", "validation_loss/tokens", "validation_loss/held out"}
 
 
-def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finished):
-    ended = run(finished, "two", "--dataloader.workers", "2", NGPU="2")
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finished, launched):
+    shutil.rmtree(finished / "two", ignore_errors=True)
+    if launched:
+        ended = run(finished, "two", "--dataloader.workers", "2", NGPU="2")
+        assert ended.left == []
+    else:
+        ended = train(finished, "two", "--dataloader.workers", "2", ranks=2)
     assert ended.code == 0, ended.err
-    assert ended.left == []
     assert "Warning" not in ended.err and "Traceback" not in ended.err
     for found, expected in zip(reports(finished, "two"), reports(finished, "one"), strict=True):
         for key in ("loss", "grad_norm", "validation_loss/tokens", "validation_loss/held out"):

@@ -103,6 +103,7 @@ def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_othe
     assert "ended because rank 1 (process " in other and "forward_backward" in other
 
 
+@pytest.mark.slow  # tests/distributed/test_profiling.py has it without the launcher
 def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_path):
     ended = run_failing(tmp_path, 1, WAY_0="out of memory")
     assert (ended.code, ended.left) == (2, []), ended.err
