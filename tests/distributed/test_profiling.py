@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
-from titanlite import train
 from titanlite.errors import UserError
+from titanlite.loop import step as one_step
 from titanlite.loop.profiling import Memory, held_memory
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import create_state
@@ -52,7 +52,7 @@ def test_a_run_without_profiling_writes_no_traces(pools: dict[int, Pool], tmp_pa
 def count_by_hand(degrees: dict[str, int]) -> tuple[Memory, int, int, int]:
     """(what is reported, values that this rank holds, values of the whole model, parameters) after a step."""
     config = config_of(degrees)
-    model = train.build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
+    model = one_step.build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
     create_state(optimizer)
     for p in model.parameters():
@@ -76,7 +76,7 @@ def test_of_a_sharded_tensor_only_the_local_part_counts(pools: dict[int, Pool], 
 
 def run_out_of_memory(folder: str, failing_step: int) -> str:
     """What a run says whose forward pass runs out of memory at a step."""
-    calls, forward = 0, train.summed_loss
+    calls, forward = 0, one_step.summed_loss
 
     def failing(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -85,13 +85,13 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
         return forward(model, tokens)
 
-    train.summed_loss = failing
+    one_step.summed_loss = failing
     try:
         full_run(SHARDED, run_config(folder))
     except UserError as error:
         return str(error)
     finally:
-        train.summed_loss = forward
+        one_step.summed_loss = forward
     return ""
 
 
