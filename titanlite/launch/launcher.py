@@ -165,9 +165,10 @@ class Ranks(SubprocessContext):
             of = f" of {launcher.starts + self.restarts_left}" if launcher.failure else ""
             _print(f"{why}; start {launcher.starts}{of}")
             launcher.failure = ""
-        self.subprocess_handlers = {
+        handlers: dict[int, Any] = {
             local: SimpleNamespace(proc=launcher.start_rank(environment)) for local, environment in self.envs.items()
         }
+        self.subprocess_handlers = handlers
 
     def _poll(self) -> RunProcsResult | None:
         """The agent calls this ten times a second: None while ranks are running, then how they ended.
