@@ -6,13 +6,14 @@ matrix; and each rank sends and receives about as much as its shards of the matr
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from titanlite.transforms.shards import global_offset, local_part
+from titanlite.transforms.shards import boxes_of_ranks
 
 
 class Box(NamedTuple):
@@ -50,14 +51,7 @@ class Exchange:
     def __init__(self, matrices: list[Tensor]):
         self._shapes = [tuple(matrix.shape) for matrix in matrices]
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        own = torch.tensor([[*global_offset(matrix), *local_part(matrix).shape] for matrix in matrices])
-        every = own[None]
-        if self._world > 1:
-            device = local_part(matrices[0]).device
-            parts = [torch.empty_like(own, device=device) for _ in range(self._world)]
-            dist.all_gather(parts, own.to(device))
-            every = torch.stack(parts).cpu()
-        self._boxes = [[Box(*numbers) for numbers in of_rank] for of_rank in every.tolist()]
+        self._boxes = _boxes_of_ranks(matrices, self._world)
         self._rounds: tuple[list[int], list[Round]] = [], []
 
     def rounds(self, used: list[int]) -> list[Round]:
@@ -70,20 +64,19 @@ class Exchange:
 
     def _planned(self, group: list[int]) -> Round:
         me = dist.get_rank() if self._world > 1 else 0
-        mine = [self._boxes[me][number] for number in group]
+        mine = [self._boxes[number][me] for number in group]
         senders = [self._senders(number, owner) for owner, number in enumerate(group)]
         sent = [mine[owner].size if me in senders[owner] else 0 for owner in range(len(group))]
         sent += [0] * (self._world - len(group))
         if me >= len(group):
             return Round(group, sent, [], [], mine)
-        gathered = [(rank, self._boxes[rank][group[me]]) for rank in sorted(senders[me])]
-        return Round(group, sent, gathered, [boxes[group[me]] for boxes in self._boxes], mine)
+        gathered = [(rank, self._boxes[group[me]][rank]) for rank in sorted(senders[me])]
+        return Round(group, sent, gathered, self._boxes[group[me]], mine)
 
     def _senders(self, number: int, owner: int) -> set[int]:
         """The ranks that send the owner their part of a matrix: of several with the same part, the nearest one."""
         nearest: dict[Box, int] = {}
-        for rank, boxes in enumerate(self._boxes):
-            box = boxes[number]
+        for rank, box in enumerate(self._boxes[number]):
             if box.size and (box not in nearest or abs(rank - owner) < abs(nearest[box] - owner)):
                 nearest[box] = rank
         return set(nearest.values())
@@ -109,6 +102,22 @@ class Exchange:
         expected = [box.size for box in one.mine]
         parts = _all_to_all(back, sizes, expected + [0] * (self._world - len(expected)), kind)
         return [part.view(box.rows, box.columns) for part, box in zip(parts.split(expected), one.mine, strict=True)]
+
+
+def _boxes_of_ranks(matrices: list[Tensor], world: int) -> list[list[Box]]:
+    """For each matrix the box of every rank."""
+    layouts: dict[Any, list[Box]] = {}  # most matrices are of a few shapes, split alike
+    found = []
+    for matrix in matrices:
+        if not isinstance(matrix, DTensor):
+            found.append([Box(0, 0, *matrix.shape)] * world)
+            continue
+        layout = tuple(matrix.shape), matrix.device_mesh, tuple(matrix.placements)
+        if layout not in layouts:
+            boxes = boxes_of_ranks(matrix)
+            layouts[layout] = [Box(*offset, *shape) for shape, offset in (boxes[rank] for rank in range(world))]
+        found.append(layouts[layout])
+    return found
 
 
 def _all_to_all(sending: list[Tensor], sent: list[int], received: list[int], kind: Tensor) -> Tensor:
