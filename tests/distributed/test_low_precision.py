@@ -16,8 +16,8 @@ from titanlite.loop.profiling import held_memory
 from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import create_state, named_state
+from titanlite.plan.predict import predict
 from titanlite.tools.compare import whole
-from titanlite.tools.estimate import estimate
 from titanlite.transforms.initialize import fill
 from titanlite.transforms.registry import load_family
 
@@ -149,7 +149,7 @@ def test_the_estimate_counts_what_is_held(pools, rounding):
         split = {"parallelism": {"tensor_parallel_degree": degrees.get("tp", 1)}}
         config = config_of(degrees, **split, **(keys(rounding) if rounding != "float32" else {}))
         found = pools[math.prod(degrees.values())].run(f"{HERE}:held", degrees=degrees, config=config)[0]
-        memory = estimate(config, math.prod(degrees.values())).memory
+        memory = predict(config, math.prod(degrees.values())).memory
         assert (memory.masters, memory.moments) == found
         size = 4 if rounding == "float32" else 2
         assert memory.gradients == memory.masters

@@ -19,8 +19,8 @@ from titanlite.optim import muon
 from titanlite.optim.build import build_optimizer, is_orthogonalised
 from titanlite.optim.state import create_state, named_state
 from titanlite.optim.whole_matrices import Exchange
+from titanlite.plan.predict import predict
 from titanlite.tools.compare import whole
-from titanlite.tools.estimate import estimate
 from titanlite.transforms.initialize import fill
 from titanlite.transforms.registry import load_family
 from titanlite.transforms.shards import local_part
@@ -178,4 +178,4 @@ def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_all_else():
     matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalised(name, p, config.optimizer))
     every = sum(p.numel() for p in model.parameters())
     assert 0 < matrices < every
-    assert estimate(config, 1).memory.moments == 8 * every - 4 * matrices
+    assert predict(config, 1).memory.moments == 8 * every - 4 * matrices

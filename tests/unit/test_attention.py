@@ -17,7 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.loop.loss import summed_loss
-from titanlite.tools.estimate import estimate
+from titanlite.plan.predict import predict
 from titanlite.transforms import attention_kernels as attention
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.transforms.attention_kernels import KERNELS, attention_faults, attention_sentence, choose_attention
@@ -187,7 +187,7 @@ def test_text_is_generated_by_whatever_kernel_can():
 
 
 def test_the_mathematics_holds_all_scores_and_estimates_say_so():
-    flash, math = (estimate(config_of(name, seq_len=256, local_batch_size=1), 1).memory for name in ("auto", "math"))
+    flash, math = (predict(config_of(name, seq_len=256, local_batch_size=1), 1).memory for name in ("auto", "math"))
     assert math.activations >= flash.activations + 2 * 8 * 256 * 256 * 4  # of two layers, 8 heads, float32
 
 

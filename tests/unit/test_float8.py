@@ -12,9 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop import kernel_checks
 from titanlite.loop.kernel_checks import kernel_faults
-from titanlite.parallel.mesh import resolve_degrees
-from titanlite.plan.communication import traffic
-from titanlite.tools.estimate import estimate
+from titanlite.plan.predict import predict
 from titanlite.transforms import float8
 from titanlite.transforms.float8 import convert, linear_layers
 from titanlite.transforms.meta import on_meta
@@ -168,19 +166,10 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
 
 
 def test_memory_is_estimated_with_it():
-    plain, found = (estimate(config_of({"enable": enable, "emulate": enable}), 2).memory for enable in (False, True))
+    plain, found = (predict(config_of({"enable": enable, "emulate": enable}), 2).memory for enable in (False, True))
     assert (found.masters, found.gradients, found.moments) == (plain.masters, plain.gradients, plain.moments)
     # a product keeps its operands as they were; the weight's transpose is no copy
     assert found.activations == pytest.approx(plain.activations, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("keys", "parallelism"), [({"enable_fsdp_float8_all_gather": True}, {}), ({}, {"tensor_parallel_degree": 2})]
-)
-def test_traffic_that_is_not_known_is_not_told(keys, parallelism):
-    config = config_of(keys, parallelism=parallelism)
-    with pytest.raises(ValueError, match="float8"):
-        traffic(config, family_of(config.model), resolve_degrees(config.parallelism, 2))
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused

@@ -15,7 +15,7 @@ from titanlite.errors import UserError
 from titanlite.loop.resume import Progress, restore
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import checkpoint_bytes, create_state, named_state
-from titanlite.tools.estimate import estimate
+from titanlite.plan.predict import predict
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.lora import LoraLinear, adapt, merged
 from titanlite.transforms.meta import on_meta, training_flops
@@ -173,7 +173,7 @@ def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in
     model = on_meta(FAMILY, config)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    found = estimate(config, 1)
+    found = predict(config, 1)
     assert found.parameters == frozen + trained
     assert found.memory[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
     assert checkpoint_bytes(model, config.optimizer) == 2 * frozen + 12 * trained
@@ -185,7 +185,7 @@ def activations(mode: str, enable: bool = True) -> float:
     training = {"local_batch_size": 2, "seq_len": 512, "mixed_precision_param": "float32"}
     lora = {"enable": enable, **({"rank": 4} if enable else {})}
     config = Config.model_validate({**keys, "training": training, "lora": lora})
-    return estimate(config, 1).memory.activations / tiny.FLAVORS["deep"].n_layers / (2 * 512 * 4)
+    return predict(config, 1).memory.activations / tiny.FLAVORS["deep"].n_layers / (2 * 512 * 4)
 
 
 def test_of_an_adapter_its_thin_product_is_kept_beside_the_layers_input():

@@ -1,0 +1,127 @@
+"""Predictions: traffic, FLOPs and memory of steps on pretended ranks, and their extrapolation over layers and microbatches."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from tests import tiny
+from tests.distributed.scenarios import MODES
+from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HYBRID, LATE, MUON, SHARD, TP, Case
+from titanlite.plan import predict as module
+from titanlite.plan.predict import Depths, Prediction, predict
+from titanlite.plan.record import Channel, ring_bytes
+from titanlite.plan.report import limits, traffic_table
+from titanlite.transforms.registry import family_of
+
+
+def predicted(case: Case) -> Prediction:
+    return predict(case.config(), case.ranks, "cpu")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_what_its_shapes_require(name):
+    """EXPECTED was computed from shapes and degrees, by formulas that agreed with what gloo ranks sent."""
+    calls, sizes = Counter(), Counter()
+    for channel, traffic in predicted(CASES[name]).work.traffic.items():
+        key = f"{channel.kind} {' x '.join(channel.over)} {channel.ranks}"
+        calls[key] += traffic.calls
+        sizes[key] += traffic.size
+    assert {key: (calls[key], sizes[key]) for key in calls} == EXPECTED[name]
+
+
+SEVEN = {
+    "shard 2, two microbatches, reduced once": Case(SHARD, "seven", accumulation=2, parallelism=LATE),
+    "2 x 2, recomputation by operation": Case(BOTH, "seven", reduced="per operation"),
+    "tp 2, adapters, every second layer": Case(TP, "seven", reduced="every second layer", others=ADAPTERS),
+    "hybrid, two gathered ahead": Case(HYBRID, "seven", parallelism={"fsdp_prefetch": 2}),
+    "2 x 2, Muon": Case(BOTH, "seven", others=MUON),
+    "shard 2, gathers in float8": Case(SHARD, "seven", others=FLOAT8_GATHERS),
+}
+
+
+@pytest.mark.parametrize("name", SEVEN)
+def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
+    if "float8" in name:
+        pytest.importorskip("torchao", reason="needs torchao")
+    monkeypatch.setitem(tiny.FLAVORS, "seven", dataclasses.replace(tiny.FLAVORS["plain"], n_layers=7))
+    extrapolated = predicted(SEVEN[name])
+    few = Depths.of
+    monkeypatch.setattr(module.Depths, "of", lambda model, config: few(model, config)._replace(few=7, more=7))
+    whole = predicted(SEVEN[name])
+    assert extrapolated.work == whole.work
+    assert extrapolated.memory[:3] == whole.memory[:3]
+    assert extrapolated.memory.total == pytest.approx(whole.memory.total, rel=0.01)
+
+
+def test_layers_that_differ_are_run():
+    """Where only the first layer differs, one more is run; where the last differs, all are."""
+    config = Case({}, "deep").config()
+    model = family_of(config.model).on_meta()
+    assert Depths.of(model, config)[1:] == (0, 1, 2, 3)
+    model.layers["0"].ffn.w1.weight.requires_grad_(False)
+    assert Depths.of(model, config)[1:] == (1, 1, 3, 4)
+    model.layers["3"].ffn.w1.weight.requires_grad_(False)
+    assert Depths.of(model, config)[3:] == (4, 4)
+
+
+def test_flops_are_those_of_the_family_and_recomputation_adds_a_forward_pass():
+    config = Case({}).config()
+    shape, tokens = tiny.FLAVORS["plain"], config.training.global_batch_size * config.training.seq_len
+    flops = family_of(config.model).module.flops(shape, config.training.seq_len).palm * tokens
+    # the attention kernel computes its scores again in the backward pass
+    scores = 2 * tokens * config.training.seq_len * shape.n_heads * shape.head_dim * shape.n_layers
+    assert predicted(Case({})).work.flops == flops + scores
+    layers = flops / 3 - 2 * tokens * shape.dim * shape.vocab_size  # one forward pass, without the head
+    again = config.model_copy(update={"activation_checkpoint": type(config.activation_checkpoint)(**MODES["full"])})
+    # recomputation stops when it has all that is needed, which the last product of a layer is not
+    last = 2 * tokens * shape.ffn_dim * shape.dim * shape.n_layers
+    assert predict(again, 1).work.flops == flops + scores + layers - last
+
+
+def test_the_loss_of_a_split_vocabulary_is_combined_chunk_by_chunk():
+    """Of 256 tokens in chunks of at most 100, which are equal and so of 64."""
+    traffic = predicted(Case(TP, name="tests.tiny_chunked")).work.traffic
+    assert traffic[Channel("head._combine", "all-gather", ("tp",), 2)][:2] == (4, 4 * 2 * 2 * 64 * 4)
+
+
+def test_a_gather_in_float8_sends_one_byte_a_value():
+    pytest.importorskip("torchao", reason="needs torchao")
+    traffic = predicted(Case(SHARD, others=FLOAT8_GATHERS)).work.traffic
+    shape = tiny.FLAVORS["plain"]
+    heads = shape.head_dim * (2 * shape.n_heads + 2 * shape.n_kv_heads)
+    matrices, norms = shape.dim * (heads + 3 * shape.ffn_dim), 2 * shape.dim * 4
+    gathered = traffic[Channel("layers.*: parameters", "all-gather", ("dp_shard",), 2)]
+    assert gathered[:2] == (2 * shape.n_layers, 2 * shape.n_layers * (matrices + norms))
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("all-gather", 600), ("reduce-scatter", 600), ("all-reduce", 1200), ("send", 600)])
+def test_what_a_rank_sends_is_that_of_a_ring(kind, sent):
+    assert ring_bytes(kind, 800, 4) == sent
+
+
+def test_muon_sends_each_rank_the_parts_of_its_matrices():
+    """On 2 ranks, 7 rounds of 2 matrices of one shape, each there and back."""
+    prediction = predicted(Case(SHARD, others=MUON))
+    traffic = prediction.work.traffic[Channel("whole_matrices._all_to_all", "all-to-all", ("dp_shard",), 2)]
+    shape = tiny.FLAVORS["plain"]
+    matrices = shape.n_layers * shape.dim * (shape.head_dim * 2 * (shape.n_heads + shape.n_kv_heads) + 3 * shape.ffn_dim) * 4
+    assert traffic.calls == 2 * 7
+    # there, half of rank 1's matrices; back, half of rank 0's: together half of all matrices
+    assert traffic.sent == matrices // 2
+
+
+def test_the_table_adds_up():
+    table = traffic_table(predicted(Case(HYBRID)))
+    counts = [int(line.split(" x")[-2].split()[-1]) for line in table]
+    assert counts[-1] == sum(counts[:-1]) == 17
+
+
+def test_what_is_left_out_is_named():
+    config = Case(
+        TP, reduced="budget", parallelism={"enable_async_tensor_parallel": True}, others={"compile": {"enable": True}}
+    )
+    text = "\n".join(limits(config.config()))
+    for word in ("CPU's attention", "compilation", "enable_async_tensor_parallel", "memory_budget"):
+        assert word in text
+    assert len(limits(Case({}).config())) == 1

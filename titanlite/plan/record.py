@@ -1,0 +1,178 @@
+"""Records what operations do as they pass PyTorch's dispatcher: the memory they hold, their FLOPs, what they send."""
+
+import itertools
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from titanlite.parallel.mesh import DIMENSIONS
+from titanlite.transforms.registry import every_layer
+
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+# FSDP2 names its collectives for the profiler: "FSDP::all_gather (layers.0)".
+_FSDP = re.compile(r"FSDP::(all_gather|post_backward_reduce|post_backward_accumulate) \((.+?)\)")
+_LIBRARY = ("torch.", "contextlib", __name__)  # modules that send on behalf of their caller
+
+
+class Channel(NamedTuple):
+    """Collectives that one part of the program starts over one group that rank 0 is in."""
+
+    sender: str  # a unit of FSDP2 and what it sends, or the function that starts the collective
+    kind: str  # one of _KINDS, otherwise the name of PyTorch's operation
+    over: tuple[str, ...]  # the smallest set of mesh dimensions that contains the group
+    ranks: int  # of the group
+
+
+class Traffic(NamedTuple):
+    """What goes through a channel in one step."""
+
+    calls: int
+    size: int  # bytes of the whole tensors: the gathered one, or what each rank contributes to a sum
+    sent: int  # bytes that this rank sends, with ring algorithms
+
+
+class Work(NamedTuple):
+    """What rank 0 computes and sends."""
+
+    flops: int  # of matrix products and attention, as torch.utils.flop_counter counts them
+    traffic: dict[Channel, Traffic]
+
+
+def combine(function: Callable[..., int], *works: Work) -> Work:
+    """function(number of the first, number of the second, ...) for every number."""
+    none = Traffic(0, 0, 0)
+    channels = dict.fromkeys(channel for work in works for channel in work.traffic)
+    traffic = {each: Traffic(*map(function, *(work.traffic.get(each, none) for work in works))) for each in channels}
+    return Work(function(*(work.flops for work in works)), traffic)
+
+
+def ring_bytes(kind: str, size: int, ranks: int) -> int:
+    """Bytes that one of `ranks` ranks sends: (ranks - 1) parts of the tensor, twice for an all-reduce."""
+    return round(size * (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks)
+
+
+class Recorder(TorchDispatchMode):
+    """Adds up the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
+
+    slices: of `mesh_slices`.
+    """
+
+    def __init__(self, slices: dict[tuple[str, ...], set[int]]) -> None:
+        super().__init__()
+        self._flops, self._slices = 0, slices
+        self._traffic: dict[Channel, Traffic] = {}
+        self._labels: list[str] = []  # of torch.profiler.record_function, innermost last
+
+    def work(self) -> Work:
+        """What has been recorded so far."""
+        return Work(self._flops, dict(self._traffic))
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor, for example, dispatches again on the local tensors
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        if operation.namespace == "profiler":
+            if "enter" in operation._schema.name:
+                self._labels.append(args[0])
+            elif self._labels:
+                self._labels.pop()
+        elif formula := _FORMULAS.get(operation._overloadpacket):
+            self._flops += formula(*args, **kwargs, out_val=result)
+        else:
+            given = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)} | kwargs
+            group = given.get("process_group", given.get("group_name"))
+            if group is not None:
+                self._count(operation._schema.name, given, group, result)
+        return result
+
+    def _count(self, operation: str, given: dict[str, Any], group: Any, result: Any) -> None:
+        resolve = dist.distributed_c10d._resolve_process_group if isinstance(group, str) else dist.ProcessGroup.unbox
+        group = resolve(group)
+        members = dist.get_process_group_ranks(group)
+        if len(members) == 1:
+            return
+        flat = operation.partition("::")[2].replace("_", "")
+        kind = next((kind for kind in _KINDS if kind.replace("-", "") in flat), operation.partition("::")[2])
+        size = max(_bytes(value) for value in (*given.values(), result))
+        sent = ring_bytes(kind, size, len(members))
+        if splits := given.get("input_split_sizes"):  # of an uneven all-to-all
+            size = _bytes(given["input"])
+            sent = size - size * splits[dist.get_rank(group)] // max(1, sum(splits))
+        over = next(names for names, ranks in self._slices.items() if ranks.issuperset(members))
+        channel = Channel(self._sender(), kind, over, len(members))
+        calls, sizes, sents = self._traffic.get(channel, (0, 0, 0))
+        self._traffic[channel] = Traffic(calls + 1, sizes + size, sents + sent)
+
+    def _sender(self) -> str:
+        for label in reversed(self._labels):
+            if match := _FSDP.match(label):
+                return f"{every_layer(match[2])}: {'parameters' if match[1] == 'all_gather' else 'gradients'}"
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_LIBRARY):
+            frame = frame.f_back
+        if frame is None or frame.f_code.co_name == "forward_backward":
+            return "backward"  # autograd, which undoes what the forward pass has sent
+        return f"{frame.f_globals['__name__'].rpartition('.')[2]}.{frame.f_code.co_name}"
+
+
+def mesh_slices(mesh: DeviceMesh) -> dict[tuple[str, ...], set[int]]:
+    """For each set of mesh dimensions, the smallest first, the ranks that differ from rank 0 in these dimensions only."""
+    used = [name for name in DIMENSIONS if mesh[name].size() > 1]
+    return {
+        names: set(mesh.mesh[tuple(slice(None) if name in names else 0 for name in DIMENSIONS)].flatten().tolist())
+        for count in range(1, len(used) + 1)
+        for names in itertools.combinations(used, count)
+    }
+
+
+def _bytes(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor))
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int) -> int:
+    """(batch, heads, queries, dim) and (batch, heads, keys, dim); every score is counted, causal or not."""
+    return products * 2 * query.numel() * key.shape[-2]
+
+
+# The CPU's attention kernel, which PyTorch's table lacks: two products forward; backward the scores again and four gradients.
+_FORMULAS = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: _attention_flops(q, k, 2),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
+}
+
+
+class Allocations(TorchDispatchMode):
+    """Follows the memory of all tensors that operations return: `live()` bytes, and the `peak` of it since it was last set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = weakref.ref(storage)
+        self.peak = max(self.peak, self.live())
+        return result
+
+    def live(self) -> int:
+        alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())

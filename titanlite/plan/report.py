@@ -1,0 +1,63 @@
+"""What `titanlite estimate` prints."""
+
+from titanlite.config.schema import Config
+from titanlite.plan.predict import Prediction
+from titanlite.plan.record import Channel, Traffic
+
+GIB = 2**30
+# What no allocation of ours shows: CUDA's context, NCCL's buffers, cuBLAS's workspace, gaps in the allocator's blocks.
+RESERVE = 4 * GIB
+
+
+def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float) -> list[str]:
+    memory = prediction.memory
+    rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
+    return [
+        f"{config.model.name} {config.model.flavor}, {prediction.parameters:,} parameters, on {ranks} ranks; this is rank 0",
+        f"  built on meta           {prediction.build_seconds:8.2f} s",
+        f"  sharded                 {prediction.shard_seconds:8.2f} s",
+        f"  one layer initialised   {prediction.layer_seconds:8.2f} s  ({prediction.layer_values:,} values)",
+        f"  whole model, estimated  {prediction.initialize_seconds:8.2f} s  ({prediction.local_values:,} values)",
+        *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),
+        f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matrix products and attention)",
+        "  collectives of a step, and what this rank sends in them:",
+        *(f"    {line}" for line in traffic_table(prediction)),
+        *(f"  note: {limit}" for limit in limits(config)),
+        f"  {'fits' if fits(prediction, device_gib) else 'does not fit'} a device of {device_gib:g} GiB",
+    ]
+
+
+def fits(prediction: Prediction, device_gib: float) -> bool:
+    return prediction.memory.total + RESERVE <= device_gib * GIB
+
+
+def traffic_table(prediction: Prediction) -> list[str]:
+    """One line a channel, the largest first, then the total."""
+    rows = sorted(prediction.work.traffic.items(), key=lambda row: -row[1].sent)
+    total = Traffic(*map(sum, zip((0, 0, 0), *(traffic for _, traffic in rows), strict=True)))
+    return [
+        *(f"{each.sender:<34}{each.kind:<16}{_group(each):<34}{_amount(traffic)}" for each, traffic in rows),
+        f"{'total':<84}{_amount(total)}",
+    ]
+
+
+def _group(channel: Channel) -> str:
+    return f"{' x '.join(channel.over)} ({channel.ranks})"
+
+
+def _amount(traffic: Traffic) -> str:
+    return f"{traffic.calls:>7} x{traffic.sent / GIB:>12,.3f} GiB"
+
+
+def limits(config: Config) -> list[str]:
+    """What the prediction leaves out, or takes from another device."""
+    found = ["computed with the CPU's attention and norm kernels, and with the chunk sizes that the loss has on CUDA"]
+    if config.compile.enable:
+        found.append("compilation is left out; a compiled block keeps less")
+    if config.compile.enable and config.parallelism.enable_async_tensor_parallel:
+        found.append("enable_async_tensor_parallel: the compiler splits collectives of tp into pieces; here they are whole")
+    if config.activation_checkpoint.mode == "memory_budget":
+        found.append("memory_budget: the compiler chooses what to recompute; here nothing is recomputed")
+    if config.parallelism.cpu_offload:
+        found.append("cpu_offload: masters, gradients and moments are in host memory; copies to and from it are left out")
+    return found
