@@ -1,9 +1,10 @@
 """Exports a checkpoint to a folder that transformers reads. Only one tensor is in memory at a time."""
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError
 from titanlite.files import publish, replace_file
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
-from titanlite.hf.output import start_output, unfinished_path
+from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.launch.process import raise_together
 from titanlite.transforms.lora import merged
 from titanlite.transforms.registry import load_family
@@ -122,54 +123,44 @@ def export(
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     unfinished = unfinished_path(output)
 
-    def together(task: Callable[[], Any]) -> Any:
-        """The result of `task`, after all ranks have run it. If it fails on one rank, all raise."""
-        result, fault = None, None
+    @contextlib.contextmanager
+    def together() -> Iterator[None]:
+        """All ranks run the block; if it fails on one rank, all raise."""
+        fault = None
         try:
-            result = task()
+            with reporting(output):
+                yield
         except UserError as error:
             fault = UserError(str(error))
-        except OSError as error:
-            fault = UserError(f"{output}: cannot be written: {error}")
         if group:
             raise_together(fault, group)
         elif fault:
             raise fault
-        return result
 
-    def prepare() -> tuple[Exported, list[list[Item]], LoadedTokenizer | None]:
+    with together():
         exported = Exported(Stored(source, rank, world), dtype, assets)
         theirs = their_names(exported.family, exported.names)
         shapes = exported.stored.entries()
         items = [Item(n, theirs[n], tuple(shapes[f"model.{n}"].size), exported.dtype_of(n)) for n in exported.names]
-        if odd := [
-            f"{item.ours}: is {item.dtype}, which the format does not support" for item in items if item.dtype not in _CODES
-        ]:
-            raise UserError("\n".join(odd))
+        if odd := [item for item in items if item.dtype not in _CODES]:
+            raise UserError("\n".join(f"{item.ours}: is {item.dtype}, which the format does not support" for item in odd))
+        tokenizer = exported.tokenizer()
         if rank == 0:
             start_output(output).mkdir()
-        return exported, split(items, shard_bytes), exported.tokenizer()
-
-    exported, files, tokenizer = together(prepare)
-    names = (
-        [SINGLE] if len(files) == 1 else [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    )
-
-    def write() -> None:
-        for name, items in list(zip(names, files, strict=True))[rank::world]:
-            write_file(unfinished / name, items, exported.read_tensor)
-
-    def finish() -> None:
+    parts = split(items, shard_bytes)
+    names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)] if len(parts) > 1 else [SINGLE]
+    files = dict(zip(names, parts, strict=True))
+    with together():
+        for name in names[rank::world]:
+            write_file(unfinished / name, files[name], exported.read_tensor)
+    with together():
         if rank == 0:
             if len(files) > 1:
-                places = {item.theirs: name for name, items in zip(names, files, strict=True) for item in items}
-                total = sum(item.bytes for items in files for item in items)
+                places = {item.theirs: name for name, part in files.items() for item in part}
+                total = sum(item.bytes for item in items)
                 _write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-            _describe(unfinished, exported, files, tokenizer)
+            _describe(unfinished, exported, items, tokenizer)
             publish(unfinished, output)
-
-    together(write)
-    together(finish)
     return [output / name for name in names]
 
 
@@ -211,7 +202,7 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
         os.fsync(file.fileno())
 
 
-def _describe(folder: Path, exported: Exported, files: list[list[Item]], loaded: LoadedTokenizer | None) -> None:
+def _describe(folder: Path, exported: Exported, items: list[Item], loaded: LoadedTokenizer | None) -> None:
     """Writes config.json, generation_config.json and the tokenizer's files."""
     assets = Path(exported.assets) if exported.assets else None
     for path in [assets / name for name in _COPIED] if assets else []:
@@ -231,7 +222,7 @@ def _describe(folder: Path, exported: Exported, files: list[list[Item]], loaded:
     if assets and (assets / "config.json").is_file():
         theirs = json.loads((assets / "config.json").read_text(encoding="utf-8"))
         facts |= {name: theirs[name] for name in _CARRIED if name in theirs}
-    largest = max((item for items in files for item in items), key=lambda item: item.bytes)
+    largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.module.to_hf(exported.family.config) | dtype)
     if not (folder / "generation_config.json").is_file():
