@@ -80,7 +80,7 @@ def test_the_installed_wheel_trains_outside_of_the_repository(environment, tmp_p
     imported = run(environment / "bin" / "python", "-c", "import titanlite; print(titanlite.__file__)", folder=tmp_path)
     assert Path(imported.strip()).is_relative_to(environment)
 
-    run(environment / "bin" / "titanlite", "train", "run.toml", folder=tmp_path)
+    run(environment / "bin" / "titanlite", "launch", "run.toml", folder=tmp_path)
 
     reports = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [report["step"] for report in reports] == [1, 2, 3]
