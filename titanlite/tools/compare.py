@@ -52,6 +52,13 @@ class Run(NamedTuple):
     loss_scale: LossScale | None
     steps: Steps  # losses and gradient norms of the steps taken
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient without the loss scale) of each parameter that has one."""
+        scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad / scale
+
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
     """A copy of the configuration with other values in some sections."""
@@ -123,7 +130,7 @@ def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
     for number, batch in follow(run, build_schedule(run.config), batches, range(1, run.config.training.steps + 1)):
         global_batches.append(_gather_batch(batch, run.mesh))
         if number == 1:
-            gradients = {name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
+            gradients = {name: whole(gradient) for name, gradient in run.gradients()}
     steps = run.steps.read()
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
     dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}

@@ -194,12 +194,11 @@ def replay(
         if number % config.metrics.log_freq == 0:
             log.info("step %d", number)
         if number == step:
-            scale = run.loss_scale.scale.item() if run.loss_scale else 1.0
-            gradients = layer_norms((name, p.grad) for name, p in run.model.named_parameters() if p.grad is not None)
+            gradients = layer_norms(run.gradients())
             before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     weights = layer_norms(before.items())
     updates = layer_norms((name, p.detach() - before[name]) for name, p in run.model.named_parameters())
-    layers = {name: Layer(gradients.get(name, 0.0) / scale, weights[name], updates[name]) for name in weights}
+    layers = {name: Layer(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
     return Replayed(run.steps.read()[-1]._replace(first_sample=samples), start, layers)
 
 
@@ -229,13 +228,13 @@ def begin_before(
 @torch.no_grad()
 def layer_norms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     """Layer -> the L2 norm over its tensors and all their shards, summed in float64; all ranks together."""
-    named = list(tensors)
-    squares = torch.stack([local_part(each).double().square().sum() / replication_factor(each) for _, each in named])
+    by_layer: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors:
+        square = local_part(tensor).double().square().sum() / replication_factor(tensor)
+        by_layer.setdefault(layer_of(name), []).append(square)
+    squares = torch.stack([torch.stack(squares).sum() for squares in by_layer.values()])
     dist.all_reduce(squares)
-    by_layer: dict[str, float] = {}
-    for (name, _), square in zip(named, squares.tolist(), strict=True):
-        by_layer[layer_of(name)] = by_layer.get(layer_of(name), 0.0) + square
-    return {layer: math.sqrt(square) for layer, square in by_layer.items()}
+    return dict(zip(by_layer, squares.sqrt().tolist(), strict=True))
 
 
 def layer_of(name: str) -> str:
