@@ -74,6 +74,7 @@ def run(pools: dict[int, Pool], overlap: bool) -> Any:
     return pools[2].run("tests.distributed.test_async_tensor_parallel:gradients", timeout=240.0, config=config)[0]
 
 
+@pytest.mark.slow  # inductor
 def test_the_compiler_finds_gathers_and_sums_and_the_gradients_are_the_same(pools):
     plain_loss, plain, _ = run(pools, False)
     loss, found, graphs = run(pools, True)

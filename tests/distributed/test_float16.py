@@ -13,7 +13,7 @@ from titanlite.transforms.registry import load_family
 from titanlite.transforms.shards import local_part
 
 HERE = "tests.distributed.test_float16"
-TWO_BY_TWO = {"dp_shard": 2, "tp": 2}
+TWO_BY_TWO, TP = {"dp_shard": 2, "tp": 2}, {"tp": 2}
 
 
 def steps_with_scale(degrees: dict[str, int], first_scale: float, steps: int) -> list[tuple[float, bool, bool, float]]:
@@ -68,12 +68,12 @@ def test_float16_follows_float32_and_a_resumed_run_keeps_its_scale(pools, tmp_pa
                 metrics={"log_freq": 1, "enable_tensorboard": False},
                 checkpoint={"enable": True},
             )
-            pools[4].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+            pools[2].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
         return [json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines()]
 
-    plain = reports("plain", "float32", 12, degrees=TWO_BY_TWO)
-    whole = reports("whole", "float16", 12, degrees=TWO_BY_TWO)
-    parts = reports("parts", "float16", 5, 12, degrees=TWO_BY_TWO)
+    plain = reports("plain", "float32", 12, degrees=TP)
+    whole = reports("whole", "float16", 12, degrees=TP)
+    parts = reports("parts", "float16", 5, 12, degrees=TP)
     keys = ("loss", "grad_norm", "loss_scale", "skipped_steps")
     assert [[report[key] for key in keys] for report in parts] == [[report[key] for key in keys] for report in whole]
     assert max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(whole, plain, strict=True)) < 5e-3

@@ -235,6 +235,7 @@ def test_flex_attentions_blocks_hold_the_dense_mask(documents, seq):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_as_on_a_gpu_the_blocks_are_the_same_and_compiled_once():
     for seed in range(4):
         documents = random_documents(seed, 300)
