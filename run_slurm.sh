@@ -3,18 +3,18 @@
 #
 #     sbatch --nodes=16 run_slurm.sh train_configs/llama_8b.toml [--section.key value ...]
 #
-# Slurm starts run_train.sh once on every node, with all the node's GPUs. Edit the lines below, or give sbatch their options
-# in front of the script's name: partition and account, nodes, GPUs a node, time limit. All else follows from what Slurm says.
+# Slurm starts run_train.sh once on every node, with all GPUs of the node. Edit the lines below, or pass sbatch their options
+# before the name of the script: partition and account, nodes, GPUs per node, time limit. Slurm says everything else.
 #
 # The disk: titanlite with its .venv, the data and job.dump_folder must be at the same path on every node, and the cache of
 # tokens too ($TITANLITE_CACHE, default ~/.cache/titanlite) where it is to be made only once. Relative paths are relative to
 # the folder that sbatch is called in.
 #
-# Before the time limit, or when a job of higher priority takes the nodes, the ranks finish their step, save, and the run ends
-# with exit code 75. Then the job is requeued, under the same number and with the same log, and goes on from what was saved.
+# Before the time limit, or when a job of higher priority takes the nodes, the ranks finish their step and save, and the run ends
+# with exit code 75. Then the job is requeued, with the same number and the same log, and resumes from the checkpoint.
 # Any other exit code is the job's.
-#     scancel --signal=USR1 JOB    saves, ends, and starts anew when there is room, as at the time limit
-#     scancel JOB                  saves if that takes less than KillWait (30 s by default), and ends for good
+#     scancel --signal=USR1 JOB    saves, ends, and restarts when nodes are free, as at the time limit
+#     scancel JOB                  saves if that takes less than KillWait (30 s by default), and ends the job
 #
 # From the environment, as in run_train.sh: NGPU, LOG_RANK, MAX_RESTARTS, PYTHON, OMP_NUM_THREADS.
 

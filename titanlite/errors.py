@@ -1,9 +1,9 @@
-"""The one exception that means: the user can mend this."""
+"""The one exception that means: the user can correct this."""
 
 
 class UserError(ValueError):
-    """A fault in what the user gave: a key, a file, a model module, a mesh that the machine cannot hold.
+    """A fault in the user's input: a key, a file, a model module, a mesh that does not fit the machine.
 
-    Its text names what is wrong, what is allowed and, where it can be guessed, what was meant. Commands print the
-    text without a traceback and exit with code 2. Everything else that is raised is a defect of titanlite.
+    Its text says what is wrong, what is allowed and, if there is a guess, what was meant. Commands print the text without a
+    traceback and exit with code 2. Any other exception is a defect of titanlite.
     """

@@ -26,7 +26,8 @@ from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.tools.compare import Trajectory, compare, record
 from titanlite.transforms import activation_checkpoint
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
-from titanlite.transforms.attention_kernels import attention_faults, attention_sentence, choose_attention
+from titanlite.transforms.attention_kernels import attention_sentence, choose_attention
+from titanlite.transforms.attention_kernels import faults as attention_faults
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import family_of, load_family
 

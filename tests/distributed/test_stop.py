@@ -22,13 +22,13 @@ def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None
     try:
         for step in range(steps):
             if requests.get(dist.get_rank(), (-1, 0))[0] == step:
-                stop._heard = signal.Signals(requests[dist.get_rank()][1])
+                stop._received = signal.Signals(requests[dist.get_rank()][1])
             told.append(asked.agreed())
             if told[-1]:
                 break
         asked.close()
     finally:
-        stop._heard = None
+        stop._received = None
     return told
 
 

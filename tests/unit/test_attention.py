@@ -20,7 +20,8 @@ from titanlite.loop.loss import summed_loss
 from titanlite.plan.predict import predict
 from titanlite.transforms import attention_kernels as attention
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
-from titanlite.transforms.attention_kernels import KERNELS, attention_faults, attention_sentence, choose_attention
+from titanlite.transforms.attention_kernels import KERNELS, attention_sentence, choose_attention
+from titanlite.transforms.attention_kernels import faults as attention_faults
 from titanlite.transforms.registry import family_of
 
 CPU = torch.device("cpu")

@@ -339,6 +339,8 @@ def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, valu
     [
         (["--training.steps", "-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
         (["--training.steps=-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
+        (["--training.global_batch_size", "0"], "global_batch_size = 0 (option): must be -1 or greater than or equal to 1"),
+        (["--validation.steps", "0"], "validation.steps = 0 (option): must be -1 or greater than or equal to 1"),
         (["--training.steps", "5.5"], "training.steps = 5.5 (option): must be a valid integer"),
         (["--training.steps", "many"], 'training.steps = "many" (option): must be a valid integer'),
         (["--training.steps", "none"], 'training.steps = "none" (option): must be a valid integer'),

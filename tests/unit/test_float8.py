@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from titanlite.config import effects
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.loop import kernel_checks
-from titanlite.loop.kernel_checks import kernel_faults
+from titanlite.parallel import tensor
 from titanlite.plan.predict import predict
 from titanlite.transforms import float8
 from titanlite.transforms.float8 import convert, linear_layers
@@ -177,7 +177,7 @@ def test_memory_is_estimated_with_it():
 HALF = {"training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "bfloat16"}}
 GATHER = {"enable_fsdp_float8_all_gather": True}
 FAULTS = [
-    ({"recipe_name": "rowwise", "enable": False, "emulate": False}, {}, ["float8.recipe_name", "float8.enable = false"]),
+    ({"recipe_name": "rowwise", "enable": False, "emulate": False}, {}, ["float8.recipe_name", "float8.enable = true"]),
     ({"emulate": False}, HALF, ["compute capability 8.9", "float8.emulate = true"]),
     ({"emulate": False, "recipe_name": "rowwise"}, HALF, ["compute capability 9.0"]),
     ({}, {"training": {**HALF["training"], "mixed_precision_param": "float16"}}, ["float16"]),
@@ -196,33 +196,39 @@ FAULTS = [
 ]
 
 
+def faults(config: Config) -> list[str]:
+    family = family_of(config.model)
+    idle = effects.faults(config, torch.cuda.is_available())
+    return [*idle, *float8.faults(config), *tensor.faults(config, family, on_meta(family, config))]
+
+
 @pytest.mark.parametrize(("keys", "sections", "expected"), FAULTS)
 def test_what_cannot_be_is_refused_by_name(monkeypatch, keys, sections, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    told = "\n".join(kernel_faults(config_of(keys, **sections)))
-    assert [part for part in expected if part not in told] == []
-    assert list(kernel_faults(config_of())) == []
+    found = "\n".join(faults(config_of(keys, **sections)))
+    assert [part for part in expected if part not in found] == []
+    assert faults(config_of()) == []
 
 
 def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert list(kernel_faults(config_of({"emulate": False}, **HALF))) == []
-    (fault,) = kernel_faults(config_of({"emulate": False, "recipe_name": "rowwise"}, **HALF))
+    assert faults(config_of({"emulate": False}, **HALF)) == []
+    (fault,) = faults(config_of({"emulate": False, "recipe_name": "rowwise"}, **HALF))
     assert "compute capability 9.0" in fault
-    (fault,) = kernel_faults(config_of({"emulate": False}))
+    (fault,) = faults(config_of({"emulate": False}))
     assert 'training.mixed_precision_param = "bfloat16", not "float32"' in fault
 
 
 def test_overlapped_tensor_parallelism_and_float8_are_refused_together(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     sections = {"parallelism": {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}, "compile": {"enable": True}}
-    (fault,) = kernel_faults(config_of(**sections))
-    assert "enable_async_tensor_parallel = true: not together with float8.enable = true" in fault
+    (fault,) = faults(config_of(**sections))
+    assert "enable_async_tensor_parallel = true: not tested together with float8.enable = true" in fault
 
 
 def test_without_torchao_it_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(kernel_checks.importlib.util, "find_spec", lambda name: None)
-    (fault,) = kernel_faults(config_of())
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    (fault,) = faults(config_of())
     assert "torchao, which is not installed: pip install 'titanlite[float8]'" in fault
-    assert importlib.util.find_spec is kernel_checks.importlib.util.find_spec
+    assert importlib.util.find_spec is float8.importlib.util.find_spec

@@ -175,7 +175,7 @@ def test_the_next_start_says_why_there_is_one(launcher, capfd):
 
 
 def test_a_request_is_passed_on_to_all_ranks_even_if_they_do_not_listen_yet(launcher):
-    late = f"import time; time.sleep(0.5); {LISTENS}\nwhile not stop._heard: time.sleep(0.05)\nsys.exit(75)"
+    late = f"import time; time.sleep(0.5); {LISTENS}\nwhile not stop._received: time.sleep(0.05)\nsys.exit(75)"
     ranks = start_ranks(launcher, late, late)
     launcher.on_request(signal.SIGTERM, None)
     assert not end_of(ranks).is_failed()

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from titanlite.config import effects
 from titanlite.config.schema import Config
-from titanlite.loop import optimizer_checks
-from titanlite.loop.optimizer_checks import optimizer_faults
+from titanlite.optim import build
 
 MUON, BFLOAT16 = {"optimizer.name": "Muon"}, {"training.dtype": "bfloat16"}
 
@@ -17,7 +17,8 @@ def faults(keys: dict[str, Any]) -> list[str]:
     for key, value in keys.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
-    return list(optimizer_faults(Config.model_validate(sections)))
+    config = Config.model_validate(sections)
+    return [*effects.faults(config, cuda=True), *build.faults(config)]
 
 
 CASES = [
@@ -39,7 +40,7 @@ CASES = [
         {"optimizer.implementation": "for-loop"},
     ),
     ({"optimizer.momentum": 0.9}, "optimizer.momentum = 0.9: has no effect", MUON),
-    ({"optimizer.nesterov": False}, "optimizer.nesterov = False: has no effect", MUON),
+    ({"optimizer.nesterov": False}, "optimizer.nesterov = false: has no effect", MUON),
     ({"optimizer.ns_steps": 6, "optimizer.name": "Adam"}, "optimizer.ns_steps = 6: has no effect", MUON),
     (MUON | {"lora.enable": True}, 'optimizer.name = "Muon": orthogonalises', {"optimizer.name": "AdamW"}),
     (MUON | {"parallelism.cpu_offload": True}, 'optimizer.name = "Muon": with parallelism', {"parallelism.cpu_offload": False}),
@@ -60,7 +61,7 @@ def test_every_optimizer_goes_with_every_rounding(name, rounding):
 
 
 def test_the_compiled_kernel_needs_a_compiler_where_parameters_are_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(optimizer_checks, "has_compiler", lambda: False)
+    monkeypatch.setattr(build, "has_compiler", lambda: False)
     (fault,) = faults(BFLOAT16)
     assert 'optimizer.implementation = "fused": with training.dtype = "bfloat16" its kernel is compiled' in fault
     assert faults(BFLOAT16 | {"optimizer.implementation": "for-loop"}) == []

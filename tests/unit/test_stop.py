@@ -20,7 +20,7 @@ stop.listen()
 for name in {signals}:
     os.kill(os.getpid(), getattr(signal, name))
 {after}
-print(stop._heard and signal.Signals(stop._heard).name, "torch" in sys.modules)
+print(stop._received and signal.Signals(stop._received).name, "torch" in sys.modules)
 """
 
 
@@ -105,7 +105,7 @@ def test_a_time_limit_counts_from_the_start_of_the_process_where_nobody_says_whe
 
 
 def test_one_process_answers_at_once_and_makes_no_group(group_of_one, monkeypatch):
-    monkeypatch.setattr(stop, "_heard", signal.SIGUSR1)
+    monkeypatch.setattr(stop, "_received", signal.SIGUSR1)
     alone = stop.Stop(0.0)
     assert alone.agreed() == "rank 0 got SIGUSR1"
     alone.close()
@@ -113,5 +113,5 @@ def test_one_process_answers_at_once_and_makes_no_group(group_of_one, monkeypatc
 
 
 def test_the_launcher_leaves_at_once_while_it_has_no_ranks():
-    script = "import os, signal; from titanlite import stop; stop.leave_at_once(); os.kill(os.getpid(), signal.SIGUSR1)"
+    script = "import os, signal; from titanlite.launch import stop; stop.leave_at_once(); os.kill(os.getpid(), signal.SIGUSR1)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == stop.EXIT_CODE == os.EX_TEMPFAIL

@@ -3,15 +3,17 @@
 import contextlib
 import itertools
 import logging
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Checkpoint
+from titanlite.config.schema import Checkpoint, Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file, sync
 from titanlite.launch.process import raise_together
@@ -149,3 +151,32 @@ def retire(folder: Path, cfg: Checkpoint) -> None:
             shutil.rmtree(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.retired")))
         except OSError as error:  # this wastes disk space but loses no checkpoint; the next save tries again
             log.warning("%s: cannot be deleted: %s", path, error)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+
+def faults(config: Config) -> Iterator[str]:
+    """What prevents a run from saving or resuming as configured."""
+    cfg, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
+    if not cfg.enable:
+        if config.job.time_limit_minutes:
+            yield (
+                f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: a run that is stopped must have saved a "
+                "checkpoint; set checkpoint.enable = true"
+            )
+        if config.training.on_nonfinite == "rollback":
+            yield 'training.on_nonfinite = "rollback": needs checkpoints to go back to; set checkpoint.enable = true'
+        return
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        yield f'checkpoint.folder = "{cfg.folder}": no permission to write in {folder}'
+    if cfg.load_step >= 0 and not step_folder(folder, cfg.load_step).is_dir():
+        steps = ", ".join(map(str, list_steps(folder))) or "none"
+        yield f"checkpoint.load_step = {cfg.load_step}: not in {folder}, which has: {steps}"
+    if cfg.keep_latest_k and cfg.keep_every_n_steps % cfg.interval:
+        yield (
+            f"checkpoint.keep_every_n_steps = {cfg.keep_every_n_steps}: must be a multiple of "
+            f"checkpoint.interval = {cfg.interval}, since only those steps are saved"
+        )
+    if cfg.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
+        yield 'checkpoint.async_mode = "async_with_pinned_mem": only copies from a GPU gain by pinned memory; use "async"'

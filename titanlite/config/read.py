@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from titanlite.config.effects import effective_when
 from titanlite.config.renamed_keys import INSTEAD
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
@@ -23,7 +24,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SECTIONS: dict[str, type[BaseModel]] = {name: field.annotation for name, field in Config.model_fields.items()}
+SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 KEYS = [f"{section}.{name}" for section, schema in SECTIONS.items() for name in schema.model_fields]
 
 
@@ -152,9 +153,11 @@ def _print_help(file_values: dict[str, Any]) -> NoReturn:
         options: list[Any] = []
         for name, field in schema.model_fields.items():
             value = table.get(name, field.default) if isinstance(table, dict) else field.default
+            rule = effective_when(schema, name)
+            only = f" Has no effect unless {' and '.join(rule.conditions)}." if rule else ""
             hint = tyro.conf.arg(
                 metavar=_type_name(field.annotation),
-                help=field.description,
+                help=" ".join(f"{field.description}{only}".split()),
                 help_behavior_hint=f"(now: {json.dumps(value, default=str)})",
             )
             options.append((name, Annotated[str, hint], ""))
@@ -177,15 +180,15 @@ def _type_name(annotation: Any) -> str:
         return "[{KEY=VALUE,...},...]" if _is_table(entry) else f"{_type_name(entry)},..."
     names = {"boolean": "BOOL", "integer": "INT", "number": "FLOAT", "string": "TEXT", "null": "NONE"}
     schema = TypeAdapter(annotation).json_schema()
-    parts = []
+    parts: list[str] = []
     for option in schema.get("anyOf", [schema]):
-        parts += option["enum"] if "enum" in option else [option.get("const") or names[option["type"]]]
+        parts += option["enum"] if "enum" in option else [str(option["const"]) if "const" in option else names[option["type"]]]
     return "|".join(parts)
 
 
 def _parse_value(section: str, name: str, text: str) -> Any:
     """The text of an option as the key's type; the validation reports a text that does not fit."""
-    annotation = SECTIONS[section].model_fields[name].annotation
+    annotation: Any = SECTIONS[section].model_fields[name].annotation
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
     if get_origin(annotation) is list and not _is_table(get_args(annotation)[0]):
@@ -211,7 +214,7 @@ def _describe(error: ValidationError, origins: dict[str, str]) -> list[str]:
     """One sentence for each key, or entry of a list of tables, in which pydantic has found errors."""
     by_place: dict[tuple[Any, ...], list[Any]] = {}
     for entry in error.errors():
-        in_table = len(entry["loc"]) > 2 and _is_list_of_tables(*entry["loc"][:2])
+        in_table = len(entry["loc"]) > 2 and _is_list_of_tables(*map(str, entry["loc"][:2]))
         by_place.setdefault(entry["loc"][: 4 if in_table else 2], []).append(entry)
     return [
         _entry_sentence(*place, errors=errors) if len(place) > 2 else _sentence(*place, origins=origins, errors=errors)

@@ -1,6 +1,6 @@
 """Keys of torchtitan's TOML files (0.2 and before) that titanlite does not have, and what to use instead.
 
-Read by `config_file.py` when a key is unknown. A whole section stands here by its own name.
+`read.py` looks here when a key is unknown. A whole section is listed by its name.
 """
 
 _NO_PIPELINE = "there is no pipeline parallelism yet; use shard and tensor-parallel degrees"
@@ -8,12 +8,12 @@ _NO_CONTEXT = "there is no context parallelism yet; sequences are split by paral
 
 INSTEAD: dict[str, str] = {
     # sections
-    "fault_tolerance": "remove it; a job that is started again resumes from its newest checkpoint",
-    "experimental": "custom models go in by model.name, a dotted module name; for pipelines: " + _NO_PIPELINE,
-    "mx": "MX formats are not offered; use training.mixed_precision_param",
-    "quantize": "use [float8], which has the keys of quantize.linear.float8; other formats are not offered",
+    "fault_tolerance": "remove it; a restarted job resumes from its newest checkpoint",
+    "experimental": "set model.name to the dotted name of your own module; for pipelines: " + _NO_PIPELINE,
+    "mx": "there are no MX formats; use training.mixed_precision_param",
+    "quantize": "use [float8], which has the keys of quantize.linear.float8; there are no other formats",
     "memory_estimation": "use the command `titanlite estimate CONFIG --ranks N`",
-    "debug": "training.seed and training.deterministic hold what this section holds",
+    "debug": "use training.seed and training.deterministic",
     # options of other commands
     "ranks": "the environment says how many ranks there are: NGPU x NNODES",
     # keys
@@ -23,16 +23,16 @@ INSTEAD: dict[str, str] = {
     "activation_checkpoint.early_stop": "recomputation always stops at the last value that is needed; remove the key",
     "activation_checkpoint.preserve_rng_state": "the random state is always kept; remove the key",
     "activation_checkpoint.determinism_check": "PyTorch's check of shapes and types is always on; remove the key",
-    "activation_checkpoint.visualize_memory_budget_pareto": "not offered; remove the key",
-    "activation_checkpoint.debug": "not offered; remove the key",
+    "activation_checkpoint.visualize_memory_budget_pareto": "not supported; remove the key",
+    "activation_checkpoint.debug": "not supported; remove the key",
     "validation.local_batch_size": "validation uses training.local_batch_size",
     "validation.seq_len": "validation uses training.seq_len",
     "profiling.profiler_active": "one step is traced every profiling.profile_freq steps",
     "profiling.profiler_warmup": "one step is traced every profiling.profile_freq steps",
     "job.config_file": "the configuration file is the first argument of run_train.sh",
-    "job.custom_config_module": "custom models go in by model.name, a dotted module name",
+    "job.custom_config_module": "set model.name to the dotted name of your own module",
     "job.use_for_integration_test": "remove it",
-    "job.enable_wandb": "metrics.jsonl and TensorBoard hold all metrics",
+    "job.enable_wandb": "metrics.jsonl and TensorBoard contain all metrics",
     "model.tokenizer_path": "use model.hf_assets_path, the folder with tokenizer.json",
     "model.tokenizer_type": "use model.hf_assets_path; tokenizer.json says which kind it is",
     "model.norm_type": "a model's norm is in its file; copy models/llama3.py to change it",
@@ -52,7 +52,7 @@ INSTEAD: dict[str, str] = {
     "training.enable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
     "training.fsdp_reshard_after_forward": "use parallelism.fsdp_reshard_after_forward",
     "parallelism.disable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
-    "parallelism.enable_compiled_autograd": "compiled autograd is not offered; remove the key",
+    "parallelism.enable_compiled_autograd": "compiled autograd is not supported; remove the key",
     "parallelism.module_fqns_per_model_part": _NO_PIPELINE,
     "parallelism.pipeline_parallel_degree": _NO_PIPELINE,
     "parallelism.pipeline_parallel_split_points": _NO_PIPELINE,
@@ -66,20 +66,20 @@ INSTEAD: dict[str, str] = {
     "parallelism.context_parallel_rotate_method": _NO_CONTEXT,
     "parallelism.expert_parallel_degree": "there are no expert models yet",
     "parallelism.expert_tensor_parallel_degree": "there are no expert models yet",
-    "optimizer.early_step_in_backward": "gradients are clipped by their global norm, so no step is taken before all are known",
+    "optimizer.early_step_in_backward": "gradients are clipped by their global norm, so no step is possible before",
     "optimizer.fused": 'use optimizer.implementation = "fused"',
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor",
     "checkpoint.enable_checkpoint": "use checkpoint.enable",
     "checkpoint.interval_type": "checkpoint.interval counts steps",
-    "checkpoint.model_weights_only": "a checkpoint always holds everything; initial_load_path reads the weights alone",
-    "checkpoint.last_save_model_only": "a checkpoint always holds everything; remove the key",
+    "checkpoint.model_weights_only": "a checkpoint is always complete; initial_load_path reads the weights alone",
+    "checkpoint.last_save_model_only": "a checkpoint is always complete; remove the key",
     "checkpoint.export_dtype": "weights are saved in training.dtype; `titanlite export-hf --dtype bfloat16` exports less",
     "checkpoint.create_seed_checkpoint": "initial weights are the same on every mesh already; remove the key",
     "checkpoint.enable_first_step_checkpoint": "set checkpoint.interval; the last step is always saved",
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",
     "metrics.disable_color_printing": "nothing is coloured; remove the key",
-    "metrics.rank_0_only": "metrics are global, written by rank 0; the environment variable LOG_RANK picks who logs",
+    "metrics.rank_0_only": "metrics are global, written by rank 0; the environment variable LOG_RANK selects who logs",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
-    "metrics.enable_wandb": "metrics.jsonl and TensorBoard hold all metrics",
+    "metrics.enable_wandb": "metrics.jsonl and TensorBoard contain all metrics",
     "comm.save_traces_folder": "flight records go to comm_traces in job.dump_folder",
 }

@@ -287,3 +287,13 @@ def _locked(path: Path) -> Iterator[None]:
             yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Keys that do not name data, and faults of the sources themselves."""
+    for section in ("training", *(["validation"] if config.validation.enable else [])):
+        try:
+            found = [source_fault(config, source, key_of(config, section)) for source in sources_of(config, section)]
+        except UserError as error:
+            found = [str(error)]
+        yield from filter(None, found)

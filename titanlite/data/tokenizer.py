@@ -3,13 +3,14 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
 
 DEFAULT_VOCABULARY = 4096
@@ -108,3 +109,16 @@ def _named_end(folder: Path) -> str | None:
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: not a JSON object: {error}") from None
     return end.get("content") if isinstance(end, dict) else end
+
+
+def faults(config: Config, vocabulary: int) -> Iterator[str]:
+    """A tokenizer with more ids than the vocabulary of the model has."""
+    folder, model = config.model.hf_assets_path, f"{config.model.name} {config.model.flavor}"
+    try:
+        ids = load_tokenizer(folder).vocabulary if folder else DEFAULT_VOCABULARY
+    except UserError as error:
+        yield str(error)
+        return
+    if ids > vocabulary:
+        source = f'"{folder}"' if folder else "the default tokenizer (model.hf_assets_path is empty)"
+        yield f"model.hf_assets_path: {source} has ids up to {ids - 1}, and {model} has a vocabulary of {vocabulary}"

@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.transforms.registry import (
     FROM_ASSETS,
@@ -180,3 +182,31 @@ def _listed_files(folder: Path) -> dict[str, set[str] | None]:
     if odd := [file for file in names if Path(file).name != file or not file.endswith(".safetensors")]:
         raise UserError(f"{path}: is refused: {odd[0]!r} is no safetensors file of this folder")
     return dict(names)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+
+def faults(config: Config, family: Family, model: nn.Module) -> Iterator[str]:
+    """What prevents a run from reading its weights from Hugging Face's format, or from writing them; `model` is on meta."""
+    cfg, source = config.checkpoint, Path(config.checkpoint.initial_load_path)
+    try:
+        if cfg.enable and cfg.last_save_in_hf:
+            their_names(family, [n.removeprefix("model.") for n in model_tensors(model) if not is_adapter(n)])
+    except UserError as error:
+        yield f"checkpoint.last_save_in_hf = true: {error}"
+    started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then it is not read any more
+    if not (cfg.enable and cfg.initial_load_in_hf and cfg.initial_load_path) or started:
+        return
+    try:
+        theirs = Family(family.module, described(family.module, read_description(source))).dimensions()
+        ours = family.dimensions()
+        different = [f"{name} = {now!r}, there {theirs[name]!r}" for name, now in ours.items() if now != theirs[name]]
+        if different:
+            raise UserError(
+                f"config.json has other dimensions than {config.model.name} {config.model.flavor}: {'; '.join(different)}; "
+                'model.flavor = "hf" takes those of model.hf_assets_path'
+            )
+        find_weights(source, family, model, cfg.exclude_from_loading)
+    except UserError as error:
+        yield f'checkpoint.initial_load_path = "{source}": {error}'

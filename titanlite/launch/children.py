@@ -1,4 +1,4 @@
-"""Processes that others start: how they are started, and that they end with their parent. Imports nothing that takes long."""
+"""Child processes: how they start, and that they end with their parent. Imports nothing that takes long."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ from multiprocessing import resource_tracker
 
 
 def end_with_parent() -> None:
-    """On Linux, has the kernel end this process when the one that started it dies, even by SIGKILL."""
+    """On Linux, the kernel ends this process when the one that started it dies, even by SIGKILL."""
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
@@ -27,11 +27,11 @@ def name_process(name: str) -> None:
 
 
 def end_with_starter() -> None:
-    """Ends a process of multiprocessing's fork server when the one that asked for it is gone, even by SIGKILL.
+    """Ends a process of multiprocessing's fork server when the process that requested it is gone, even by SIGKILL.
 
-    That is not its parent: the fork server is, which in turn lives as long as any of its processes does.
+    Its parent is the fork server, which lives as long as any of its processes does.
     """
-    starter = multiprocessing.parent_process()  # who asked for this process
+    starter = multiprocessing.parent_process()  # the process that requested this one
     assert starter is not None
 
     def wait() -> None:
@@ -42,14 +42,14 @@ def end_with_starter() -> None:
 
 
 @contextlib.contextmanager
-def starting(deaf_to: Iterable[int]) -> Iterator[None]:
-    """While workers are started by multiprocessing: they never hear some signals, and do not import this program's main module.
+def starting(blocked_signals: Iterable[int]) -> Iterator[None]:
+    """Around the start of workers by multiprocessing: they never receive some signals, and do not import the main module.
 
-    Ctrl-C reaches every process of a terminal, a scheduler's stop every process of a job: so such signals are held back in the
-    workers from their first moment, and this process ends them. The main module may be anything, such as a user's script.
+    Ctrl-C reaches every process of a terminal, a scheduler's signal every process of a job: such signals are blocked in the
+    workers from their first moment, and this process ends them. The main module may be a user's script.
     """
-    resource_tracker.ensure_running()  # multiprocessing's own process: its start would end the holding back
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf_to)
+    resource_tracker.ensure_running()  # multiprocessing's own process: its start would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of processes, as torchrun tells them; (0, 1) without torchrun."""
+    """This process's rank and the number of processes, as the launcher has set them; (0, 1) without a launcher."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def set_up_logging() -> None:
     """Messages to standard error from the ranks that LOG_RANK lists (default 0); warnings from every rank.
 
-    Standard output is left to what a command is asked to print.
+    Standard output is for the output of commands.
     """
     rank, world = rank_and_world()
     chosen = os.environ.get("LOG_RANK") or "0"
@@ -40,7 +40,7 @@ def set_up_logging() -> None:
 
 
 def is_echo(error: Exception) -> bool:
-    """Whether an error is likely to be what another rank's failure looks like from here: a lost connection or a timeout.
+    """Whether an error is probably the effect of another rank's failure: a lost connection or a timeout.
 
     gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
     """
@@ -49,9 +49,9 @@ def is_echo(error: Exception) -> bool:
 
 
 def start(config: Config) -> torch.device:
-    """Picks the device and joins the process group; -> the device. `finish` must follow.
+    """Chooses the device and joins the process group; returns the device. `finish` must follow.
 
-    Raises UserError where there are more ranks on this machine than GPUs.
+    Raises UserError if there are more ranks on this machine than GPUs.
     """
     rank, world = rank_and_world()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -63,7 +63,7 @@ def start(config: Config) -> torch.device:
         torch.cuda.set_device(device)
     if config.training.deterministic:
         use_deterministic_algorithms()
-    # A process without torchrun is a group of one and needs no address.
+    # Without a launcher the process is a group of one and needs no address.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -86,7 +86,7 @@ def finish() -> None:
 
 
 def set_timeout(seconds: int, but: dist.ProcessGroup | None = None) -> None:
-    """The patience of every process group from now on, but for one that has a patience of its own."""
+    """The timeout of every process group from now on, except one that has its own."""
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not but]:
         _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
@@ -144,3 +144,10 @@ def once_per_node(make: Callable[[], Result]) -> Result:
     if isinstance(answer[0], UserError):
         raise answer[0]
     return answer[0]
+
+
+def faults(local_ranks: int) -> Iterator[str]:
+    """More ranks on this machine than it has GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus and local_ranks > gpus:
+        yield f"NGPU = {local_ranks}: this machine has {gpus} visible GPUs"

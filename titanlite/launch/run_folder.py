@@ -1,8 +1,8 @@
-"""The run directory: what is needed to know what a run was, and to do it again.
+"""The run directory: what is needed to know what a run was, and to repeat it.
 
 <dump_folder>/config.toml      the resolved configuration of the latest start
-              provenance.json  one entry a start: command, git commit and diff, versions, mesh, data
-              metrics.jsonl    one object a reported step
+              provenance.json  one entry per start: command, git commit and diff, versions, mesh, data
+              metrics.jsonl    one object per reported step
               tb/              TensorBoard
               checkpoint/      step-00000100/ ...
 """
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,9 +32,9 @@ _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "py
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Makes the run directory this process's own while the returned file is open; a killed process holds nothing.
+    """Locks the run directory until the returned file is closed; the lock of a killed process is free.
 
-    Raises UserError where another run is training in it.
+    Raises UserError if another run is training in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / _LOCK, "a+")
@@ -48,7 +49,7 @@ def lock_run(folder: Path) -> IO[str]:
                     f'job.dump_folder = "{folder}": another run is training in it ({other_run(folder)}); '
                     "give this one a folder of its own"
                 ) from None
-            time.sleep(0.5)  # it may only be somebody who looks whether anyone trains here: `other_run`
+            time.sleep(0.5)  # it may be a check for a moment: `other_run`
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -56,9 +57,9 @@ def lock_run(folder: Path) -> IO[str]:
 
 
 def other_run(folder: Path) -> str:
-    """Who is training in a run directory, or nothing."""
+    """The process that is training in a run directory, or ""."""
     if not (folder / _LOCK).is_file():
-        return ""  # nobody has ever trained here
+        return ""  # no run has ever been here
     with open(folder / _LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -77,7 +78,7 @@ def record_start(folder: Path, config: Config, model_file: Path, facts: dict[str
     path = folder / "provenance.json"
     try:
         starts = json.loads(path.read_text()) if path.exists() else []
-    except ValueError:  # not ours to lose: somebody may have edited it
+    except ValueError:  # somebody may have edited it: keep it
         path.rename(path.with_suffix(".json.unreadable"))
         starts = []
     starts.append(
@@ -114,3 +115,23 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Folders that a run cannot write, or must not."""
+    dump = Path(config.job.dump_folder)
+    existing = next(folder for folder in (dump, *dump.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        yield f'job.dump_folder = "{dump}": {existing} is a file'
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f'job.dump_folder = "{dump}": no permission to write in {existing}'
+    for key, name in (
+        ("checkpoint.folder", config.checkpoint.folder),
+        ("metrics.save_tb_folder", config.metrics.save_tb_folder),
+        ("profiling.save_traces_folder", config.profiling.save_traces_folder),
+        ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder),
+    ):
+        if Path(name) == Path() or Path(name).is_absolute() or ".." in Path(name).parts:
+            yield f'{key} = "{name}": must be a folder inside job.dump_folder'
+    if Path(config.checkpoint.folder) == Path(config.metrics.save_tb_folder):
+        yield f'checkpoint.folder = "{config.checkpoint.folder}": is metrics.save_tb_folder too; the two must differ'

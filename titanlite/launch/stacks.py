@@ -1,10 +1,10 @@
-"""Where each rank stands: for the log when it fails, and its stacks when another one does.
+"""Where each rank is: for the log when it fails, and its stacks when another rank does.
 
-<dump_folder>/stacks/rank-3.txt is made when something goes wrong, and later starts add to it. What begins with
+<dump_folder>/stacks/rank-3.txt is written when something goes wrong; later starts append to it. What begins with
 
     ==== <time> rank 3, step 37, forward and backward (process 123): <error>     was written by a rank that failed,
     ==== <time> rank 3 (process 123): <why the launcher ends this rank>          by one that was still running,
-    Fatal Python error: Aborted                                                  by one that C++ code has ended,
+    Fatal Python error: Aborted                                                  by one that C++ code ended,
     Thread 0x... or Current thread 0x... on its own                              at `kill -QUIT 123`.
 
 Stacks of threads begin with the innermost call. They come from Python's faulthandler, which is a signal handler in C: a rank
@@ -28,8 +28,8 @@ from titanlite.launch import process
 log = logging.getLogger("titanlite")
 
 _FOLDER = "stacks"  # inside job.dump_folder
-# The launcher waits until no rank's dump has grown for 0.2 seconds; they take milliseconds where a core is free.
-_LOOK = 0.2
+# The launcher waits until no rank's dump has grown for _INTERVAL seconds; a dump takes milliseconds on a free core.
+_INTERVAL = 0.2
 _LONGEST = 2.0
 
 _position = (0, "starting")
@@ -44,7 +44,7 @@ def folder_of(dump_folder: Path) -> Path:
 
 
 def at(step: int, what: str) -> None:
-    """What this rank does from now on, such as "forward and backward"; step 0: before the first one."""
+    """Notes what this rank does from now on, such as "forward and backward"; step 0: before the first one."""
     global _position
     _position = step, what
 
@@ -58,7 +58,7 @@ def where() -> str:
 def open_dump(dump_folder: Path, rank: int) -> None:
     """From now on this rank leaves its stacks at SIGQUIT, when it crashes, and in `report`. `close_dump` must follow.
 
-    Only for who holds the lock of the run directory: another run's ranks write to the same files.
+    Call it after rank 0 has the lock of the run directory: the ranks of another run write to the same files.
     """
     global _dump
     path = _file(dump_folder, rank)
@@ -66,27 +66,26 @@ def open_dump(dump_folder: Path, rank: int) -> None:
     _dump = open(path, "a", encoding="utf-8")
     faulthandler.enable(_dump)
     faulthandler.register(signal.SIGQUIT, _dump, all_threads=True, chain=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # the launcher has held it back until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGQUIT,))  # held back by the launcher until here
 
 
 def close_dump() -> None:
-    """Removes what `open_dump` has made if nothing went wrong."""
+    """Removes the file of `open_dump` if nothing went wrong."""
     global _dump
     if _dump is None:
         return
     faulthandler.disable()
     faulthandler.unregister(signal.SIGQUIT)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher may still ask; by default that would be a core dump
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher may still send it; the default action is a core dump
     _dump.close()
     path, _dump = Path(_dump.name), None
     _remove_if_empty([path])
 
 
 def report(error: Exception, patience: float = 0.0) -> None:
-    """Tells where this rank stood and what went wrong; the traceback and all threads' stacks go to its dump.
+    """Logs where this rank is and what went wrong; the traceback and the stacks of all threads go to its dump.
 
-    patience: seconds until it is told in the log, for an error that may be an echo: meanwhile the rank that caused it
-    tells of its own.
+    patience: seconds until the log line, for an error that may be an echo: meanwhile the rank that caused it logs its own.
     """
     position = where()
     if _dump is not None:
@@ -95,14 +94,14 @@ def report(error: Exception, patience: float = 0.0) -> None:
         _dump.flush()
         faulthandler.dump_traceback(_dump, all_threads=True)
     time.sleep(patience)
-    if process.is_echo(error) and _dump is not None:  # nothing is wrong here; who cares finds the traceback in the dump
+    if process.is_echo(error) and _dump is not None:  # this rank is not at fault; the traceback is in the dump
         log.error("%s: %s\n%s", position, _echo(error), "".join(_innermost(error)).rstrip())
     else:
         log.error("%s: %s", position, error, exc_info=error)
 
 
 def _echo(error: Exception) -> str:
-    """What an error in a collective means, in the words of gloo, NCCL and PyTorch's store."""
+    """What an error of gloo, NCCL or PyTorch's store in a collective means."""
     text = str(error)
     if waited := re.search(r"(?:timed out waiting|timeout after) (\d+) ?ms", text, re.IGNORECASE):
         return f"waited {int(waited[1]) / 1000:g} s for the other ranks"
@@ -112,7 +111,7 @@ def _echo(error: Exception) -> str:
 
 
 def _innermost(error: Exception) -> list[str]:
-    """The innermost call in code that is not PyTorch's, and the one that has failed: the collective."""
+    """The innermost call outside of PyTorch, and the one that failed: the collective."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [number for number, frame in enumerate(frames) if f"{os.sep}torch{os.sep}" not in frame.filename]
     return traceback.format_list([frames[number] for number in sorted({*own[-1:], len(frames) - 1})])
@@ -126,9 +125,9 @@ def _first_line(error: Exception) -> str:
 
 
 def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
-    """Has running ranks write their stacks, and waits until they have, or for two seconds. processes: rank -> process.
+    """Makes running ranks write their stacks, and waits for that, two seconds at most. processes: rank -> process.
 
-    A rank that has not come to `open_dump` yet writes nothing.
+    A rank that has not reached `open_dump` writes nothing.
     """
     before = {}
     for rank, pid in processes.items():
@@ -141,14 +140,14 @@ def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
         os.kill(pid, signal.SIGQUIT)
     deadline, sizes = time.monotonic() + _LONGEST, before
     while before and time.monotonic() < deadline:
-        time.sleep(_LOOK)
+        time.sleep(_INTERVAL)
         last, sizes = sizes, {path: path.stat().st_size for path in before}
         if sizes == last and all(sizes[path] > before[path] for path in before):
             return
 
 
 def remove_empty(dump_folder: Path, ranks: Iterable[int]) -> None:
-    """Removes what ranks that were killed could not remove."""
+    """Removes the empty dumps of ranks that were killed."""
     _remove_if_empty([_file(dump_folder, rank) for rank in ranks])
 
 
@@ -163,7 +162,7 @@ def _remove_if_empty(paths: list[Path]) -> None:
     for path in paths:
         if path.exists() and path.stat().st_size == 0:
             path.unlink()
-    with contextlib.suppress(OSError):  # it is gone, or holds files of other ranks
+    with contextlib.suppress(OSError):  # gone already, or with files of other ranks
         paths[0].parent.rmdir()
 
 

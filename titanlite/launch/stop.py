@@ -1,7 +1,7 @@
-"""A run that is asked to stop: it finishes its step, saves, and exits with a code on which a scheduler starts it again.
+"""A run that is asked to stop finishes its step, saves, and exits with a code on which a scheduler starts it again.
 
-Asked by SIGTERM or SIGUSR1, to the launcher or to any rank, or by job.time_limit_minutes. PyTorch is imported late here:
-a rank listens from its first moment, and that import takes seconds.
+The request is SIGTERM or SIGUSR1, to the launcher or to any rank, or job.time_limit_minutes. torch is imported in functions
+here: a rank listens from its first moment, and that import takes seconds.
 """
 
 import math
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     import torch
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
-UNSAVED = 128 + signal.SIGTERM  # stopped with nothing to go on from: no scheduler is asked to start it again
+UNSAVED = 128 + signal.SIGTERM  # stopped without a checkpoint: a scheduler must not start it again
 STARTED = "TITANLITE_STARTED"  # in the environment: when the command was given, in seconds since 1970
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM)
-FROM_LAUNCHER = signal.SIGUSR2  # not one of those: a scheduler may signal launcher and ranks, which is one request
+FROM_LAUNCHER = signal.SIGUSR2  # not a request: a scheduler may signal launcher and ranks, which is one request
 
-_LIMIT_OVER = 1  # what a rank asks for; a signal is told as its number and the rank's
+_LIMIT_OVER = 1  # a rank's request for the time limit; a signal is encoded as its number and the rank's
 _imported = time.time()
-_heard: signal.Signals | None = None
+_received: signal.Signals | None = None
 
 
 def listen() -> None:
-    """In a rank: remembers a request, and has a second one end the process as if nobody listened: by its signal."""
+    """In a rank: remembers a request; a second one ends the process by its signal."""
     for request in (*REQUESTS, FROM_LAUNCHER):
-        signal.signal(request, _hear)
-    os.register_at_fork(after_in_child=_be_deaf)
+        signal.signal(request, _receive)
+    os.register_at_fork(after_in_child=_restore_defaults)
     # The launcher starts its ranks with these signals held back, so that none is lost, or deadly, before this line.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*REQUESTS, FROM_LAUNCHER))
 
@@ -41,18 +41,18 @@ def leave_at_once() -> None:
         signal.signal(request, lambda *_: os._exit(EXIT_CODE))
 
 
-def _hear(number: int, _frame: FrameType | None) -> None:
-    global _heard
+def _receive(number: int, _frame: FrameType | None) -> None:
+    global _received
     if number == FROM_LAUNCHER:
-        _heard = _heard or FROM_LAUNCHER
+        _received = _received or FROM_LAUNCHER
         return
-    _heard = signal.Signals(number)
-    for request in REQUESTS:  # the default needs no Python: it ends a process that is stuck in a collective by now
+    _received = signal.Signals(number)
+    for request in REQUESTS:  # the default action needs no Python: it ends a process that is stuck in a collective
         signal.signal(request, signal.SIG_DFL)
 
 
-def _be_deaf() -> None:
-    """In a forked child, such as a worker that reads data: its parent ends it by SIGTERM and does not want to be heard."""
+def _restore_defaults() -> None:
+    """In a forked child, such as a worker that reads data: its parent ends it by SIGTERM."""
     for request in (*REQUESTS, FROM_LAUNCHER):
         signal.signal(request, signal.SIG_DFL)
 
@@ -60,7 +60,7 @@ def _be_deaf() -> None:
 class Stop:
     """Whether the ranks stop after this step. All ranks create it together and call `agreed` after every step.
 
-    limit_minutes: job.time_limit_minutes, counted from the start of run_train.sh; 0 is none.
+    limit_minutes: job.time_limit_minutes, counted from the start of run_train.sh; 0: no limit.
     """
 
     def __init__(self, limit_minutes: float):
@@ -69,15 +69,15 @@ class Stop:
         self.limit_minutes = limit_minutes
         self.ends = float(os.environ.get(STARTED, _imported)) + 60 * limit_minutes if limit_minutes else math.inf
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        # A group of its own: what is under way in it is not in the order of the step's collectives.
+        # a group of its own: its pending all-reduce is not ordered among the step's collectives
         self.group = dist.new_group(backend="gloo") if world > 1 else None
-        self.under_way: tuple[dist.Work, torch.Tensor] | None = None
+        self.pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def agreed(self) -> str | None:
-        """At the same step on all ranks why they stop, else None.
+        """Why the ranks stop, at the same step on all of them; else None.
 
-        No rank waits for what the others do in this step: the answer is that to the question of the step before. Raises
-        RuntimeError where another rank did not come to that within the patience of `process.set_timeout`.
+        No rank waits for the others' part in this step: the answer is that to the request of the step before. Raises
+        RuntimeError if another rank did not come to that within the timeout of `process.set_timeout`.
         """
         import torch
         import torch.distributed as dist
@@ -85,14 +85,14 @@ class Stop:
         own = self._request()
         if self.group is None:
             return self._reason(own)
-        before = self._answer()
+        previous = self._answer()
         code = torch.tensor(own, dtype=torch.int64, device="cpu")
         work = dist.all_reduce(code, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.under_way = work, code
-        return self._reason(before)
+        self.pending = work, code
+        return self._reason(previous)
 
     def close(self) -> None:
-        """After the last step: waits for what is under way, so that no rank leaves while another one needs it."""
+        """After the last step: waits for the pending all-reduce, so that no rank leaves while another one needs it."""
         import torch.distributed as dist
 
         self._answer()
@@ -100,16 +100,16 @@ class Stop:
             dist.destroy_process_group(self.group)
 
     def _request(self) -> int:
-        """What this rank asks for, as a number of which the largest wins; 0: to go on."""
-        if _heard:
-            return _heard << 32 | self.rank
+        """This rank's request as a number, of which the largest wins; 0: continue."""
+        if _received:
+            return _received << 32 | self.rank
         return _LIMIT_OVER if time.time() >= self.ends else 0
 
     def _answer(self) -> int:
-        if self.under_way is None:
+        if self.pending is None:
             return 0
-        work, code = self.under_way
-        self.under_way = None
+        work, code = self.pending
+        self.pending = None
         work.wait()
         return int(code)
 
@@ -118,7 +118,7 @@ class Stop:
             return None
         if code == _LIMIT_OVER:
             return f"job.time_limit_minutes = {self.limit_minutes:g} are over"
-        heard, rank = code >> 32, code & 0xFFFFFFFF
-        if heard == FROM_LAUNCHER:
+        number, rank = code >> 32, code & 0xFFFFFFFF
+        if number == FROM_LAUNCHER:
             return f"the launcher of rank {rank} was asked to stop"
-        return f"rank {rank} got {signal.Signals(heard).name}"
+        return f"rank {rank} got {signal.Signals(number).name}"

@@ -4,6 +4,8 @@ A step's loss is the sum of the cross entropies of all its labels, over all rank
 that neither the mesh nor accumulation changes it.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from models.decoder import Decoder
-from models.head import IGNORE
+from models.head import IGNORE, Head
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.parallel.mesh import sum_over_data
 
@@ -33,3 +36,12 @@ def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     else:
         positions = positions_in_documents(documents)
     return model.head(model(inputs, SeqInfo(positions, documents)), batch.labels())
+
+
+def faults(config: Config, model: Decoder) -> Iterator[str]:
+    """A z-loss that the model's head does not compute."""
+    if config.training.z_loss and not isinstance(model.head, Head):
+        yield (
+            f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
+            "computes it; set it to 0"
+        )

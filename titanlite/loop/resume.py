@@ -4,6 +4,7 @@ A resumed run must equal the uninterrupted one. Its configuration is compared wi
 change no later step, some do and must be allowed by name, a few cannot be combined with the old state.
 """
 
+import difflib
 import fnmatch
 import itertools
 import logging
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint import load
-from titanlite.checkpoint.folder import step_folder
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Checkpoint, Config
@@ -120,6 +121,8 @@ def restore(
     `initial_load_path` names, the initial weights, which the model has already. Raises UserError for a checkpoint that does
     not fit the run, with all its faults.
     """
+    from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
+
     cfg = config.checkpoint
     begin = _own_checkpoint(cfg, folder) if cfg.enable else None
     if begin is None and not (cfg.enable and cfg.initial_load_path):
@@ -169,6 +172,8 @@ def load_run(
     tensors: dict[str, Tensor],
 ) -> tuple[Progress, Schedule]:
     """Loads one checkpoint into `tensors`. Raises UserError for one that does not fit."""
+    from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
+
     _refuse_foreign(source, found)
     schedule = check_changes(config, family, data, global_batch, source, found)
     load.load_tensors(source, found, tensors, excluded(config, found))
@@ -209,6 +214,8 @@ def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | No
     load_step takes effect once: a run continues from what an earlier start with the same load_step has saved. Otherwise a
     scheduler that stops and starts the run would send it back every time.
     """
+    from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
+
     newest = load.newest_sound(folder)
     if newest is not None:
         _refuse_foreign(*newest)
@@ -322,3 +329,47 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[
     for name, value in now.items():
         if name in before and before[name] != value:
             yield name, before[name], value
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+
+def faults(config: Config) -> Iterator[str]:
+    """What a run cannot start from or go back to, and changes that cannot be allowed."""
+    cfg, source = config.checkpoint, Path(config.checkpoint.initial_load_path)
+    if not cfg.enable:
+        return
+    started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then initial_load_path is not read any more
+    if cfg.initial_load_path and cfg.initial_load_in_hf:
+        if not cfg.initial_load_model_only:
+            yield (
+                "checkpoint.initial_load_model_only = false: a folder in Hugging Face's format holds weights only; set it to "
+                "true, or checkpoint.initial_load_in_hf to false"
+            )
+    elif cfg.initial_load_path and not started:
+        yield from _initial_load_faults(source, cfg.initial_load_model_only)
+    if config.training.on_nonfinite == "rollback" and cfg.exclude_from_loading:
+        yield (
+            'training.on_nonfinite = "rollback": goes back to a whole checkpoint, and checkpoint.exclude_from_loading = '
+            f"{cfg.exclude_from_loading} to a part of it; start a run with the one, and continue with the other"
+        )
+    known = changeable(config)
+    for pattern in cfg.allow_changes:
+        if not fnmatch.filter(known, pattern):
+            close = difflib.get_close_matches(pattern, known, 1)
+            meant = f"; did you mean {close[0]}?" if close else f"; there are: {', '.join(known)}"
+            yield f'checkpoint.allow_changes: "{pattern}" is no key that must be allowed to change{meant}'
+
+
+def _initial_load_faults(source: Path, model_only: bool) -> Iterator[str]:
+    if not (source / manifest.FILE).is_file():
+        hint = "; it looks like Hugging Face's format: set checkpoint.initial_load_in_hf = true"
+        is_hf = (source / "config.json").is_file()
+        yield f'checkpoint.initial_load_path = "{source}": not a checkpoint, such as .../step-00000100{hint if is_hf else ""}'
+    elif not model_only:
+        try:
+            yield from filter(None, [imported_fault(source, manifest.read(source))])
+        except manifest.Damaged:
+            return  # reported when it is loaded, with everything that is damaged
+        except UserError as error:
+            yield str(error)

@@ -1,6 +1,7 @@
 """The optimizer of a configuration, and clipping by the gradient's global norm."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Optimizer
+from titanlite.config.schema import Config, Optimizer
 from titanlite.errors import UserError
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
+from titanlite.transforms.compile import has_compiler
 from titanlite.transforms.shards import local_part
 
 
@@ -132,3 +134,67 @@ def replication_factor(tensor: Tensor) -> int:
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         factor *= size if placement.is_replicate() else 1
     return factor
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Options of the optimizer that exclude each other, or that precision or machine exclude."""
+    cfg, training, offload = config.optimizer, config.training, config.parallelism.cpu_offload
+    narrow, implementation = training.dtype == "bfloat16", f'optimizer.implementation = "{cfg.implementation}"'
+    if cfg.name == "Muon" and config.lora.enable:
+        yield (
+            'optimizer.name = "Muon": orthogonalises the matrices of the blocks, which lora.enable = true freezes, and not the '
+            'factors of an adapter; use "AdamW"'
+        )
+    if cfg.name == "Muon" and offload:
+        yield (
+            'optimizer.name = "Muon": with parallelism.cpu_offload = true the CPU would multiply whole matrices, three times '
+            'optimizer.ns_steps a step; use "AdamW", or no offload'
+        )
+    on_cpu = offload or not torch.cuda.is_available()
+    if (narrow or cfg.name == "Muon") and cfg.implementation == "fused" and on_cpu and not has_compiler():
+        which = 'optimizer.name = "Muon"' if cfg.name == "Muon" else 'training.dtype = "bfloat16"'
+        yield (
+            f"{implementation}: with {which} its kernel is compiled, which needs a C++ compiler on a CPU, and none is found; "
+            'install g++ or clang, or set it to "for-loop"'
+        )
+    if narrow and training.mixed_precision_param != "bfloat16":
+        yield (
+            f'training.mixed_precision_param = "{training.mixed_precision_param}": with training.dtype = "bfloat16" the '
+            'parameters have no more precision; set it to "bfloat16", or training.dtype to "float32"'
+        )
+    if narrow and config.lora.enable:
+        yield (
+            'training.dtype = "bfloat16": with lora.enable = true the frozen weights are kept in '
+            'training.mixed_precision_param, and the few that are trained in float32; set it to "float32"'
+        )
+    if narrow and cfg.implementation == "foreach":
+        yield (
+            f'{implementation}: with training.dtype = "bfloat16" there are "fused", one compiled kernel a parameter, and '
+            '"for-loop", one kernel an operation'
+        )
+    if training.on_nonfinite == "skip" and cfg.implementation != "fused" and not narrow:
+        yield f'{implementation}: training.on_nonfinite = "skip" needs "fused", which skips a step without a host sync'
+    if training.mixed_precision_param == "float16" and cfg.implementation != "fused":
+        yield (
+            f'{implementation}: training.mixed_precision_param = "float16" needs "fused", which skips steps that overflow '
+            "without a host sync"
+        )
+    if training.mixed_precision_param == "float16" and offload:
+        yield (
+            'parallelism.cpu_offload = true: with training.mixed_precision_param = "float16" gradients and loss scale would be '
+            "on two devices; use bfloat16, or no offload"
+        )
+
+
+def decay_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:
+    """A pattern of optimizer.decay_parameters that is invalid, or matches nothing of a model on the meta device."""
+    try:
+        decayed = [p.requires_grad and is_decayed(name, p, cfg) for name, p in model.named_parameters()]
+    except re.error as error:
+        yield f"optimizer.decay_parameters = {cfg.decay_parameters!r}: not a regular expression: {error}"
+        return
+    if cfg.decay_parameters and not any(decayed):
+        yield f"optimizer.decay_parameters = {cfg.decay_parameters!r}: matches no trained parameter's name"

@@ -1,6 +1,7 @@
 """The learning rate as a closed formula of the step: no state to save or restore."""
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from titanlite.config.schema import Config
@@ -42,3 +43,22 @@ def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
     cfg, total = config.lr_scheduler, total_steps or config.schedule_steps
     start = cfg.warmup_steps if cfg.decay_ratio is None else total - round(total * cfg.decay_ratio)
     return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, cfg.min_lr_factor)
+
+
+def faults(config: Config) -> Iterator[str]:
+    """Phases that do not fit in the schedule, and steps after its end that would change nothing."""
+    cfg, total = config.lr_scheduler, config.schedule_steps
+    length = f"lr_scheduler.total_steps = {total}" if cfg.total_steps else f"training.steps = {total}"
+    decay = 0 if cfg.decay_ratio is None else round(total * cfg.decay_ratio)
+    if cfg.warmup_steps > total:
+        yield f"lr_scheduler.warmup_steps = {cfg.warmup_steps}: the schedule ends before, at {length}"
+    elif cfg.warmup_steps + decay > total:
+        yield (
+            f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: a decay of {decay} steps and "
+            f"lr_scheduler.warmup_steps = {cfg.warmup_steps} do not fit in {length}"
+        )
+    if config.training.steps > total and cfg.min_lr_factor == 0 and cfg.decay_ratio != 0:
+        yield (
+            f"training.steps = {config.training.steps}: after {length} the learning rate is 0; raise "
+            "lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
+        )

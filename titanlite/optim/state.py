@@ -1,12 +1,15 @@
 """Optimizer state: allocated before the first step, named for checkpoints, and its size."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from titanlite.checkpoint.folder import room_fault
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.config.schema import Optimizer
+from titanlite.config.schema import Config, Optimizer
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.build import is_orthogonalised, set_lr
 from titanlite.optim.loss_scale import LossScale
@@ -62,3 +65,10 @@ def checkpoint_bytes(model: nn.Module, cfg: Optimizer) -> int:
     """Bytes of the tensors in a checkpoint of a model, which may be on the meta device."""
     state = {name: state_bytes(name, p, cfg) if p.requires_grad else 0 for name, p in model.named_parameters()}
     return sum(p.numel() * (p.element_size() + state[name]) for name, p in model.named_parameters())
+
+
+def faults(config: Config, model: nn.Module) -> Iterator[str]:
+    """A disk of this machine that has no room for the checkpoints of a model, which is on the meta device."""
+    if config.checkpoint.enable:
+        folder = Path(config.job.dump_folder) / config.checkpoint.folder
+        yield from filter(None, [room_fault(folder, checkpoint_bytes(model, config.optimizer), config.checkpoint)])

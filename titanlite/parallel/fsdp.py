@@ -19,17 +19,6 @@ from titanlite.parallel.mesh import fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
 
 
-def needs_fsdp(config: Config, ranks: int) -> str:
-    """Why FSDP2 is needed: something to gather, to fetch, or to accumulate in another precision; "" where nothing is."""
-    reasons = {
-        f"there are {ranks} processes": ranks > 1,
-        "parallelism.cpu_offload = true": config.parallelism.cpu_offload,
-        "float8.enable_fsdp_float8_all_gather = true": config.float8.enable_fsdp_float8_all_gather,
-        "parallelism.reduce_every_microbatch = false": not config.parallelism.reduce_every_microbatch,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
 def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already."""
     training, parallelism = config.training, config.parallelism

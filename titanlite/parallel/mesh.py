@@ -4,11 +4,13 @@ The dimensions `pp, dp_replicate, dp_shard, cp, tp` always exist, with size 1 wh
 dp_replicate x dp_shard; parameters are sharded over dp_shard (FSDP2) and tp.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.schema import Parallelism
+from titanlite.config.schema import Config, Parallelism
 from titanlite.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -21,8 +23,6 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     shard = parallelism.data_parallel_shard_degree
     tensor = parallelism.tensor_parallel_degree
     fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
-    if shard == 0:
-        raise UserError("parallelism.data_parallel_shard_degree = 0: must be -1 (all remaining ranks) or at least 1")
     if shard > 0:
         fixed["data_parallel_shard_degree"] = shard
     product = 1
@@ -35,6 +35,17 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
         raise UserError(f"parallelism: {names} does not divide the number of processes, {world_size}")
     shard = world_size // (replicate * tensor)
     return {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tensor}
+
+
+def needs_fsdp(config: Config, ranks: int) -> str:
+    """Why FSDP2 is needed: something to gather, to fetch, or to accumulate in another precision; "" where nothing is."""
+    reasons = {
+        f"there are {ranks} processes": ranks > 1,
+        "parallelism.cpu_offload = true": config.parallelism.cpu_offload,
+        "float8.enable_fsdp_float8_all_gather = true": config.float8.enable_fsdp_float8_all_gather,
+        "parallelism.reduce_every_microbatch = false": not config.parallelism.reduce_every_microbatch,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
@@ -68,3 +79,38 @@ def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if mesh[name].size() > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor
+
+
+def faults(config: Config, ranks: int) -> Iterator[str]:
+    """Degrees that do not fit the number of ranks, and sizes that they do not divide."""
+    training, parallelism, compiled = config.training, config.parallelism, config.compile
+    if compiled.enable and compiled.unit == "model" and (reason := needs_fsdp(config, ranks)):
+        yield f'compile.unit = "model": one graph of all blocks has no place for FSDP2 between them, and {reason}; set "block"'
+    try:
+        degrees = resolve_degrees(parallelism, ranks)
+    except UserError as error:
+        yield str(error)
+        return
+    tensor, shard, parts = degrees["tp"], degrees["dp_shard"], degrees["dp_replicate"] * degrees["dp_shard"]
+    if training.seq_len % tensor:
+        yield (
+            f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}, "
+            "which is split between layers"
+        )
+    reshard = parallelism.fsdp_reshard_after_forward
+    if isinstance(reshard, int) and (shard % reshard or reshard >= shard):
+        yield (
+            f"parallelism.fsdp_reshard_after_forward = {reshard}: must be smaller than data_parallel_shard_degree = {shard} "
+            'and divide it, or be "default", "always" or "never"'
+        )
+    one_pass, batch = training.local_batch_size * parts, config.global_batch(parts)
+    if batch % one_pass:
+        yield (
+            f"training.global_batch_size = {batch}: must be a multiple of training.local_batch_size = "
+            f"{training.local_batch_size} x {parts} data-parallel ranks = {one_pass}"
+        )
+    if not parallelism.reduce_every_microbatch and batch == one_pass:
+        yield (
+            "parallelism.reduce_every_microbatch = false: has no effect without accumulation; raise training.global_batch_size "
+            "or set it to true"
+        )

@@ -6,7 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.parallel.fsdp import apply_fsdp, needs_fsdp
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.mesh import needs_fsdp
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel, sharding_faults
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import float8

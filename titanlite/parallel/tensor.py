@@ -6,7 +6,7 @@ All redistributions are synchronous: an AsyncCollectiveTensor that enters a comp
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from models.decoder import Decoder
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.transforms.float8 import MULTIPLE, linear_layers
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
 _SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
@@ -146,3 +148,60 @@ def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
         with warnings.catch_warnings():  # 2.13 deprecates the call, and its own pass still requires it
             warnings.simplefilter("ignore", FutureWarning)
             enable_symm_mem_for_group(tp.get_group().group_name)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+# Dimensions of a model's Config of which every tensor-parallel rank takes an equal share, if a family has them.
+_SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
+
+
+def undivided_sizes(family: Family, tensor: int) -> list[str]:
+    """The dimensions of a family, such as "n_heads = 3", that `tensor` ranks cannot split equally."""
+    sizes = {name: getattr(family.config, name, tensor) for name in _SPLIT_DIMENSIONS}
+    return [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
+
+
+def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
+    """What tensor parallelism needs of a model, on the meta device, and of the compiler."""
+    tensor, compiled = config.parallelism.tensor_parallel_degree, config.compile
+    if undivided := undivided_sizes(family, tensor):
+        yield (
+            f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} "
+            f"of {config.model.name} {config.model.flavor}"
+        )
+    # the matrices' widths follow from the dimensions: one fault is enough
+    yield from sharding_faults(model, family, 1 if undivided else tensor)
+    if config.float8.enable and not config.lora.enable:
+        yield from _float8_faults(config, family, model)
+    if not config.parallelism.enable_async_tensor_parallel or tensor == 1:
+        return
+    key = "parallelism.enable_async_tensor_parallel = true"
+    if not torch.cuda.is_available():
+        yield f"{key}: needs CUDA and GPUs that reach each other's memory; set it to false"
+    elif not (compiled.enable and "model" in compiled.components and compiled.backend == "inductor"):
+        yield (
+            f'{key}: needs inductor, which does the overlap: compile.enable = true, "model" among compile.components and '
+            'compile.backend = "inductor"'
+        )
+
+
+def _float8_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
+    """Layers whose share on a tensor-parallel rank is no size for float8, and patterns that match no layer."""
+    tensor, styles = config.parallelism.tensor_parallel_degree, styles_of(model, family)[0]
+    try:
+        layers = linear_layers(model, config)
+    except UserError as error:
+        yield from str(error).splitlines()
+        return
+    shares = {
+        every_layer(name): each.out_features if styles.get(name) == "column" else each.in_features
+        for name, each in layers.items()
+        if tensor > 1 and styles.get(name) in ("column", "row")
+    }
+    for name, size in shares.items():
+        if size % (MULTIPLE * tensor):
+            yield (
+                f"float8: of {name} parallelism.tensor_parallel_degree = {tensor} leaves each rank {size // tensor} of {size}; "
+                f'float8 multiplies multiples of {MULTIPLE}; add "{name}" to float8.filter_fqns'
+            )

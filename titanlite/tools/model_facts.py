@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.attention import SeqInfo
 from models.blocks import Constant
 from titanlite.hf.folder import their_name
-from titanlite.loop.checks import undivided_sizes
-from titanlite.parallel.tensor import sharding_faults
+from titanlite.parallel.tensor import sharding_faults, undivided_sizes
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import Family, every_layer, tie
 

@@ -8,6 +8,7 @@ parallel/parallelize.py keeps that order.
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._functorch import config as partitioner
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.decoder import Decoder
-from titanlite.config.schema import ActivationCheckpoint
+from titanlite.config.schema import ActivationCheckpoint, Config
 
 _aten, _c10d, _higher = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 
@@ -92,3 +93,13 @@ def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
+
+
+def faults(config: Config) -> Iterator[str]:
+    """A memory budget without the compiler that keeps it."""
+    compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend != "eager"
+    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
+        yield (
+            'activation_checkpoint.mode = "memory_budget": the compiler chooses what to keep; it needs compile.enable = true '
+            'with "model" among compile.components, and a compile.backend other than "eager"'
+        )

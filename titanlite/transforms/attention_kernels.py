@@ -96,7 +96,14 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
     return f"{name}, and FlexAttention where masked or capped"
 
 
-def attention_faults(config: Config, family: Family) -> Iterator[str]:
+def mask_faults(config: Config, family: Family) -> Iterator[str]:
+    """A document mask that FlexAttention cannot apply."""
+    head_dim = getattr(family.config, "head_dim", 16)
+    if config.training.document_mask and torch.cuda.is_available() and head_dim < 16:
+        yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
+
+
+def faults(config: Config, family: Family) -> Iterator[str]:
     """Why a forced kernel cannot run, as far as is known without asking the device."""
     name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":

@@ -2,14 +2,14 @@
 
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters, get_compilation_metrics
 
 from models.decoder import Decoder
 from models.head import Head, Kernels
-from titanlite.config.schema import Compile
+from titanlite.config.schema import Compile, Config
 from titanlite.files import cache_folder
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class RecompilationWatch:
 
     def settle(self) -> None:
         """Everything compiled so far was expected."""
-        self.expected = counters["stats"]["unique_graphs"]
+        self.expected = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     def report(self, cfg: Compile) -> dict[str, int]:
         """For the metrics, where anything is compiled."""
@@ -59,15 +59,40 @@ class RecompilationWatch:
 
     def check(self, step: int) -> list[str]:
         """Warns of every compilation since `settle` or the last check; returns their causes."""
-        new = 0 if self.expected is None else counters["stats"]["unique_graphs"] - self.expected
+        new = 0 if self.expected is None else torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.expected
         if new <= 0:
             return []
         self.recompilations += new
         causes = []
         # without those of a backward pass, which has no code of its own and is compiled with its forward pass
-        of_code = [metrics for metrics in get_compilation_metrics() if metrics.co_name is not None]
+        of_code = [metrics for metrics in torch._dynamo.utils.get_compilation_metrics() if metrics.co_name is not None]
         for metrics in of_code[-new:]:
             causes.append(metrics.recompile_reason or "another code path")
             log.warning("step %d: recompiled %s (%s); each costs much of a step", step, metrics.co_name, causes[-1])
         self.settle()
         return causes
+
+
+def faults(config: Config) -> Iterator[str]:
+    """A backend that does not exist, or that this machine cannot run."""
+    cfg = config.compile
+    if not cfg.enable:
+        return
+    if cfg.backend not in torch._dynamo.list_backends(exclude_tags=()):
+        yield f'compile.backend = "{cfg.backend}": no such backend; there are: {", ".join(torch._dynamo.list_backends())}'
+    elif cfg.backend == "inductor" and not torch.cuda.is_available() and not has_compiler():
+        yield (
+            'compile.backend = "inductor": needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set '
+            "compile.enable = false"
+        )
+
+
+def has_compiler() -> bool:
+    """Whether inductor finds a C++ compiler, by its own rules."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # imports much, and is seldom needed
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except InvalidCxxCompiler:
+        return False

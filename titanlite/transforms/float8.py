@@ -4,12 +4,14 @@ Weights, optimizer and checkpoints do not change: each product scales its two op
 to float8's maximum, casts them, multiplies, and scales back (Micikevicius et al., arXiv:2209.05433).
 """
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from titanlite.config.schema import Config
@@ -88,3 +90,53 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def faults(config: Config) -> Iterator[str]:
+    """What float8 needs of the machine, the precision and the batch, and options that exclude it."""
+    cfg, parallelism, precision = config.float8, config.parallelism, config.training.mixed_precision_param
+    if not cfg.enable:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield "float8.enable = true: needs torchao, which is not installed: pip install 'titanlite[float8]'"
+    if config.lora.enable:
+        yield "float8.enable = true: adapters (lora.enable = true) do not multiply in float8; set one of them to false"
+    if parallelism.enable_async_tensor_parallel:
+        yield (
+            "parallelism.enable_async_tensor_parallel = true: not tested together with float8.enable = true; set one of them "
+            "to false"
+        )
+    if not cfg.emulate:
+        least = (8, 9) if cfg.recipe_name == "tensorwise" else (9, 0)
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < least:
+            yield (
+                f'float8.recipe_name = "{cfg.recipe_name}": needs a GPU of compute capability {least[0]}.{least[1]} at least; '
+                "float8.emulate = true computes the same on any device, slowly"
+            )
+        if precision != "bfloat16":
+            yield f'float8.enable = true: needs training.mixed_precision_param = "bfloat16", not "{precision}"'
+    elif precision == "float16":
+        yield 'float8.enable = true: excludes training.mixed_precision_param = "float16"; use "bfloat16"'
+    tokens = config.training.local_batch_size * config.training.seq_len
+    if tokens % MULTIPLE:
+        yield (
+            f"training.local_batch_size x training.seq_len = {tokens}: float8 multiplies multiples of {MULTIPLE} tokens; "
+            "change one of them"
+        )
+    if cfg.enable_fsdp_float8_all_gather:
+        yield from _all_gather_faults(config)
+
+
+def _all_gather_faults(config: Config) -> Iterator[str]:
+    key, parallelism = "float8.enable_fsdp_float8_all_gather = true", config.parallelism
+    if config.float8.recipe_name != "tensorwise":
+        yield f'{key}: the scale of a row is unknown before the gather; float8.recipe_name must be "tensorwise"'
+    if (tensor := parallelism.tensor_parallel_degree) > 1:
+        yield (
+            f"{key}: each of parallelism.tensor_parallel_degree = {tensor} ranks would scale its own part of a weight, which "
+            "changes the mathematics; set it to false"
+        )
+    if isinstance(parallelism.fsdp_reshard_after_forward, int):
+        yield f'{key}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'
+    if parallelism.cpu_offload:
+        yield f"{key}: excludes parallelism.cpu_offload = true, which keeps weights where they are not cast"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import models
 from models.decoder import Decoder
@@ -30,6 +31,16 @@ _SHARED = ("attention", "blocks", "decoder", "head")  # the files of models/ tha
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 
 
+class _NoInitialisation(TorchFunctionMode):
+    """Skips torch.nn.init, which has no effect on the meta device, but imports dynamo there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
 class Family(NamedTuple):
     """A model module and one of its flavours."""
 
@@ -38,7 +49,7 @@ class Family(NamedTuple):
 
     def on_meta(self) -> Decoder:
         """The model without memory: every parameter on the meta device, in float32."""
-        with torch.device("meta"):
+        with torch.device("meta"), _NoInitialisation():
             return self.module.Model(self.config)
 
     def dimensions(self) -> dict[str, Any]:

@@ -39,11 +39,13 @@ RUN_FAULTS = {
     "nowhere": case(HF.replace("source", "nowhere"), 'initial_load_path = "nowhere"', "config.json: cannot be read"),
     "a branch of a folder": case(f"{HF} checkpoint.initial_load_model_only=false", "model_only = false: a folder in Hugging"),
     "a branch of an import": case(f"{WEIGHTS} checkpoint.initial_load_model_only=false", "weights alone, made by import-hf"),
-    "no path": case("checkpoint.enable=true checkpoint.initial_load_in_hf=true", "has no effect without", "initial_load_path"),
+    "no path": case(
+        "checkpoint.enable=true checkpoint.initial_load_in_hf=true", "has no effect unless checkpoint.initial_load_path is set"
+    ),
     "not enabled": case(
         "checkpoint.initial_load_in_hf=true checkpoint.last_save_in_hf=true",
-        "initial_load_in_hf = true: has no effect with checkpoint.enable = false",
-        "last_save_in_hf = true: has no effect with checkpoint.enable = false",
+        "initial_load_in_hf = true: has no effect unless checkpoint.enable = true",
+        "last_save_in_hf = true: has no effect unless checkpoint.enable = true",
     ),
     "no place for a family": case(
         "checkpoint.enable=true checkpoint.last_save_in_hf=true model.name=tests.tiny_dropout",
