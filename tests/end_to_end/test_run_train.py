@@ -48,10 +48,17 @@ class Model(llama3.Model):
         for layer in self.layers.values():
             layer.ffn_norm = LayerNorm(config.dim)
 
+    def forward(self, *args):
+        import os, time
+        time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+        return super().forward(*args)
+
 
 def initial(config):
     return {"*norm.bias": Constant(0.0), **llama3.initial(config)}
 """
+
+SLOWLY = {"STEP_SECONDS": "0.05"}  # for a run that goes on until it is ended: it does not keep the machine busy
 
 RUN = """
 [job]
@@ -244,7 +251,7 @@ def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the
 def training(tmp_path):
     """A run on two ranks that would go on for long, and its working folder."""
     folder = working_folder(tmp_path)
-    started = launch("run.toml", "--training.steps", "1000000", folder=folder, NGPU="2")
+    started = launch("run.toml", "--training.steps", "1000000", folder=folder, NGPU="2", **SLOWLY)
     try:
         when_training(started, folder / "out")
         assert sorted(started.ranks()) == [0, 1]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
-from tests.end_to_end.test_run_train import reports, when_training, working_folder
+from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
 
 PATIENCE = 120.0  # for a real run on a busy machine
 
@@ -210,7 +210,7 @@ def test_a_run_on_two_nodes_is_preempted_requeued_and_finished(tmp_path):
     job = job_in(working_folder(tmp_path))
     planned = ("run.toml", "--lr_scheduler.total_steps", "1000000", "--training.steps")
 
-    started = job.start(*planned, "1000000", NGPU="1")
+    started = job.start(*planned, "1000000", NGPU="1", **SLOWLY)
     try:
         when_training(started, tmp_path / "out")
         os.kill(job.srun(), signal.SIGUSR1)  # as Slurm before the time limit: the step, not the shell

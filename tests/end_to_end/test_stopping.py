@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launcher import Ended, Launch, finish, launch, run
-from tests.end_to_end.test_run_train import reports, when_training, working_folder
+from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
 
 ENDLESS = ("--training.steps", "1000000")
 
@@ -65,7 +65,7 @@ def assert_stopped(ended: Ended, folder: Path, reason: str) -> int:
 
 
 def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_and_the_run_goes_on_later(folder):
-    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2")
+    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", **SLOWLY)
     wait_until(lambda: len(started.ranks()) == 2, started)
     started.process.send_signal(signal.SIGTERM)
     ended = finish(started)
@@ -78,7 +78,7 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
 
 
 def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_restart_after(folder):
-    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", MAX_RESTARTS="3")
+    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", MAX_RESTARTS="3", **SLOWLY)
     when_training(started, folder / "out")
     os.kill(started.ranks()[1], signal.SIGUSR1)
     ended = finish(started)
@@ -90,7 +90,7 @@ def test_a_signal_to_the_launcher_of_one_of_two_machines_stops_both(folder):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{port}", "NGPU": "1"}
+    variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{port}", "NGPU": "1", **SLOWLY}
     machines = [launch("run.toml", *ENDLESS, folder=folder, NODE_RANK=str(number), **variables) for number in (0, 1)]
     try:
         when_training(machines[0], folder / "out")
@@ -122,7 +122,7 @@ def test_a_signal_before_there_are_ranks_ends_a_run_that_is_to_be_started_again(
 def test_a_second_signal_ends_a_run_at_once(folder):
     with open(folder / "own/model.py", "a") as file:
         file.write(ONCE.format(deed="time.sleep(600)"))
-    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2")
+    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", **SLOWLY)
     wait_until((folder / "marker").exists, started)
     started.process.send_signal(signal.SIGTERM)
     time.sleep(1)
