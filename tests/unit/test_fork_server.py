@@ -20,7 +20,7 @@ def sleep():
     time.sleep(60)
 
 sys.modules["script"] = sys.modules["__main__"]
-server = ForkServer(preload="json")
+server = ForkServer("json")
 {then}
 """
 
@@ -47,6 +47,17 @@ child.send_signal(signal.SIGKILL)
 sys.exit(-child.wait())
 """
     assert run(then)[0] == signal.SIGKILL
+
+
+def test_closing_the_server_leaves_no_process():
+    then = """
+child = server.start("script:sleep")
+server.close()
+path = f"/proc/{child.pid}/cmdline"  # empty for a zombie that nobody has waited for
+while os.path.exists(path) and open(path).read():
+    time.sleep(0.01)
+"""
+    assert run(then)[0] == 0
 
 
 def test_signals_are_held_back_until_a_process_listens():

@@ -46,14 +46,20 @@ class Child:
 class ForkServer:
     """Starts processes; create it in the main thread, outside of any `try`: new processes leave by SystemExit through it."""
 
-    def __init__(self, preload: str):
-        """preload: the module whose imports the processes share."""
+    def __init__(self, *preload: str):
+        """preload: modules that the processes share."""
         self._exit_codes: dict[int, int] = {}
         self._connection, requests = Pipe()
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             self._connection.close()
             _serve(requests, preload)
         requests.close()
+        self._pid = pid
+
+    def close(self) -> None:
+        """Ends the server, and with it any process that is left."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
     def start(self, function: str, *arguments: Any, environment: dict[str, str] | None = None) -> Child:
         """Starts a process that exits with what a function such as "titanlite.train:main" returns for the arguments."""
@@ -72,7 +78,7 @@ class ForkServer:
             raise SystemExit("the process that starts the ranks is gone; the run is over") from None
 
 
-def _serve(requests: Connection, preload: str) -> NoReturn:
+def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
     """Answers requests for new processes with their pid, and other requests with the exit codes of those that have ended.
 
     Returns in no process: the server exits with the launcher, and a new process with its function's result.
@@ -80,7 +86,8 @@ def _serve(requests: Connection, preload: str) -> NoReturn:
     os.setsid()
     children.end_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-    importlib.import_module(preload)
+    for module in preload:
+        importlib.import_module(module)
     running: list[int] = []
     while True:
         try:

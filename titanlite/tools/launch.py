@@ -30,26 +30,28 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(2)
 
-    import torch  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
+    import torch.distributed.tensor  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
 
     from titanlite.launch.fork_server import ForkServer
 
-    server = ForkServer(preload="titanlite.train")
+    server = ForkServer("titanlite.train", "torch._dynamo")  # which PyTorch's optimizers import
     if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
         children.end_with_parent()
         sys.exit(check_here(config, path, layout.ranks, layout.local_ranks))
+    try:
+        from titanlite.launch.launcher import Launcher, launch  # while the check runs
 
-    from titanlite.launch.launcher import Launcher, launch  # while the check runs
-
-    if code := os.waitstatus_to_exitcode(os.waitpid(check, 0)[1]):
-        sys.exit(code if code > 0 else 128 - code)
-    if config.job.print_config:
-        print(to_toml(config), flush=True)
-    launcher = Launcher(
-        Path(config.job.dump_folder),
-        lambda environment: server.start("titanlite.tools.launch:run_rank", config, words, environment=environment),
-    )
-    sys.exit(launch(layout, launcher))
+        if code := os.waitstatus_to_exitcode(os.waitpid(check, 0)[1]):
+            sys.exit(code if code > 0 else 128 - code)
+        if config.job.print_config:
+            print(to_toml(config), flush=True)
+        launcher = Launcher(
+            Path(config.job.dump_folder),
+            lambda environment: server.start("titanlite.tools.launch:run_rank", config, words, environment=environment),
+        )
+        sys.exit(launch(layout, launcher))
+    finally:
+        server.close()
 
 
 def run_rank(config: Config, words: list[str]) -> None:
