@@ -175,7 +175,8 @@ def table(faults: Sequence[Fault], before: dict[str, Any], after: dict[str, Any]
             if (fault.kind == "chosen") == chosen:
                 text = fault.why or f"`{fault.line}` becomes `{fault.fault}`".replace("|", "\\|")
                 cells = [_cell(results.get(fault.id)) for results in (before, after)]
-                lines.append(f"| {fault.id} | {fault.origin} | {text} | {' | '.join(cells)} |")
+                where = fault.origin + (", rewritten" if fault.rewritten else "")
+                lines.append(f"| {fault.id} | {where} | {text} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -184,7 +185,8 @@ def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "not run"
     names = [name.removeprefix("tests/") for name in (result["failed"] or result["tried"])]
-    return "<br>".join(names) if result["caught"] else f"**survives**: {', '.join(names)}"
+    text = "<br>".join(names) if result["caught"] else f"**survives**: {', '.join(names)}"
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _read(path: Path) -> dict[str, Any]:
