@@ -1,7 +1,7 @@
 """python -m tests.campaigns PART [--only TEXT] [--minutes M] [--again]: proofs that take hours, run by hand.
 
 PART is one of
-  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (3,400)
+  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (some 3,000)
   kills      runs that are killed 20 times each, on two and on four ranks
   elastic    runs that go on with other numbers of ranks
   two-hosts  two network namespaces and the cable between them
