@@ -25,7 +25,7 @@ def pytest_configure() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="titanlite-tests-"))
     os.environ |= {"TMPDIR": str(folder), VARIABLE: folder.name}
-    tempfile.tempdir = None  # found anew
+    tempfile.tempdir = None  # computed again
     words = [str(Path(__file__).with_name("guard.py")), str(os.getpid()), str(folder), folder.name]
     subprocess.Popen([sys.executable, "-S", *words], stdin=subprocess.DEVNULL, start_new_session=True)
 

@@ -105,7 +105,7 @@ def commit() -> str:
 
 
 def begin(path: Path, part: str, again: bool) -> set[str]:
-    """The items that are in the table of this commit already; a table of another one is begun anew."""
+    """The items that are in the table of this commit already; a table of another one starts over."""
     title = f"# make campaign PART={part}\n\nCommit {commit()}; {os.cpu_count()} cores, Python {platform.python_version()}, "
     title += f"PyTorch {torch.__version__}.\n\n"
     if not again and path.exists() and path.read_text().startswith(title):

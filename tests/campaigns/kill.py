@@ -218,7 +218,7 @@ def deal(plan: Plan, dice: random.Random) -> list[Hit]:
 
 
 def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> bool:
-    """Kills, and takes what it has done from `hits`, as long as the launcher starts the ranks anew; -> whether it does not."""
+    """Kills, and takes what it has done from `hits`, as long as the launcher starts the ranks again; -> whether it does not."""
     run = plan.folder / "out"
     for restarts in range(plan.restarts, -1, -1):
         if not hits or not wait_for_the_moment(started, run, hits[0]):

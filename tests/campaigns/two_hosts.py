@@ -4,9 +4,9 @@
 
 plain         a run must be bit for bit that of two ranks on one host
 blink         the cable is cut for a moment shorter than comm.train_timeout_seconds: the run must survive it
-cut           it is cut for longer, then mended: both hosts must end, with an exit code other than 0, in bounded time
+cut           it is cut for longer, then restored: both hosts must end, with an exit code other than 0, in bounded time
 cut-restarts  the same with MAX_RESTARTS=2: the hosts may also find each other again and finish
-gone          it is cut and never mended, as if the other host had lost its power: both must end as in "cut"
+gone          it is cut and never restored, as if the other host had lost its power: both must end as in "cut"
 
 After each, started again where it has ended, the run must come to the same losses. Needs Linux, root and iproute2.
 """
@@ -29,7 +29,7 @@ from tests.end_to_end.test_run_train import working_folder
 
 STEPS = 40
 INIT_TIMEOUT, TRAIN_TIMEOUT = 60, 8
-# Beyond the timeout of the collectives: a rank that has lost its connection waits for the one that is at fault to speak, and
+# Beyond the timeout of the collectives: a rank that has lost its connection waits for the one that failed to speak, and
 # the launchers notice ten times a second.
 TO_END = TRAIN_TIMEOUT + 60.0
 PATIENCE = 300.0
@@ -159,7 +159,7 @@ def play(case: str, folder: Path, expected: dict) -> tuple[str, list[str]]:
         more = {"SLOW": "0.1"} if case != "plain" else {}
         more |= {"MAX_RESTARTS": "2"} if case == "cut-restarts" else {}
         started = start(hosts, prepared(folder), **more)
-        told = ""
+        text = ""
         if case != "plain":
             _until(lambda: max(trajectory(run), default=0) >= 12 or any(one.process.poll() is not None for one in started))
             hosts[1].up(False)
@@ -169,7 +169,7 @@ def play(case: str, folder: Path, expected: dict) -> tuple[str, list[str]]:
         ended, seconds = finish_both(started, TO_END + (0 if case in ("cut", "gone") else PATIENCE))
         hosts[1].up(True)
         codes = [one.code if one else "no end" for one in ended]
-        told += f"exit codes {codes[0]} and {codes[1]} after {seconds:.0f} s"
+        text += f"exit codes {codes[0]} and {codes[1]} after {seconds:.0f} s"
         if None in ended:
             broken.append(f"{case}: a host did not end: {codes}")
         if any(one and one.left for one in ended):
@@ -180,11 +180,11 @@ def play(case: str, folder: Path, expected: dict) -> tuple[str, list[str]]:
             broken.append(f"{case}: {codes}\n" + "\n--\n".join(one.err for one in ended if one))
         if codes != [0, 0]:
             ended, seconds = finish_both(start(hosts, folder), PATIENCE)
-            told += f"; started again: {[one.code if one else 'no end' for one in ended]} after {seconds:.0f} s"
-    told += f"; began from steps {starts(run)}"
+            text += f"; started again: {[one.code if one else 'no end' for one in ended]} after {seconds:.0f} s"
+    text += f"; began from steps {starts(run)}"
     if trajectory(run) != expected:
         broken.append(f"{case}: losses are not bit for bit those of two ranks on one host")
-    return told, broken
+    return text, broken
 
 
 def _until(condition) -> None:

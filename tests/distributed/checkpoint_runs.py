@@ -41,7 +41,7 @@ FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
 # ------------------------------------------------------------------------------------------------------ what the ranks run
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     """What a rank's run has said, and which checkpoints it has read tensors from."""
 
     log: list[str]
@@ -49,7 +49,7 @@ class Told(NamedTuple):
     read: list[str]
 
 
-def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Told:
+def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Outcome:
     """A whole run, with trouble of a kind in it."""
     log: list[str] = []
     read: list[str] = []
@@ -73,7 +73,7 @@ def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Told:
         logger.level = level
         gc.enable()  # a run that is ended by an error leaves it off
     dist.barrier()
-    return Told(log, error, read)
+    return Outcome(log, error, read)
 
 
 @contextmanager
@@ -254,8 +254,8 @@ def ranks_of(degrees: Degrees) -> int:
     return math.prod(degrees.values())
 
 
-def train(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, trouble: tuple = (), **sections) -> list[Told]:
-    """A run of so many steps with a checkpoint every second one, all of which are kept; what each rank told."""
+def train(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, trouble: tuple = (), **sections) -> list[Outcome]:
+    """A run of so many steps with a checkpoint every second one, all of which are kept; what each rank reported."""
     keys = {"interval": 2, "keep_latest_k": 0, **sections.pop("checkpoint", {})}
     config = run_config(degrees, folder, steps, checkpoint=keys, **sections)
     return pools[ranks_of(degrees)].run(f"{HERE}:attempt", degrees=degrees, config=config, trouble=trouble)

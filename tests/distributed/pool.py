@@ -2,7 +2,7 @@
 
 A pool of N processes joins one default process group once; tests then send it functions by name, which all ranks run
 together. Importing PyTorch for every case would take longer than the cases, so workers are forks of one process that has only
-imported it; making groups anew inside a process would leave DTensor's caches with names of groups that are gone.
+imported it; making groups again inside a process would leave DTensor's caches with names of groups that are gone.
 """
 
 import faulthandler
@@ -45,7 +45,7 @@ class Pool:
     def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
         """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
 
-        gloo can abort a process by itself: where a rank has ended so, new ranks get a second try, and that is told.
+        gloo can abort a process by itself: where a rank has ended so, new ranks get a second try, with a warning.
         """
         try:
             return self._run(function, timeout, arguments)

@@ -1,4 +1,4 @@
-"""One process casts parameters where they are used in place of FSDP2: the same numbers, no more memory, whatever the model."""
+"""One process casts parameters where they are used in place of FSDP2: the same numbers, no more memory, for every model."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -101,7 +101,9 @@ def one_of_each(cells: dict[str, Cell]) -> list[str]:
 
 
 COMPILED = {name: cell for name, cell in CELLS.items() if cell["compile"] != "no"}
-WIDER = {cover.name(cell): cell for cell in cover.cover(seed=cover.SEED + 1) if cell["compile"] != "no" or cell["mesh"] == EIGHT}
+WIDER = {
+    cover.name(cell): cell for cell in cover.cover(seed=cover.SEED + 1) if cell["compile"] != "no" or cell["mesh"] == EIGHT
+}
 
 
 @pytest.mark.slow

@@ -207,12 +207,12 @@ def test_every_kernel_of_a_gpu_computes_what_the_mathematics_says(name):
         pytest.skip(faults[0])
     expected, _ = of_kernel("math", "float32")
     try:
-        found, told = of_kernel(name, "bfloat16")
+        found, label = of_kernel(name, "bfloat16")
     except UserError as error:
         pytest.skip(str(error))
     assert furthest(found, expected) < 5e-2
     rule = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
-    assert told == (f"{rule}, and FlexAttention where masked or capped" if name == "auto" else f"{name}, forced")
+    assert label == (f"{rule}, and FlexAttention where masked or capped" if name == "auto" else f"{name}, forced")
 
 
 @pytest.mark.parametrize("name", ["efficient", "math"])

@@ -303,7 +303,7 @@ def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall
 
 
 def rolls_back_to_the_same(pools, folder: Path, degrees: Degrees, **sections: Any) -> bool:
-    """Whether a rollback that is told of at the end gives the tensors of a run that leaves the batch out from the outset."""
+    """Whether a rollback that is reported at the end gives the tensors of a run that leaves the batch out from the outset."""
     run(pools, degrees, folder / "run", "rollback", BAD, log_freq=12, **sections)
     run(pools, degrees, folder / "expected", "stop", {}, steps=5, **sections)
     skip_to(folder / "expected", 5, 64)

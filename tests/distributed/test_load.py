@@ -60,10 +60,10 @@ def test_a_damaged_file_is_named_not_loaded_and_the_run_ends_as_if_nothing_had_h
     do, of_a_file, of_the_manifest = DAMAGES[damage]
     do(newest / name, before / name)
     ranks = train(pools, SHARD, run, 6)
-    assert [told.error for told in ranks] == ["", ""]
-    said = [line for told in ranks for line in told.log if line.startswith("not used: ")]
+    assert [rank.error for rank in ranks] == ["", ""]
+    said = [line for rank in ranks for line in rank.log if line.startswith("not used: ")]
     assert len(said) == 1 and f"{newest / name}: {of_the_manifest if name == manifest.FILE else of_a_file}" in said[0]
-    assert [told.read for told in ranks] == [[str(before)], [str(before)]]
+    assert [rank.read for rank in ranks] == [[str(before)], [str(before)]]
     assert resumed(run) == [0, 2]
     assert saved(run) == [*names(2, 4), "step-00000004.aside-1", *names(6)]
     assert_same(run, whole, 6)
@@ -85,9 +85,9 @@ def test_where_every_checkpoint_is_damaged_all_are_named_and_nothing_is_touched(
         flip(step_folder(run / "checkpoint", step) / "__1_0.distcp")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     ranks = train(pools, SHARD, run, 6)
-    for told in ranks:
-        assert "all 2 checkpoints are damaged" in told.error and "step-00000004/__1_0.distcp" in told.error
-        assert "rename the folder to start from scratch" in told.error
+    for rank in ranks:
+        assert "all 2 checkpoints are damaged" in rank.error and "step-00000004/__1_0.distcp" in rank.error
+        assert "rename the folder to start from scratch" in rank.error
     assert len([line for line in ranks[0].log if line.startswith("not used: ")]) == 2
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -95,9 +95,9 @@ def test_where_every_checkpoint_is_damaged_all_are_named_and_nothing_is_touched(
 def test_a_damaged_checkpoint_that_load_step_names_ends_the_run_and_no_other_is_taken(pools, half, tmp_path):
     run = Path(shutil.copytree(half, tmp_path / "run"))
     flip(run / "checkpoint/step-00000002/__0_0.distcp")
-    for told in train(pools, SHARD, run, 6, checkpoint={"load_step": 2}):
-        assert f"{run / 'checkpoint/step-00000002/__0_0.distcp'}: {SUM}" in told.error
-        assert told.read == []
+    for rank in train(pools, SHARD, run, 6, checkpoint={"load_step": 2}):
+        assert f"{run / 'checkpoint/step-00000002/__0_0.distcp'}: {SUM}" in rank.error
+        assert rank.read == []
     assert saved(run) == names(2, 4)
 
 
@@ -105,7 +105,7 @@ def test_load_step_goes_back_once_and_a_run_that_is_started_again_goes_on(pools,
     run, back = Path(shutil.copytree(half, tmp_path / "run")), {"load_step": 2}
     for steps, source in ((5, 2), (6, 5), (7, 6)):
         ranks = train(pools, SHARD, run, steps, checkpoint=back)
-        assert [told.read for told in ranks] == [[str(step_folder(run / "checkpoint", source))]] * 2
+        assert [rank.read for rank in ranks] == [[str(step_folder(run / "checkpoint", source))]] * 2
     assert saved(run) == [*names(2, 4), "step-00000004.aside-1", *names(5, 6, 7)]
     train(pools, SHARD, run, 7, checkpoint={"load_step": 5})  # another step to go back to
     assert resumed(run) == [0, 2, 5, 6, 5]
@@ -147,8 +147,8 @@ def test_every_tensor_that_does_not_fit_is_listed_with_what_is_wrong(pools, tmp_
         for name in had.keys() & has.keys()
         if had[name] != has[name]
     }
-    for told in train(pools, SHARD, tmp_path / "now", 2, flavor=now, checkpoint={"initial_load_path": str(source)}):
-        first, *listed, last = told.error.splitlines()
+    for rank in train(pools, SHARD, tmp_path / "now", 2, flavor=now, checkpoint={"initial_load_path": str(source)}):
+        first, *listed, last = rank.error.splitlines()
         assert first == f"{source}: does not fit this run:" and "checkpoint.exclude_from_loading" in last
         assert set(listed) == expected and len(listed) == len(expected) > 0
 
@@ -175,22 +175,22 @@ def test_the_head_of_another_vocabulary_can_be_left_out(pools, half, tmp_path):
 def test_a_checkpoint_under_a_name_of_the_users_own_can_be_begun_from(pools, half, tmp_path, name):
     source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / name))
     ranks = train(pools, SHARD, tmp_path / "run", 2, checkpoint={"initial_load_path": source})
-    assert [told.error for told in ranks] == ["", ""]
+    assert [rank.error for rank in ranks] == ["", ""]
     assert ranks[0].read == [source]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(pools, half, tmp_path):
     source = str(shutil.copytree(half / "checkpoint/step-00000004", tmp_path / "step-00000005"))
-    for told in train(pools, SHARD, tmp_path / "run", 6, checkpoint={"initial_load_path": source}):
-        assert told.error == f"{source}/manifest.json: is damaged: it belongs to step 4"
+    for rank in train(pools, SHARD, tmp_path / "run", 6, checkpoint={"initial_load_path": source}):
+        assert rank.error == f"{source}/manifest.json: is damaged: it belongs to step 4"
 
 
 @pytest.mark.parametrize("only", [True, False], ids=["weights alone", "a branch"])
 @pytest.mark.parametrize("pattern", ["model.layer.*", "layers.*", ""])
 def test_a_pattern_that_matches_no_tensor_is_refused(pools, half, tmp_path, pattern, only):
     start = {"initial_load_path": str(half / "checkpoint/step-00000004"), "initial_load_model_only": only}
-    for told in train(pools, SHARD, tmp_path, 6, checkpoint=start | {"exclude_from_loading": ["model.head.*", pattern]}):
-        assert f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of ' in told.error
+    for rank in train(pools, SHARD, tmp_path, 6, checkpoint=start | {"exclude_from_loading": ["model.head.*", pattern]}):
+        assert f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of ' in rank.error
 
 
 def branch(source: Path, **keys: Any) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def test_a_branch_goes_on_like_the_run_it_comes_from_and_then_on_its_own(pools, 
     assert saved(tmp_path / "branch") == names(5)
     shutil.rmtree(original)  # the branch has a checkpoint of its own now
     ranks = train(pools, SHARD, tmp_path / "branch", 6, checkpoint=keys)
-    assert [told.error for told in ranks] == ["", ""]
-    assert [told.read for told in ranks] == [[str(tmp_path / "branch/checkpoint/step-00000005")]] * 2
+    assert [rank.error for rank in ranks] == ["", ""]
+    assert [rank.read for rank in ranks] == [[str(tmp_path / "branch/checkpoint/step-00000005")]] * 2
     assert resumed(tmp_path / "branch") == [4, 5]
     assert losses(tmp_path / "branch") == losses(whole)[4:]
     ours, theirs = stored(tmp_path / "branch", 6), stored(whole, 6)

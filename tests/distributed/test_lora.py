@@ -218,7 +218,7 @@ def test_a_float32_base_is_read_into_bfloat16_by_rounding(pools, tmp_path, base)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"rank": 8}, "lora.rank = 8, was 4"),
         ({"modules": ["*.wq"]}, r"lora.modules = \['\*.wq'\], was \['layers.\*'\]"),
@@ -226,9 +226,9 @@ def test_a_float32_base_is_read_into_bfloat16_by_rounding(pools, tmp_path, base)
         ({"alpha": 7.0}, "lora.alpha = 7.0, was 6.0"),
     ],
 )
-def test_adapters_of_another_shape_or_scale_do_not_resume(pools, tmp_path, base, change, told):
+def test_adapters_of_another_shape_or_scale_do_not_resume(pools, tmp_path, base, change, message):
     run(pools, ONE, tmp_path, 5, **adapting(base))
-    with pytest.raises(WorkerFailure, match=told):
+    with pytest.raises(WorkerFailure, match=message):
         run(pools, ONE, tmp_path, 10, **adapting(base, lora=change))
 
 

@@ -55,7 +55,7 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tupl
         return real(matrix, steps)
 
     muon.orthogonalised = watched
-    torch._dynamo.reset()  # workers live on, and each optimizer is compiled anew
+    torch._dynamo.reset()  # workers live on, and each optimizer is compiled again
     try:
         model = build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
         optimizer = build_optimizer(model, config.optimizer)

@@ -18,7 +18,7 @@ HERE = "tests.distributed.test_process"
 
 
 def wait_for_a_late_rank(group: str) -> tuple[float, str]:
-    """(seconds that rank 0 has waited, what it was told); rank 1 comes too late."""
+    """(seconds that rank 0 has waited, what it was warned of); rank 1 comes too late."""
     mesh = mesh_of({"tp": 2})
     set_timeout(2)
     begin = time.monotonic()

@@ -96,9 +96,9 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
 
 
 def test_a_run_that_is_out_of_memory_ends_with_the_step_the_bytes_and_the_remedies(pools: dict[int, Pool], tmp_path):
-    for told in pools[2].run(f"{HERE}:run_out_of_memory", folder=str(tmp_path), failing_step=5):
-        assert told.startswith("step 5: out of memory, 2.00 GiB more were requested")
-        assert "parameters 0.00 GiB" in told
-        assert '1. activation_checkpoint.mode = "selective"' in told
-        assert "2. training.local_batch_size = 2 with training.global_batch_size = 8" in told
-        assert "3. a larger parallelism.data_parallel_shard_degree" in told
+    for message in pools[2].run(f"{HERE}:run_out_of_memory", folder=str(tmp_path), failing_step=5):
+        assert message.startswith("step 5: out of memory, 2.00 GiB more were requested")
+        assert "parameters 0.00 GiB" in message
+        assert '1. activation_checkpoint.mode = "selective"' in message
+        assert "2. training.local_batch_size = 2 with training.global_batch_size = 8" in message
+        assert "3. a larger parallelism.data_parallel_shard_degree" in message

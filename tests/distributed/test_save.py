@@ -26,7 +26,7 @@ root_on_linux = pytest.mark.skipif(
 def test_beside_training_the_same_is_stored_and_trained_although_the_tensors_change_at_once(pools, tmp_path, degrees):
     for mode in ("disabled", "async"):
         ranks = train(pools, degrees, tmp_path / mode, 6, ("slow",), checkpoint={"async_mode": mode})
-        assert {told.error for told in ranks} == {""}
+        assert {rank.error for rank in ranks} == {""}
     for step in (2, 4, 6):
         assert_same(tmp_path / "async", tmp_path / "disabled", step)
     assert saved(tmp_path / "async") == names(2, 4, 6)
@@ -66,10 +66,10 @@ def test_a_rank_with_nothing_to_write_is_no_fault(pools, tmp_path):
 )
 def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, whole, tmp_path, trouble, cause, mode):
     ranks = train(pools, SHARD, tmp_path, 6, (*trouble, 4), checkpoint={"async_mode": mode})
-    assert [told.error for told in ranks] == ["", ""]
-    told = [line for rank in ranks for line in rank.log if "could not be saved" in line]
-    assert len(told) == 1 and "step-00000004: could not be saved, with " in told[0] and cause in told[0]
-    assert "\n" not in told[0]  # no traceback of DCP's
+    assert [rank.error for rank in ranks] == ["", ""]
+    warnings = [line for rank in ranks for line in rank.log if "could not be saved" in line]
+    assert len(warnings) == 1 and "step-00000004: could not be saved, with " in warnings[0] and cause in warnings[0]
+    assert "\n" not in warnings[0]  # no traceback of DCP's
     assert saved(tmp_path) == names(2, 6)
     for step in (2, 6):
         assert_sound(step_folder(tmp_path / "checkpoint", step))
@@ -79,8 +79,8 @@ def test_a_save_that_fails_is_told_once_and_costs_that_checkpoint_only(pools, wh
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_run_whose_last_save_fails_ends_with_that_on_every_rank(pools, tmp_path, mode):
     ranks = train(pools, SHARD, tmp_path, 6, ("no_write", 1, 6), checkpoint={"async_mode": mode})
-    for told in ranks:
-        assert "step-00000006: could not be saved, with" in told.error and "the cable is out" in told.error
+    for rank in ranks:
+        assert "step-00000006: could not be saved, with" in rank.error and "the cable is out" in rank.error
     assert saved(tmp_path) == names(2, 4)
     assert_sound(tmp_path / "checkpoint/step-00000004")
 
@@ -112,9 +112,9 @@ def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_i
         ballast = place / "ballast"
         ballast.write_bytes(bytes(9_500_000))
         ranks = train(pools, SHARD, place, 6, ("full_disk_until_it_is_said", ballast), checkpoint={"async_mode": mode})
-        assert [told.error for told in ranks] == ["", ""]
-        (told,) = [line for line in ranks[0].log if "could not be saved" in line]
-        assert "step-00000004: could not be saved, with 0.00 GiB free: " in told and "No space left on device" in told
+        assert [rank.error for rank in ranks] == ["", ""]
+        (warning,) = [line for line in ranks[0].log if "could not be saved" in line]
+        assert "step-00000004: could not be saved, with 0.00 GiB free: " in warning and "No space left on device" in warning
         assert saved(place) == names(2, 6)
         for step in (2, 6):
             assert_sound(step_folder(place / "checkpoint", step))
@@ -124,8 +124,8 @@ def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_i
 @root_on_linux
 def test_a_run_that_ended_on_a_full_disk_goes_on_when_there_is_room(pools, whole, tmp_path):
     with disk(tmp_path / "disk", "3m") as place:
-        for told in train(pools, SHARD, place, 6):
-            assert "step-00000006: could not be saved, with" in told.error and "No space left on device" in told.error
+        for rank in train(pools, SHARD, place, 6):
+            assert "step-00000006: could not be saved, with" in rank.error and "No space left on device" in rank.error
         assert saved(place) == names(2)
         subprocess.run(["mount", "-o", "remount,size=30m", place], check=True)
         assert train(pools, SHARD, place, 6)[0].error == ""

@@ -16,20 +16,20 @@ HERE = "tests.distributed.test_stop"
 
 
 def answers(requests: dict[int, tuple[int, int]], steps: int) -> list[str | None]:
-    """What this rank is told after each step, up to the first reason. requests: rank -> (step, signal that it gets in it)."""
+    """The answer after each step, up to the first reason to stop. requests: rank -> (step, signal that it gets in it)."""
     asked = stop.Stop(0.0)
-    told: list[str | None] = []
+    answers: list[str | None] = []
     try:
         for step in range(steps):
             if requests.get(dist.get_rank(), (-1, 0))[0] == step:
                 stop._received = signal.Signals(requests[dist.get_rank()][1])
-            told.append(asked.agreed())
-            if told[-1]:
+            answers.append(asked.agreed())
+            if answers[-1]:
                 break
         asked.close()
     finally:
         stop._received = None
-    return told
+    return answers
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,9 @@ def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(p
 
 def test_gradients_that_recomputation_changes_are_told(pools, tmp_path):
     found = alone(pools, "tests.forks.counting", "plain", tmp_path)
-    told = found.faults["recomputation"]
-    assert [text.partition(":")[0] for text in told] == ["recomputed full", "recomputed by operation"]
-    assert all("the gradient of layers." in text for text in told)
+    message = found.faults["recomputation"]
+    assert [text.partition(":")[0] for text in message] == ["recomputed full", "recomputed by operation"]
+    assert all("the gradient of layers." in text for text in message)
 
 
 def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):

@@ -48,10 +48,10 @@ def spoil(path: Path) -> None:
     path.write_bytes(spoilt)
 
 
-def assert_refused(ended: Ended, *told: str) -> None:
+def assert_refused(ended: Ended, *words: str) -> None:
     """That a start ended at once, with a fault of the user's and in words that he can use."""
     assert (ended.code, ended.out, ended.left) == (2, "", []), ended.err
-    assert [part for part in told if part not in ended.err] == [], ended.err
+    assert [part for part in words if part not in ended.err] == [], ended.err
     assert "Traceback" not in ended.err
 
 
@@ -86,8 +86,8 @@ def test_all_damaged_ends_with_their_names_and_changes_nothing(copy):
     for step, name in ((2, ".metadata"), (4, "manifest.json")):
         spoil(step_folder(copy / "out/checkpoint", step) / name)
     before = contents(copy)
-    told = ["step-00000002/.metadata: is damaged", "step-00000004/manifest.json: is damaged", "all 2 checkpoints are damaged"]
-    assert_refused(start(copy, 6), *told, "rename the folder to start from scratch")
+    words = ["step-00000002/.metadata: is damaged", "step-00000004/manifest.json: is damaged", "all 2 checkpoints are damaged"]
+    assert_refused(start(copy, 6), *words, "rename the folder to start from scratch")
     assert contents(copy) == before
 
 

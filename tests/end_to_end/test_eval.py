@@ -1,4 +1,4 @@
-"""titanlite eval: on a task made of local text, lm-eval is told what transformers' model of the exported weights says."""
+"""titanlite eval: on a task made of local text, lm-eval gets the answers of transformers' model of the exported weights."""
 
 import json
 from pathlib import Path
@@ -136,7 +136,7 @@ def test_two_ranks_say_the_same(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--tasks", "nonsense"], 'there is no task "nonsense"'),
         (["--tasks", "choice", "--include-path", "nowhere"], "--include-path nowhere: no such folder"),
@@ -145,7 +145,7 @@ def test_two_ranks_say_the_same(folder):
         (["--tasks", "choice", "--output", "nowhere/found.json"], "--output nowhere/found.json"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_sentence(folder, words, told):
+def test_what_is_wrong_is_reported_in_a_sentence(folder, words, message):
     ended = evaluate(folder, "--checkpoint", "out", *words)
     assert ended.code == 2
-    assert told in ended.err and "Traceback" not in ended.err, ended.err
+    assert message in ended.err and "Traceback" not in ended.err, ended.err

@@ -1,4 +1,4 @@
-"""Ranks that fail or hang in the middle of a step: what is told, what is left to read, and that no process is left behind."""
+"""Ranks that fail or hang in the middle of a step: what is reported, which files remain, and that no process is left."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""run_slurm.sh with a Slurm of two scripts: what every node is told, when the job is requeued, and a real run on two nodes."""
+"""run_slurm.sh with a Slurm of two scripts: what every node gets, when the job is requeued, and a real run on two nodes."""
 
 import os
 import shutil
@@ -53,9 +53,9 @@ case "$1 $2" in
 esac
 """
 
-# In place of run_train.sh: says what it was told, and ends as CODE_<node> says, or with 75 at a signal.
+# In place of run_train.sh: writes its arguments, and ends as CODE_<node> says, or with 75 at a signal.
 STUB = """#!/usr/bin/env bash
-echo "$NNODES $NODE_RANK $RDZV_ENDPOINT ${NGPU:-derived} $# $2" >"told-$NODE_RANK"
+echo "$NNODES $NODE_RANK $RDZV_ENDPOINT ${NGPU:-derived} $# $2" >"words-$NODE_RANK"
 trap 'exit 75' USR1 TERM
 code="CODE_$NODE_RANK"
 if [[ "${!code}" == forever ]]; then
@@ -143,7 +143,7 @@ def test_without_slurm_it_says_what_to_use(tmp_path):
 
 @pytest.fixture
 def stubbed(tmp_path) -> Job:
-    """A job whose run_train.sh only says what it was told."""
+    """A job whose run_train.sh only writes its arguments."""
     (tmp_path / "tree").mkdir()
     shutil.copy(ROOT / "run_slurm.sh", tmp_path / "tree")
     (tmp_path / "tree/run_train.sh").write_text(STUB)
@@ -155,13 +155,13 @@ def test_every_node_is_told_the_same_but_its_number(stubbed):
     ended = finish(stubbed.start("run.toml", "two words", CODE_0="0", CODE_1="0", SLURM_GPUS_ON_NODE="4"))
     assert (ended.code, ended.left, stubbed.requests()) == (0, [], []), ended.err
     endpoint = f"localhost:{20_000 + stubbed.number % 10_000}"
-    told = [(stubbed.folder / f"told-{node}").read_text() for node in (0, 1)]
-    assert told == [f"2 {node} {endpoint} 4 2 two words\n" for node in (0, 1)]
+    words = [(stubbed.folder / f"words-{node}").read_text() for node in (0, 1)]
+    assert words == [f"2 {node} {endpoint} 4 2 two words\n" for node in (0, 1)]
 
 
 def test_without_gpus_from_slurm_each_node_counts_its_own(stubbed):
     finish(stubbed.start("run.toml", CODE_0="0", CODE_1="0"))
-    assert (stubbed.folder / "told-0").read_text().split()[3] == "derived"
+    assert (stubbed.folder / "words-0").read_text().split()[3] == "derived"
 
 
 @pytest.mark.parametrize(

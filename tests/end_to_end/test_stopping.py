@@ -1,4 +1,4 @@
-"""Runs that are asked to stop, and runs that torchrun starts anew: nothing done is lost, and the exit code says what to do."""
+"""Runs that are asked to stop, and runs that torchrun starts again: nothing done is lost, and the exit code says what to do."""
 
 import os
 import re

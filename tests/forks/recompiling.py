@@ -1,4 +1,4 @@
-"""A fork whose blocks are told in words what step it is, so that every step is compiled anew."""
+"""A fork whose blocks get the number of the step as a string, so that every step is compiled again."""
 
 from torch import Tensor
 

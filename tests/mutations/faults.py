@@ -18,7 +18,7 @@ class Fault(NamedTuple):
 
     id: c01 to c20 were chosen, d01 to d40 drawn by draw.py. origin: file and line at the commit of the draw. why: of a chosen
     one, what it does. tests: of the suite as it is, what is tried first, cheap ones first. rewritten: the line of the draw,
-    where the code has been rewritten since and the fault was expressed anew at the same place.
+    where the code has been rewritten since and the fault was expressed again at the same place.
     """
 
     id: str

@@ -90,7 +90,7 @@ class Copy:
         return list(dict.fromkeys(failed))
 
     def _run_tests(self, targets: Sequence[str], most: int, events: Path, cache: Path) -> NoReturn:
-        """What the forked process does: pytest in the copy, whose modules are imported anew."""
+        """What the forked process does: pytest in the copy, whose modules are imported again."""
         os.setsid()
         for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "titanlite", "models")]:
             del sys.modules[name]

@@ -283,9 +283,9 @@ def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(t
     ],
 )
 def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, words):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as raised:
         load_template(write(tmp_path, template, byte_level()))
-    assert all(word in str(told.value) for word in words), told.value
+    assert all(word in str(raised.value) for word in words), raised.value
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [

@@ -436,7 +436,7 @@ def test_wherever_in_a_file_the_disk_is_full_that_is_what_is_said(tmp_path, monk
 
 
 def test_a_folder_that_is_gone_fails_the_save_and_not_the_run(tmp_path):
-    """As where a network's disk is lost: not even how much room there is can be told."""
+    """As where a network's disk is lost: not even how much room there is can be read."""
     (tmp_path / "run").mkdir()
     saver = Saver(tmp_path / "run/checkpoint", Checkpoint(enable=True), 60)
     (tmp_path / "run").rmdir()

@@ -198,8 +198,8 @@ def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wron
 def test_faults_of_all_kinds_are_told_together():
     wrong = {TP: 3, FLAVOR: "9b", STEPS: 9, DATASET: "c4", SAVES: "", LOAD_STEP: 3}
     found = faults(wrong, ranks=4)
-    told = ["tensor_parallel_degree = 3", FLAVOR, f"{WARMUP} = 200", DATASET, SAVES, LOAD_STEP]
-    assert [part for part in told if not any(part in line for line in found)] == []
+    expected = ["tensor_parallel_degree = 3", FLAVOR, f"{WARMUP} = 200", DATASET, SAVES, LOAD_STEP]
+    assert [part for part in expected if not any(part in line for line in found)] == []
     assert len(found) == len(wrong)
 
 

@@ -1,4 +1,4 @@
-"""What is compiled after a run has settled is counted, and told by its cause."""
+"""What is compiled after a run has settled is counted, with its cause."""
 
 import logging
 import os

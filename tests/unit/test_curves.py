@@ -1,4 +1,4 @@
-"""Loss curves: every run is a configuration that trains, and what is told of them is the mean of their last steps."""
+"""Loss curves: every run is a configuration that trains, and what is reported of them is the mean of their last steps."""
 
 import json
 import os
@@ -55,15 +55,15 @@ def test_the_float16_run_is_sound_and_its_products_are_exact_but_for_one_roundin
 
 def test_the_table_holds_means_of_the_last_steps_and_their_distance_to_the_reference(tmp_path):
     one, other = [9.0] * LAST + [2.0] * LAST, [9.0] * LAST + [2.0] * (LAST // 2) + [3.0] * (LAST // 2)
-    told = curves.table({REFERENCE: one, "other": other})
-    assert told.splitlines()[2:] == [f"| {REFERENCE} | 2.0000 | +0.0000 |", "| other | 2.5000 | +0.5000 |"]
+    table = curves.table({REFERENCE: one, "other": other})
+    assert table.splitlines()[2:] == [f"| {REFERENCE} | 2.0000 | +0.0000 |", "| other | 2.5000 | +0.5000 |"]
     (tmp_path / "results").mkdir()
     result = {"commit": "0123456789abcdef", "curves": {REFERENCE: one, "other": other}}
     (tmp_path / "results" / "curves.json").write_text(json.dumps(result))
     (tmp_path / "README.md").write_text(f"{report.BEGIN}\n{report.END}\n")
     assert report.main(["--folder", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text()
-    assert told in page
+    assert table in page
     assert f"Not run yet: {'; '.join(name for name in RUNS if name != REFERENCE)}." in page
     assert (tmp_path / "results" / "curves.png").stat().st_size > 0
 

@@ -286,7 +286,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives_however_it_is_cut(module, f
     starts, found = torch.tensor([0, 0]), torch.zeros_like(expected)
     for width, advance in ((7, (7, 4)), (1, (1, 1)), (5, (5, 5)), (1, (1, 1)), (6, (6, 6)), (3, (0, 3))):
         positions = starts[:, None] + torch.arange(width)
-        inside = positions.clamp(max=19)  # what is beyond a row's end is overwritten, or never looked at
+        inside = positions.clamp(max=19)  # what is beyond a row's end is overwritten, or never read
         cache.reserve(int(positions.max()) + 1)
         hidden = model(tokens.gather(1, inside), SeqInfo(positions, cache=cache))
         for row, count in enumerate(advance):

@@ -198,8 +198,8 @@ def test_patterns_allow_the_keys_that_they_match(allowed, refused):
         return
     with pytest.raises(UserError) as raised:
         resume(keys)
-    told = [line.split()[0] for line in str(raised.value).splitlines()[1:-1]]
-    assert sorted(told) == refused
+    listed = [line.split()[0] for line in str(raised.value).splitlines()[1:-1]]
+    assert sorted(listed) == refused
 
 
 @pytest.mark.parametrize("allowed", [[], ["*"], ["training.seq_len"]])
@@ -303,7 +303,7 @@ def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
 
 
 def test_a_schedule_that_was_kept_once_is_kept_by_the_run_after_that():
-    """What counts is the schedule that was followed, not what the keys of its run would make anew."""
+    """What counts is the schedule that was followed, not what the keys of its run would make again."""
     second = stored(STABLE | {STEPS: 40}, schedule=build_schedule(configuration(STABLE)))
     assert resume(STABLE | {STEPS: 60}, second).total_steps == 20
 

@@ -1,4 +1,4 @@
-"""What a path of the configuration stands for, what is made of text and kept, and which damage is told before training."""
+"""What a path of the configuration stands for, what is made of text and kept, and which damage is reported before training."""
 
 import json
 import multiprocessing
@@ -202,7 +202,7 @@ def test_text_becomes_documents_each_closed_by_the_end_of_text(tmp_path, assets,
             (tmp_path / "texts" / f"{number:03d}.py").write_text(text)
     source = _open(tmp_path / "texts", assets)
     assert _documents(source) == _expected(loaded)
-    assert source.manifest is not None  # so that its ids are not looked at again
+    assert source.manifest is not None  # so that its ids are not checked again
     assert (source.name, source.files[0].ids.dtype) == ("texts", np.uint16)
 
 
@@ -413,7 +413,7 @@ def test_fingerprint_of_foreign_files_follows_their_content_and_not_their_name(t
 
     def fingerprint(name: str, documents: list[list[int]], losses: list[list[bool]] | None = None) -> str:
         source = _open(write_file(tmp_path / name, documents, losses=losses).prefix, assets)
-        assert source.manifest is None  # so that its ids are looked at
+        assert source.manifest is None  # so that its ids are checked
         return source.fingerprint
 
     same = {fingerprint(name, documents) for name in ("a", "b")}

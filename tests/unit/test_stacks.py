@@ -85,7 +85,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "meaning"),
     [
         (GLOO, "waited 100 s for the other ranks"),
         ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "waited 300 s for the other ranks"),
@@ -100,8 +100,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
         ("socket has broken\nand more", "socket has broken"),
     ],
 )
-def test_an_error_of_a_collective_is_told_as_what_it_means(text, told):
-    assert stacks._echo(RuntimeError(text)) == told
+def test_an_error_of_a_collective_is_reported_as_what_it_means(text, meaning):
+    assert stacks._echo(RuntimeError(text)) == meaning
 
 
 def test_a_timeout_is_told_with_the_innermost_calls_and_without_a_traceback(tmp_path, monkeypatch, caplog):

@@ -326,8 +326,8 @@ def test_a_run_measures_who_does_the_same_work_and_refuses_who_does_not(tmp_path
         assert 0 < memory["import"]["resident"] < memory["peak"]["peak_resident"]
         assert raw["first_step"]["cold"] > 0 and raw["first_step"]["warm"] == []
     assert result["job"]["parameters"] == sum(p.numel() for p in Family(llama3, dimensions(TINY, 100)).on_meta().parameters())
-    told = capsys.readouterr()
-    assert "titanlite:hasty: refused: losses" in told.err and "not measured: titanlite:hasty" in told.out
+    printed = capsys.readouterr()
+    assert "titanlite:hasty: refused: losses" in printed.err and "not measured: titanlite:hasty" in printed.out
     assert report.title(result).startswith("1 CPU thread:")
 
 

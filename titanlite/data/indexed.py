@@ -95,7 +95,7 @@ class TokenFile:
     has_loss: bool
 
     def __init__(self, prefix: Path):
-        """Raises UserError that names the file at fault: missing, of another format, truncated, or longer than the index says.
+        """Raises UserError that names the faulty file: missing, of another format, truncated, or longer than the index says.
 
         Reads only the header, the sizes and the last entries, so that the largest file opens at once; `check` reads all.
         """

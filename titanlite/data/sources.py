@@ -128,7 +128,7 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     """Opens, validates and fingerprints a source; tokenizes it before if it is text. Several processes may call it at once.
 
     key: names the source in messages; assets: model.hf_assets_path; vocabulary: of the model, an upper bound of the ids.
-    Raises UserError that names the file at fault.
+    Raises UserError that names the faulty file.
     """
     prefixes, folder = find(source.path, key), Path(source.path)
     if prefixes is None:

@@ -13,8 +13,8 @@ from titanlite.errors import UserError
 from titanlite.loop.checks import check
 
 
-def case(words: str, *told: str) -> tuple[str, tuple[str, ...]]:
-    return words, told
+def case(words: str, *message: str) -> tuple[str, tuple[str, ...]]:
+    return words, message
 
 
 COMMAND_FAULTS = {
@@ -69,18 +69,18 @@ def place(sources, imported, tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("fault", COMMAND_FAULTS)
 def test_a_wrong_command_is_refused_in_a_sentence_and_writes_nothing(place, monkeypatch, capsys, fault):
     before = sorted(path.name for path in place.iterdir())
-    words, told = COMMAND_FAULTS[fault]
+    words, message = COMMAND_FAULTS[fault]
     monkeypatch.setattr("sys.argv", words.split())
     with pytest.raises((UserError, SystemExit)) as ended:
         importlib.import_module(COMMANDS[words.split()[0]][0]).main()
     said = f"{ended.value} {capsys.readouterr().err}"
-    assert all(part in said for part in told), said
+    assert all(part in said for part in message), said
     assert sorted(path.name for path in place.iterdir()) == before
 
 
 @pytest.mark.parametrize("fault", RUN_FAULTS)
 def test_a_wrong_run_is_refused_before_any_process_starts(place, fault):
-    words, told = RUN_FAULTS[fault]
+    words, message = RUN_FAULTS[fault]
     start = "model.name=tests.tiny model.flavor=plain model.hf_assets_path=source training.dataset=data.txt"
     values: dict[str, dict] = {}
     for word in [*start.split(), *words.split()]:
@@ -89,5 +89,5 @@ def test_a_wrong_run_is_refused_before_any_process_starts(place, fault):
         values.setdefault(section, {})[name] = {"true": True, "false": False}.get(value, value)
     with pytest.raises(UserError) as raised:
         check(Config.model_validate(values), "run.toml", 1)
-    assert all(part in str(raised.value) for part in told), raised.value
+    assert all(part in str(raised.value) for part in message), raised.value
     assert len(str(raised.value).splitlines()) <= 3, "more than what is wrong"

@@ -1,4 +1,4 @@
-"""What a folder holds is read bit for bit, and what is wrong with it is told by name before anything is read."""
+"""What a folder holds is read bit for bit, and faults are reported by name before anything is read."""
 
 import dataclasses
 import json
@@ -161,8 +161,12 @@ def test_all_faults_are_told_at_once(source):
     change(source, "lm_head.weight", lambda tensors: tensors.update(extra=torch.zeros(2)))
     with pytest.raises(UserError) as raised:
         read(source, "tests.tiny", "plain")
-    told = str(raised.value)
-    assert told.count("is missing") == 2 and "lm_head.weight (model.head.output.weight): (5, 64)" in told and "extra" in told
+    message = str(raised.value)
+    assert (
+        message.count("is missing") == 2
+        and "lm_head.weight (model.head.output.weight): (5, 64)" in message
+        and "extra" in message
+    )
 
 
 def test_pickles_are_never_read(source):
