@@ -136,7 +136,8 @@ def graphs_of(cell: Cell) -> set[int]:
         return {0}
     if cell["compile"] == "model":
         return {GRAPHS}
-    local_and_global = "Gemma" in cell["family"]
+    # Without documents only local layers have a mask; with them, those of both kinds have one, of the same shape.
+    local_and_global = "Gemma" in cell["family"] and cell["documents"] == "one"
     if cell["adapter"] == "none":
         return {GRAPHS + local_and_global}
     # the input of the first block needs no gradient, unless the model scales what it has looked up

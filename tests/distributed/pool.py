@@ -116,6 +116,34 @@ class Pool:
         return (Path(self.folder.name) / f"stack-{rank}").read_text()
 
 
+def _share_groups_between_meshes() -> None:
+    """Makes dimensions of meshes share the process group of the same ranks.
+
+    Each group of gloo has threads that wake up a hundred times a second. A mesh has five dimensions, most of them of one rank,
+    and tests use a dozen meshes: the idle groups would keep a core busy.
+    """
+    from torch.distributed import device_mesh
+
+    new_group, known = device_mesh.new_group, {}
+
+    def shared(ranks: list[int], backend: str | None, **words: Any) -> Any:
+        key = tuple(ranks), backend
+        if key not in known:
+            known[key] = new_group(ranks=ranks, backend=backend, **words)
+        return known[key]
+
+    device_mesh.new_group = shared
+
+
+def _end_groups(before: set[Any]) -> None:
+    """Destroys the groups that a call has left, but for those of meshes, whose names DTensor's caches keep."""
+    import torch.distributed as dist
+
+    for group in set(dist.distributed_c10d._world.pg_map) - before:
+        if not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
+
+
 def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -130,14 +158,17 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    _share_groups_between_meshes()
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
         module, name = function.split(":")
+        groups = set(dist.distributed_c10d._world.pg_map)
         try:
             answer = True, getattr(importlib.import_module(module), name)(**arguments)
+            _end_groups(groups)
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
