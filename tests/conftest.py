@@ -1,5 +1,6 @@
 """What all tests share: where their files are, what ends with them, the pools of ranks, and which tests run side by side."""
 
+import multiprocessing.forkserver as forkserver
 import os
 import subprocess
 import sys
@@ -64,6 +65,13 @@ def end_of_tired_pools() -> Iterator[None]:
 def end_of_pools() -> Iterator[None]:
     yield
     _stop(_pools.values())
+
+
+@pytest.fixture(scope="module")
+def no_fork_server() -> None:
+    """Ends multiprocessing's fork server, which other tests have started and set up, with all pools: it waits for its forks."""
+    _stop(_pools.values())
+    forkserver._forkserver._stop()
 
 
 def _stop(pools: Iterable[Pool]) -> None:

@@ -140,7 +140,8 @@ def _end_groups(before: set[Any]) -> None:
     import torch.distributed as dist
 
     for group in set(dist.distributed_c10d._world.pg_map) - before:
-        if not group.group_desc.startswith("mesh_"):
+        # names that are no counters can come again, while the addresses of their old ranks stay in the store
+        if group.group_name.isdigit() and not group.group_desc.startswith("mesh_"):
             dist.destroy_process_group(group)
 
 

@@ -21,6 +21,7 @@ from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("no_fork_server")  # it receives the signals that ours must not, and so would its forks
 SEQ_LEN, GLOBAL = 8, 12
 POLICIES = {
     "pack": {},
@@ -34,12 +35,6 @@ def config_of(local: int = 1, seed: int = 0, workers: int = 0, stall: float = 20
     sizes = {"seq_len": SEQ_LEN, "local_batch_size": local, "global_batch_size": GLOBAL, "seed": seed}
     dataloader = {"workers": workers, "stall_seconds": stall}
     return Config.model_validate({"training": {**sizes, **training}, "dataloader": dataloader})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_fork_server() -> None:
-    """One that other tests have started hears the signals that ours must not, and so would its forks."""
-    forkserver._forkserver._stop()
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,16 @@ from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
 
 
-def end_with_parent() -> None:
-    """On Linux, the kernel ends this process when the one that started it dies, even by SIGKILL."""
+def end_with_parent(parent: int | None = None) -> None:
+    """On Linux, the kernel ends this process when the one that started it dies, even by SIGKILL.
+
+    parent: the pid of that process, which may be dead before the kernel knows.
+    """
     if sys.platform == "linux":
         death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)
 
 
 def name_process(name: str) -> None:

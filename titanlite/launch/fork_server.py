@@ -50,8 +50,10 @@ class ForkServer:
         """preload: modules that the processes share."""
         self._exit_codes: dict[int, int] = {}
         self._connection, requests = Pipe()
+        launcher = os.getpid()
         if (pid := os.fork()) == 0:
             self._connection.close()
+            children.end_with_parent(launcher)
             _serve(requests, preload)
         requests.close()
         self._pid = pid
@@ -84,7 +86,7 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
     Returns in no process: the server exits with the launcher, and a new process with its function's result.
     """
     os.setsid()
-    children.end_with_parent()
+    server = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     for module in preload:
         importlib.import_module(module)
@@ -103,9 +105,9 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
             continue
         function, arguments, environment = request
         if (pid := os.fork()) == 0:
+            children.end_with_parent(server)
             requests.close()
             os.setsid()
-            children.end_with_parent()
             os.environ.update(environment)
             module, _, name = function.partition(":")
             sys.exit(getattr(importlib.import_module(module), name)(*arguments))

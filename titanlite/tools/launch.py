@@ -35,8 +35,9 @@ def main() -> None:
     from titanlite.launch.fork_server import ForkServer
 
     server = ForkServer("titanlite.train", "torch._dynamo")  # which PyTorch's optimizers import
+    parent = os.getpid()
     if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
-        children.end_with_parent()
+        children.end_with_parent(parent)
         sys.exit(check_here(config, path, layout.ranks, layout.local_ranks))
     try:
         from titanlite.launch.launcher import Launcher, launch  # while the check runs

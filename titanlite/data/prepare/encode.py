@@ -116,10 +116,9 @@ def _gather(pipes: list[connection.Connection], queue: Iterator[Unit]) -> Iterat
 
 def _work(job: Job, pipe: connection.Connection) -> None:
     """A worker: answers each unit with (unit, record) or with an exception."""
-    children.end_with_parent()
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:
-        return
+    assert parent is not None
+    children.end_with_parent(parent.pid)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
     tokenizer = _tokenizer(job)
     with contextlib.suppress(EOFError, ConnectionError):  # the command has ended
