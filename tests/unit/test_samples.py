@@ -304,7 +304,7 @@ def test_weights_are_of_tokens_and_not_of_samples(tmp_path, policy):
 def test_only_proportions_of_weights_matter(tmp_path):
     first, second = (write_file(tmp_path / name, _numbered([900])) for name in ("a", "b"))
     shares = [
-        [mixed.share for mixed in mix_of([opened(first, "a", weight=a), opened(second, "b", weight=b)], _config()).sources]
+        mix_of([opened(first, "a", weight=a), opened(second, "b", weight=b)], _config()).shares
         for a, b in ((1, 4), (0.2, 0.8), (1000, 4000))
     ]
     assert shares[0] == shares[1] == shares[2]

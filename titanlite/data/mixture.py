@@ -27,17 +27,21 @@ PADDING, USED_UP = -1, -2  # instead of a sample's number: a row of padding; a s
 
 @dataclass(frozen=True)
 class MixtureSource:
-    """A source with its rows and its share."""
+    """A source with its rows."""
 
     source: TokenSource
     rows: list[Rows]  # of each file
     ends: list[int]  # cumulative rows of the files
-    share: int  # of the mixture, in parts of MIXTURE
 
     @property
     def count(self) -> int:
         """Samples in an epoch."""
         return self.ends[-1]
+
+    @property
+    def kept(self) -> int:
+        """Tokens in all rows."""
+        return sum(rows.tokens for rows in self.rows)
 
     @property
     def tokens(self) -> int:
@@ -59,22 +63,27 @@ class Data:
 
     def __init__(
         self,
-        sources: list[MixtureSource],
+        sources: list[TokenSource],
         training: Training,
         tokenizer: str,
         byte_lengths: np.ndarray,
         vocabulary: int,
         key: str,
     ):
-        """tokenizer: its digest. byte_lengths (vocabulary,) int64: bytes of text that each id stands for. See `mix`."""
-        self.sources, self.byte_lengths, self.key = sources, byte_lengths, key
+        """tokenizer: its digest. byte_lengths (vocabulary,) int64: bytes of text that each id stands for.
+
+        vocabulary: of the model, an upper bound of the ids. key: names the sources in messages. Raises UserError for a source
+        without a single sample, or with a weight that is too small.
+        """
+        self.sources = [_with_rows(source, training, key) for source in sources]
+        self.shares = _shares(self.sources, key)
+        self.byte_lengths, self.key = byte_lengths, key
         self.seq_len, self.mask = training.seq_len, training.document_mask
         self._padded = training.document_policy != "pack"
-        has_loss = any(rows.file.has_loss for mixed in sources for rows in mixed.rows)
+        has_loss = any(file.has_loss for source in sources for file in source.files)
         self._all_counted = not (self.mask or self._padded or has_loss)
-        self._foreign = any(mixed.source.manifest is None for mixed in sources)
+        self._foreign = any(source.manifest is None for source in sources)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._shares = sum(mixed.share for mixed in sources)
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint records of the data, to detect and name changes."""
@@ -84,43 +93,43 @@ class Data:
                 "documents": mixed.documents,
                 "tokens": mixed.tokens,
                 "fingerprint": mixed.source.fingerprint,
-                "share": mixed.share / self._shares,
+                "share": share / sum(self.shares),
             }
-            for mixed in self.sources
+            for mixed, share in zip(self.sources, self.shares, strict=True)
         ]
         return {"tokenizer": self._tokenizer, "sources": sources}
 
     @property
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal samples."""
-        return digest(self._tokenizer, *(f"{mixed.source.fingerprint} {mixed.share}" for mixed in self.sources))
+        parts = (f"{mixed.source.fingerprint} {share}" for mixed, share in zip(self.sources, self.shares, strict=True))
+        return digest(self._tokenizer, *parts)
 
     def derived_values(self, samples: int) -> dict[str, str]:
         """What a run of that many samples reads of each source, for the start of the log: name -> sentence."""
         lines = {}
-        for mixed, draws in zip(self.sources, self.draws(samples), strict=True):
+        for mixed, share, draws in zip(self.sources, self.shares, self.draws(samples), strict=True):
             padding, unused = self.waste(mixed)
             lines["data" if len(self.sources) == 1 else f"data: {mixed.source.name}"] = (
-                f"{mixed.tokens:,} tokens in {mixed.documents:,} documents, {mixed.share / self._shares:.1%} of samples, "
+                f"{mixed.tokens:,} tokens in {mixed.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
                 f"{draws / mixed.count:.2f} epochs; {padding:.1%} padding, {unused:.1%} of tokens unused"
             )
         return lines
 
     def waste(self, mixed: MixtureSource) -> tuple[float, float]:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
-        kept = sum(rows.tokens for rows in mixed.rows)
-        return 1 - kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - kept / mixed.tokens)
+        return 1 - mixed.kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - mixed.kept / mixed.tokens)
 
     def draws(self, samples: int) -> list[int]:
         """How many of a run's first `samples` samples come from each source."""
-        return drawn(samples, [mixed.share for mixed in self.sources])
+        return drawn(samples, self.shares)
 
     def locate(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample of it) at each position of the run; positions (n,) int64 -> two (n,) int64.
 
         A sample beyond the `epochs` of its source is USED_UP, which is an error only when it is read.
         """
-        source, index = interleave(positions, [mixed.share for mixed in self.sources])
+        source, index = interleave(positions, self.shares)
         for number, mixed in enumerate(self.sources):
             here = source == number
             drawn_before = index[here]
@@ -135,9 +144,13 @@ class Data:
         note: (1,) int64, receives the number of each row before it is read.
         Raises UserError for an id that is not in the vocabulary, and for a sample that is USED_UP.
         """
-        length = self.seq_len
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
-        arrays = self._empty(len(samples), all_counted=self._all_counted and PADDING not in numbers)
+        shape = len(numbers), self.seq_len + 1
+        arrays = Arrays(
+            np.zeros(shape, np.int64),
+            None if self._all_counted and PADDING not in numbers else np.zeros(shape, bool),
+            np.zeros((len(numbers), self.seq_len), np.int32) if self.mask else None,
+        )
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
@@ -147,21 +160,10 @@ class Data:
                 name, allowed = self.sources[source].source.name, self.sources[source].source.cfg.epochs
                 raise UserError(f"{self.key}: {name} is used up: {allowed:g} epochs of it are allowed")
             rows, row = self.sources[source].locate(sample)
-            if arrays.counted is None:  # the row is one piece, and all of it counts
-                arrays.tokens[at] = rows.file.ids[row * length : row * length + length + 1]
-            else:
-                fill(arrays, at, rows, row, length)
+            fill(arrays, at, rows, row)
         if self._foreign:
             self._check_ids(arrays.tokens, sources, samples)
         return arrays
-
-    def _empty(self, rows: int, all_counted: bool) -> Arrays:
-        """Rows of padding; where all tokens of all rows count, uninitialised rows."""
-        shape = rows, self.seq_len + 1
-        if all_counted:
-            return Arrays(np.empty(shape, np.int64), None, None)
-        documents = np.zeros((rows, self.seq_len), np.int32) if self.mask else None
-        return Arrays(np.zeros(shape, np.int64), np.zeros(shape, bool), documents)
 
     def _check_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         if tokens.min() >= 0 and tokens.max() < self._vocabulary:
@@ -203,44 +205,30 @@ def open_data(config: Config, section: str = "training") -> Data:
     sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
     lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)
     lengths[: loaded.vocabulary] = byte_lengths(loaded)
-    return mix(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key)
+    return Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key)
 
 
-def mix(
-    sources: list[TokenSource], training: Training, tokenizer: str, byte_lengths: np.ndarray, vocabulary: int, key: str
-) -> Data:
-    """Several sources as one. vocabulary: of the model, an upper bound of the ids. key: names the sources in messages.
-
-    Raises UserError for a source without a single sample.
-    """
+def _with_rows(source: TokenSource, training: Training, key: str) -> MixtureSource:
     length, policy = training.seq_len, training.document_policy
-    counted: list[tuple[TokenSource, list[Rows]]] = []
-    for source in sources:
-        rows = []
-        for file in source.files:
-            packing = open_packing(file, source.fingerprint, length) if policy == "best_fit" else None
-            rows.append(rows_of(file, policy, length, training.document_mask, packing))
-        if not sum(part.tokens for part in rows):
-            tokens = sum(file.tokens for file in source.files)
-            raise UserError(f"training.seq_len = {length}: {key}: {source.name} has {tokens:,} tokens, not one whole sample")
-        counted.append((source, rows))
-    mixed = [
-        MixtureSource(source, rows, list(itertools.accumulate(part.count for part in rows)), share)
-        for (source, rows), share in zip(counted, _shares(counted, key), strict=True)
-    ]
-    return Data(mixed, training, tokenizer, byte_lengths, vocabulary, key)
+    rows = []
+    for file in source.files:
+        packing = open_packing(file, source.fingerprint, length) if policy == "best_fit" else None
+        rows.append(rows_of(file, length, policy, training.document_mask, packing))
+    mixed = MixtureSource(source, rows, list(itertools.accumulate(part.count for part in rows)))
+    if not mixed.kept:
+        raise UserError(f"training.seq_len = {length}: {key}: {source.name} has {mixed.tokens:,} tokens, not one whole sample")
+    return mixed
 
 
-def _shares(counted: list[tuple[TokenSource, list[Rows]]], key: str) -> list[int]:
+def _shares(sources: list[MixtureSource], key: str) -> list[int]:
     """The share of samples of each source, in parts of MIXTURE, such that its *tokens* have their weight."""
     rates = []
-    for source, rows in counted:
-        samples, tokens = sum(part.count for part in rows), sum(part.tokens for part in rows)
-        weight = source.cfg.weight
-        rates.append(samples if weight is None else weight * samples / tokens)
+    for mixed in sources:
+        weight = mixed.source.cfg.weight
+        rates.append(mixed.count if weight is None else weight * mixed.count / mixed.kept)
     shares = [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
     if 0 in shares:
-        source = counted[shares.index(0)][0]
+        source = sources[shares.index(0)].source
         raise UserError(f"{key}: the weight of {source.name} is below a millionth of all; leave it out or raise it")
     return shares
 

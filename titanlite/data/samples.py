@@ -7,6 +7,7 @@ of tokens of one file; the rest is padding. A row never extends from one file in
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,78 +21,48 @@ Piece = tuple[int, int]  # (first token in the file, tokens)
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one token file."""
+    """The rows of one token file. Can be pickled."""
 
     file: TokenFile
     count: int
     tokens: int  # in all rows, repeated ones included
-    packing: Packing | None
-    pieces: Callable[["Rows", int, int], list[Piece]]  # (rows, row, seq_len)
+    pieces: Callable[[int], list[Piece]]  # of a row
 
 
-def count_packed(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
-    """(rows, tokens in them): the documents one after another, cut every seq_len tokens. Neighbours share one token."""
-    rows = max(0, (file.tokens - 1) // seq_len)
-    return rows, rows * seq_len
+def rows_of(file: TokenFile, seq_len: int, policy: str, mask: bool, packing: Packing | None) -> Rows:
+    """The rows of a file under a `document_policy`. mask: no piece spans two documents. packing: for "best_fit"."""
+    if packing is not None:
+        return Rows(file, packing.rows, packing.kept, packing.pieces)
+    if policy == "truncate":
+        return Rows(file, file.documents, _truncated_tokens(file, seq_len), partial(_truncated, file, seq_len))
+    count = max(0, (file.tokens - 1) // seq_len)  # documents one after another; neighbouring rows share one token
+    return Rows(file, count, count * seq_len, partial(_packed_by_document if mask else _packed, file, seq_len))
 
 
-def packed(rows: Rows, row: int, seq_len: int) -> list[Piece]:
+def _packed(_file: TokenFile, seq_len: int, row: int) -> list[Piece]:
     return [(row * seq_len, seq_len + 1)]
 
 
-def packed_by_document(rows: Rows, row: int, seq_len: int) -> list[Piece]:
-    """As `packed`, cut where documents begin."""
+def _packed_by_document(file: TokenFile, seq_len: int, row: int) -> list[Piece]:
+    """As `_packed`, cut where documents begin."""
     first, last = row * seq_len, (row + 1) * seq_len
-    cuts = rows.file.boundaries(rows.file.document_at(first) + 1, rows.file.document_at(last)).tolist()
+    cuts = file.boundaries(file.document_at(first) + 1, file.document_at(last)).tolist()
     if cuts and not (first < cuts[0] and cuts[-1] <= last):
-        raise UserError(f"{rows.file.prefix}.idx: the documents at token {first} do not follow each other")
+        raise UserError(f"{file.prefix}.idx: the documents at token {first} do not follow each other")
     edges = [first, *cuts, last + 1]
     return [(a, b - a) for a, b in itertools.pairwise(edges) if b > a]  # documents may be empty
 
 
-def count_best_fit(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
-    assert packing is not None
-    return packing.rows, packing.kept
-
-
-def best_fit(rows: Rows, row: int, seq_len: int) -> list[Piece]:
-    assert rows.packing is not None
-    return rows.packing.pieces(row)
-
-
-def count_truncated(file: TokenFile, seq_len: int, packing: Packing | None) -> tuple[int, int]:
-    """(rows, tokens in them): one row per document."""
-    step = 2**22
-    parts = (file.boundaries(at, min(at + step, file.documents)) for at in range(0, file.documents, step))
-    return file.documents, sum(int(np.minimum(np.diff(part), seq_len + 1).sum()) for part in parts)
-
-
-def truncated(rows: Rows, row: int, seq_len: int) -> list[Piece]:
-    first, end = rows.file.boundaries(row, row + 1).tolist()
+def _truncated(file: TokenFile, seq_len: int, row: int) -> list[Piece]:
+    first, end = file.boundaries(row, row + 1).tolist()
     return [(first, min(end - first, seq_len + 1))] if end > first else []
 
 
-@dataclass(frozen=True)
-class Policy:
-    """A `document_policy`."""
-
-    count: Callable[[TokenFile, int, Packing | None], tuple[int, int]]  # rows of a file, tokens in them
-    pieces: Callable[[Rows, int, int], list[Piece]]
-    pieces_by_document: Callable[[Rows, int, int], list[Piece]]  # no piece spans two documents
-
-
-POLICIES = {
-    "pack": Policy(count_packed, packed, packed_by_document),
-    "best_fit": Policy(count_best_fit, best_fit, best_fit),
-    "truncate": Policy(count_truncated, truncated, truncated),
-}
-
-
-def rows_of(file: TokenFile, policy: str, seq_len: int, mask: bool, packing: Packing | None) -> Rows:
-    """The rows of a file under a policy; mask: attention stays inside documents. packing: for "best_fit"."""
-    chosen = POLICIES[policy]
-    count, tokens = chosen.count(file, seq_len, packing)
-    return Rows(file, count, tokens, packing, chosen.pieces_by_document if mask else chosen.pieces)
+def _truncated_tokens(file: TokenFile, seq_len: int) -> int:
+    """The tokens in all rows, with one document in each row."""
+    step = 2**22
+    parts = (file.boundaries(at, min(at + step, file.documents)) for at in range(0, file.documents, step))
+    return sum(int(np.minimum(np.diff(part), seq_len + 1).sum()) for part in parts)
 
 
 class Arrays(NamedTuple):
@@ -102,10 +73,10 @@ class Arrays(NamedTuple):
     documents: np.ndarray | None  # int32, rising along the row; padding has a number of its own
 
 
-def fill(batch: Arrays, at: int, rows: Rows, row: int, seq_len: int) -> None:
+def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
     """Copies one row of a file into row `at` of a batch that is all padding: tokens 0, counted False, documents 0."""
     tokens, ids, place, number = batch.tokens[at], rows.file.ids, 0, 0
-    for number, (first, length) in enumerate(rows.pieces(rows, row, seq_len), 1):
+    for number, (first, length) in enumerate(rows.pieces(row), 1):
         end = place + length
         tokens[place:end] = ids[first : first + length]
         if batch.counted is not None:

@@ -74,7 +74,7 @@ def _show(words: list[str]) -> Iterator[str]:
 def _show_sample(data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: Tokenizer) -> Iterator[str]:
     rows, row = mixed.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {mixed.source.name}, {rows.file.prefix}.bin, row {row:,}"
-    for first, length in rows.pieces(rows, row, data.seq_len):
+    for first, length in rows.pieces(row):
         begin, end = rows.file.document_at(first), rows.file.document_at(first + length - 1)
         edges = rows.file.boundaries(begin, end + 1).tolist()
         for document, (start, stop) in enumerate(itertools.pairwise(edges), begin):
