@@ -30,7 +30,7 @@ from tests.token_files import mix_of, opened, write_file
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import StepDataset, read_batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.sources import open_tokenizer
@@ -85,7 +85,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
             plain, two = (Config.model_validate({"training": training, "dataloader": {"workers": n}}) for n in (0, 2))
             data = mix_of([opened(file)], plain)
             steps = 2 * max(1, 4096 // share)  # twice the number located at once
-            plan = StepDataset(data, 0, share, share, 0, (0, 1))
+            plan = StepDataset(plain, data, 0, share, (0, 1))
             rows = [np.minimum(plan.located(step)[1], file.tokens // length - 2).tolist() for step in range(steps)]
 
             def bare(rows=rows, share=share, length=length) -> None:
@@ -95,7 +95,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
                         out[at] = file.ids[row * length : row * length + length + 1]
 
             def ours(config: Config, data=data, steps=steps, share=share) -> float:
-                source = read_batches(config, data, 0, share, (0, 1))
+                source = Batches(config, data, 0, share, (0, 1))
                 for _ in range(config.dataloader.workers * 4):  # until they have started
                     next(source)
                 begin = time.perf_counter()

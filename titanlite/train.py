@@ -23,7 +23,7 @@ from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, tr
 from titanlite.checkpoint.save import Saver
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.data.batches import Batches, read_batches
+from titanlite.data.batches import Batches
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
@@ -102,7 +102,7 @@ def train(
         record_start(folder, config, Path(family.module.__file__ or ""), values)
 
     def batches_from(samples: int) -> Batches:
-        return read_batches(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh)), device)
+        return Batches(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh)), device)
 
     first, batches = progress.step + 1, batches_from(progress.samples)
     tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None

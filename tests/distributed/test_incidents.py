@@ -21,7 +21,7 @@ from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_
 from tests.token_files import data_of
 from titanlite.checkpoint import manifest
 from titanlite.config.schema import Config
-from titanlite.data.batches import read_batches
+from titanlite.data.batches import Batches
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.loop.divergence import FILE, Steps, read_entries
@@ -67,7 +67,7 @@ def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) ->
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     create_state(optimizer)
     part, training = (data_rank(mesh), data_degree(mesh)), config.training
-    source = read_batches(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part)
+    source = Batches(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part)
     norms = []
     for step in range(1, 7):
         batch = next(source)
@@ -155,7 +155,7 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
     optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
     create_state(optimizer)
     part = (data_rank(mesh), data_degree(mesh))
-    source = read_batches(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part)
+    source = Batches(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part)
 
     def step(number: int) -> None:
         share = forward_backward(model, next(source), mesh)

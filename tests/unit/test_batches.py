@@ -16,7 +16,7 @@ import torch
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches, StepDataset, read_batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
@@ -52,7 +52,7 @@ def sources(tmp_path_factory) -> list:
 
 def global_batches(data: Data, config: Config, ranks: int, steps: int, consumed: int = 0) -> list[Batch]:
     """Steps as all ranks together read them, (sequences, ...) each."""
-    parts = [read_batches(config, data, consumed, GLOBAL, (rank, ranks)) for rank in range(ranks)]
+    parts = [Batches(config, data, consumed, GLOBAL, (rank, ranks)) for rank in range(ranks)]
     found = [[next(part) for part in parts] for _ in range(steps)]
     for part in parts:
         part.close()
@@ -109,7 +109,7 @@ def test_blocks_in_which_samples_are_located_leave_no_trace(sources, monkeypatch
 def test_every_sample_of_an_epoch_comes_once_and_sources_in_their_shares(sources):
     data = mix_of(sources, config_of())
     steps = 400
-    plan = StepDataset(data, 0, GLOBAL, 1, 0, (0, 1))
+    plan = StepDataset(config_of(), data, 0, GLOBAL, (0, 1))
     source, sample = (np.concatenate(parts) for parts in zip(*(plan.located(step) for step in range(steps)), strict=True))
     for number, mixed in enumerate(data.sources):
         mine = sample[source == number]
@@ -121,7 +121,7 @@ def test_every_sample_of_an_epoch_comes_once_and_sources_in_their_shares(sources
 def test_another_seed_is_another_order_of_the_same_samples(sources):
     data = mix_of(sources[:1], config_of())
     count = data.sources[0].count
-    orders = [StepDataset(data, 0, count, 1, seed, (0, 1)).located(0)[1].tolist() for seed in (0, 1)]
+    orders = [StepDataset(config_of(seed=seed), data, 0, count, (0, 1)).located(0)[1].tolist() for seed in (0, 1)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(count))
 
@@ -153,13 +153,13 @@ def test_a_source_that_stalls_is_named_with_file_and_sample(sources, caplog, mon
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     data = mix_of(sources, config_of())
     data.__class__ = Slow
-    source = read_batches(config_of(workers=workers, stall=0.4), data, 0, GLOBAL, (0, 1))
+    source = Batches(config_of(workers=workers, stall=0.4), data, 0, GLOBAL, (0, 1))
     next(source)
     if workers:
         next(source)
     source.close()
     named = [record.message for record in caplog.records if "waiting for data" in record.message]
-    sources_of, samples = StepDataset(data, 0, GLOBAL, 1, 0, (0, 1)).located(0)
+    sources_of, samples = StepDataset(config_of(), data, 0, GLOBAL, (0, 1)).located(0)
     mixed = data.sources[sources_of[1]]
     assert any(
         f'source "{mixed.source.name}", ' in text and f"{mixed.source.name}.bin, sample {samples[1]}" in text for text in named
@@ -169,7 +169,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample(sources, caplog, mon
 
 def test_data_that_comes_in_time_is_not_spoken_of(sources, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    source = read_batches(config_of(stall=0.2), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source = Batches(config_of(stall=0.2), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
     for _ in range(3):
         next(source)
         time.sleep(0.3)  # a step of the model, which is not waiting for data
@@ -180,7 +180,7 @@ def test_data_that_comes_in_time_is_not_spoken_of(sources, caplog, monkeypatch):
 def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers):
     file = write_file(tmp_path / "other", [np.arange(200)])
     config = config_of(workers=workers)
-    source = read_batches(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), 0, GLOBAL, (0, 1))
+    source = Batches(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), 0, GLOBAL, (0, 1))
     with pytest.raises(UserError) as error:
         for _ in range(3):
             next(source)
@@ -192,7 +192,7 @@ def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers
 @pytest.mark.parametrize("prepared", [(), (0, 1, 2, 3), (1, 3)], ids=["none", "all", "every other"])
 def test_batches_prepared_ahead_are_the_same(sources, prepared):
     def read() -> Batches:
-        return read_batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+        return Batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
 
     plain, ahead = read(), read()
     for step in range(4):
@@ -205,7 +205,7 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
 def test_what_fails_while_a_batch_is_prepared_is_raised_when_it_is_taken(tmp_path):
     file = write_file(tmp_path / "other", [np.arange(200)])
     data = mix_of([opened(file, foreign=True)], config_of(), vocabulary=0)
-    ahead = read_batches(config_of(), data, 0, GLOBAL, (0, 1))
+    ahead = Batches(config_of(), data, 0, GLOBAL, (0, 1))
     ahead.prepare()  # the step before it is whole, and can be saved
     with pytest.raises(UserError, match="holds the id"):
         next(ahead)
@@ -220,7 +220,7 @@ def workers() -> set[int]:
 
 def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
     before = workers()
-    source = read_batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source = Batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
     next(source)
     (worker,) = workers() - before
     os.kill(worker, signal.SIGKILL)
@@ -231,7 +231,7 @@ def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
 
 def test_workers_do_not_hear_of_a_stop_that_is_asked_of_all_processes_and_end_with_close(sources):
     before = workers()
-    source = read_batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source = Batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
     (worker,) = workers() - before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while it starts
         os.kill(worker, number)
@@ -250,12 +250,12 @@ from pathlib import Path
 
 from tests.token_files import mix_of, opened
 from tests.unit.test_batches import GLOBAL, config_of
-from titanlite.data.batches import read_batches
+from titanlite.data.batches import Batches
 from titanlite.data.indexed import TokenFile
 
 if __name__ == "__main__":
     config = config_of(workers=2)
-    source = read_batches(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), 0, GLOBAL, (0, 1))
+    source = Batches(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), 0, GLOBAL, (0, 1))
     next(source)
     print("reading", flush=True)
     time.sleep(100)
@@ -293,7 +293,7 @@ def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):
     import threading
 
     before = threading.active_count()
-    source: Batches | None = read_batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source: Batches | None = Batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
     next(source)
     assert threading.active_count() == before + 1
     source = None
@@ -307,7 +307,7 @@ def test_a_source_is_read_as_often_as_it_may_be_and_not_once_more(tmp_path):
     """What is located ahead of the last step does not count."""
     file = write_file(tmp_path / "once", [np.arange(24 * SEQ_LEN + 1)])
     config = config_of()
-    source = read_batches(config, mix_of([opened(file, "once", epochs=1.0)], config), 0, GLOBAL, (0, 1))
+    source = Batches(config, mix_of([opened(file, "once", epochs=1.0)], config), 0, GLOBAL, (0, 1))
     seen = torch.cat([next(source).tokens[..., 0].flatten() for _ in range(2)])
     assert sorted(seen.tolist()) == list(range(0, 24 * SEQ_LEN, SEQ_LEN))
     with pytest.raises(UserError, match="once is used up: 1 epochs"):

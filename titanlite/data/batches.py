@@ -11,7 +11,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,47 +27,24 @@ log = logging.getLogger(__name__)
 _LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's overhead per call
 
 
-def read_batches(
-    config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int], device: torch.device | None = None
-) -> "Batches":
-    """This rank's part of the global batches that follow `consumed` samples; part: (data rank, data degree)."""
-    cfg, training = config.dataloader, config.training
-    ahead = cfg.workers * cfg.prefetch
-    dataset = StepDataset(data, consumed, global_batch, training.local_batch_size, training.seed, part, ahead)
-    return Batches(dataset, cfg, device or torch.device("cpu"))
-
-
 class StepDataset:
     """A map-style dataset: step -> this rank's part of its global batch. Step 0 is the next one."""
 
-    def __init__(
-        self,
-        data: Data,
-        consumed: int,
-        global_batch: int,
-        local_batch: int,
-        seed: int,
-        part: tuple[int, int],
-        ahead: int = 0,
-    ):
+    def __init__(self, config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int]):
         """consumed: samples of earlier steps; the next step has the samples `consumed` .. `consumed + global_batch - 1`.
 
-        part: (data rank, data degree); each rank takes a run of neighbouring samples. ahead: the largest number of steps that
-        are read before they are needed.
+        part: (data rank, data degree); each rank takes a run of neighbouring samples.
         """
         rank, degree = part
-        self.data, self.seed, self.local_batch, self.global_batch = data, seed, local_batch, global_batch
-        self.share = global_batch // degree
-        assert self.share * degree == global_batch and self.share % local_batch == 0
+        self.data, self.global_batch, self.share = data, global_batch, global_batch // degree
+        self.seed, self.local_batch = config.training.seed, config.training.local_batch_size
+        assert self.share * degree == global_batch and self.share % self.local_batch == 0
         self.first = consumed + rank * self.share
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
-        # for each step that is being read, its number and the row that was begun last
+        # for each step that may be read at once, its number and the row that was begun last
+        ahead = config.dataloader.workers * config.dataloader.prefetch
         self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
-        self._notes: np.ndarray | None = None  # the same memory, in the process that reads
         self._block, self._located = -1, (np.zeros(0), np.zeros(0))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_notes": None}
 
     def __getitem__(self, step: int) -> Batch | UserError:
         """This rank's part of a step, (microbatches, local_batch, ...), or the fault in the data.
@@ -76,10 +52,8 @@ class StepDataset:
         The fault is returned, not raised, since the loader would wrap it in the traceback of a worker process.
         """
         sources, samples = self.located(step)
-        if self._notes is None:
-            self._notes = self.latest.numpy()
-        note = self._notes[step % len(self._notes)]
-        note[0], note[1] = step, -1
+        note = self.latest.numpy()[step % len(self.latest)]
+        note[:] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
         except UserError as error:
@@ -113,15 +87,24 @@ class Batches:
     `prepare` reads the next batch and copies it while the device computes the current step.
     """
 
-    def __init__(self, dataset: StepDataset, cfg: Dataloader, device: torch.device):
-        self._device, cuda = device, device.type == "cuda"
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        consumed: int,
+        global_batch: int,
+        part: tuple[int, int],
+        device: torch.device | str = "cpu",
+    ):
+        """The parameters are those of `StepDataset`."""
+        dataset, cfg = StepDataset(config, data, consumed, global_batch, part), config.dataloader
+        self._device = torch.device(device)
+        cuda = self._device.type == "cuda"
         # On the stream of the computation, the copies would wait for all of it, and it for them.
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
-        self._source = (
-            _read_ahead(dataset, cfg, pin_memory=cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
-        )
+        self._source = _read_ahead(dataset, cfg, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
         self._step = 0
         self._next: Batch | Exception | None = None
 

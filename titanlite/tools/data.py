@@ -64,9 +64,7 @@ def _show(words: list[str]) -> Iterator[str]:
     # the ranks of a tensor-parallel group are neighbours and read the same samples
     parts = range(data_ranks) if options.rank is None else [options.rank // degrees["tp"]]
     for part in parts:
-        steps = StepDataset(
-            data, (options.step - 1) * size, size, config.training.local_batch_size, config.training.seed, (part, data_ranks)
-        )
+        steps = StepDataset(config, data, (options.step - 1) * size, size, (part, data_ranks))
         for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), steps.first):
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
 
