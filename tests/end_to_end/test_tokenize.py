@@ -126,7 +126,7 @@ def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_p
         (["--on-error", "ignore"], "invalid choice: 'ignore'"),
         (["--append"], "unrecognized arguments: --append"),
         (["--tokenizer", "none"], '--tokenizer "none": there is no tokenizer.json in it'),
-        (["--input", "none*"], "--input none*: no file matches this pattern"),
+        (["--input", "none*"], '--input "none*": no file matches this pattern'),
         (["--output", "."], "already exists"),
     ],
 )

@@ -47,7 +47,7 @@ def _random_documents(seed: int) -> list[list[int]]:
 def _packing(tmp_path, documents: list[list[int]], seq_len: int) -> Packing:
     file = write_file(tmp_path / "a", documents)
     pack_file(file.prefix, seq_len, tmp_path / "rows.npy")
-    return Packing(tmp_path / "rows.npy")
+    return Packing(tmp_path / "rows.npy", file)
 
 
 # ----------------------------------------------------------------------------------------------------------- algorithm
@@ -156,10 +156,11 @@ def test_rows_travel_by_the_name_of_their_file(tmp_path):
 
 
 def test_a_truncated_file_of_rows_is_refused(tmp_path):
-    packing = _packing(tmp_path, _random_documents(1), 8)
+    documents = _random_documents(1)
+    packing, file = _packing(tmp_path, documents, 8), write_file(tmp_path / "a", documents)
     packing.path.write_bytes(packing.path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="mmap length is greater than file size"):
-        Packing(packing.path)
+        Packing(packing.path, file)
 
 
 # ------------------------------------------------------------------------------------------------------------ packed once
@@ -199,7 +200,7 @@ def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
 
 
-@pytest.mark.parametrize("fault", ["of the file as it was", "cut short"])
+@pytest.mark.parametrize("fault", ["of the file as it was", "cut short", "empty"])
 @pytest.mark.usefixtures("cache")
 def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
     file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
@@ -207,6 +208,8 @@ def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp
     pack_file(file.prefix, 8, beside)
     if fault == "cut short":
         beside.write_bytes(beside.read_bytes()[:-8])
+    elif fault == "empty":
+        beside.write_bytes(b"")
     else:
         file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
     with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made again"):

@@ -19,16 +19,15 @@ _HEADER = 5  # numbers before the tables
 class Packing:
     """The rows of one token file: the pieces of documents in each, in order. Mapped, in each process at its first read."""
 
-    def __init__(self, path: Path):
-        """path: a file that `pack_file` wrote. Raises ValueError for any other."""
+    def __init__(self, path: Path, file: TokenFile):
+        """path: what `pack_file` wrote for `file`. Raises ValueError, or EOFError, for anything else."""
         self.path = path
         table = self._table
-        if len(table) < _HEADER:
-            raise ValueError("too short")
         tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
-        self.of = tokens, documents  # of the token file; kept: tokens of all rows together
         if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
             raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")
+        if (tokens, documents) != (file.tokens, file.documents):
+            raise ValueError(f"made of {tokens} tokens in {documents} documents")
 
     @cached_property
     def _table(self) -> np.ndarray:

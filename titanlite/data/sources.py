@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import glob
 import json
 import logging
 import os
@@ -20,10 +19,10 @@ from titanlite.data.packing import Packing, pack_file
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.documents import STDLIB, list_inputs, stdlib_files
 from titanlite.data.prepare.prepare import MANIFEST, prepare
-from titanlite.data.prepare.readers import HUB, BadDocument, is_url
+from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import LoadedTokenizer, describe, digest, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
-from titanlite.files import cache_folder, sync
+from titanlite.files import cache_folder, publish
 from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
@@ -50,16 +49,18 @@ def sources_of(config: Config, section: str) -> list[Source]:
     Raises UserError where more than one of these keys names data, and for incomplete weights or names.
     """
     cfg = getattr(config, section)
-    given = {"dataset": cfg.dataset != STDLIB, "dataset_path": bool(cfg.dataset_path), "sources": bool(cfg.sources)}
-    if sum(given.values()) > 1:
-        texts = {"dataset": f" = {cfg.dataset!r}", "dataset_path": f" = {cfg.dataset_path!r}", "sources": ""}
-        keys = " and ".join(f"{section}.{key}{texts[key]}" for key, is_given in given.items() if is_given)
-        raise UserError(f"{keys} both name data; give one of them")
+    given = {
+        f"{section}.dataset = {cfg.dataset!r}": cfg.dataset != STDLIB,
+        f"{section}.dataset_path = {cfg.dataset_path!r}": bool(cfg.dataset_path),
+        f"{section}.sources": bool(cfg.sources),
+    }
+    keys = [key for key, is_given in given.items() if is_given]
+    if len(keys) > 1:
+        raise UserError(f"{' and '.join(keys)} both name data; give one of them")
     sources = cfg.sources or [Source(path=cfg.dataset_path or cfg.dataset)]
-    weighted = [source for source in sources if source.weight is not None]
-    if weighted and len(weighted) < len(sources):
-        missing = next(source for source in sources if source.weight is None)
-        raise UserError(f'{section}.sources: "{missing.path}" has no weight, others have; give all of them one, or none')
+    unweighted = [source.path for source in sources if source.weight is None]
+    if 0 < len(unweighted) < len(sources):
+        raise UserError(f'{section}.sources: "{unweighted[0]}" has no weight, others have; give all of them one, or none')
     if section == "validation" and (idle := [s for s in sources if s.weight is not None or s.epochs is not None]):
         raise UserError(
             f'validation.sources: weight and epochs of "{idle[0].path}" have no effect; each source is measured by itself'
@@ -83,7 +84,7 @@ def key_of(config: Config, section: str) -> str:
 
 def find(path: str, key: str) -> list[Path] | None:
     """The token files at a path, without suffixes, or None for text. Raises UserError for anything else."""
-    place = Path(path) if Path(path).name else Path(path).absolute()
+    place = Path(path).absolute()
     if place.suffix in (".bin", ".idx") and not place.is_dir():
         place = place.with_suffix("")
     if place.name and (path_of(place, "idx").is_file() or path_of(place, "bin").is_file()):  # "/" has no name
@@ -95,15 +96,8 @@ def find(path: str, key: str) -> list[Path] | None:
         return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in place.glob(f"*.{suffix}")})
     if (place / "plan.json").is_file() or (not place.exists() and place.with_name(f"{place.name}.unfinished").is_dir()):
         raise UserError(f'{key} = "{path}": not finished: run the same `titanlite tokenize` command again, it continues')
-    if not (place.exists() or path == STDLIB or path.startswith(HUB) or is_url(path) or glob.has_magic(path)):
-        raise UserError(f'{key} = "{path}": no such file or folder; the built-in data is called "{STDLIB}"')
-    list_inputs(_text_inputs(path), f"{key} =")
+    list_inputs([path], f"{key} =")
     return None
-
-
-def _text_inputs(path: str) -> list[str]:
-    """The inputs, as `list_inputs` takes them, that a path of the configuration stands for."""
-    return [str(file) for file in stdlib_files()] if path == STDLIB and not Path(path).exists() else [path]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -142,17 +136,6 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
         suffixes = [(file, suffix) for file in files for suffix in ("bin", "idx", "loss") if suffix != "loss" or file.has_loss]
         fingerprint = digest(*(_probe(path_of(file.prefix, suffix)) for file, suffix in suffixes))
     return TokenSource(source, name_of(source), files, fingerprint, manifest)
-
-
-def source_fault(config: Config, source: Source, key: str) -> str | None:
-    """What is wrong with a source: opens its token files without fingerprinting them; of text it checks only that it exists."""
-    try:
-        if (prefixes := find(source.path, key)) is not None:
-            vocabulary = family_of(config.model).config.vocab_size
-            _open_files(prefixes, Path(source.path), open_tokenizer(config.model.hf_assets_path), vocabulary)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _open_files(
@@ -200,19 +183,16 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
     beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
     if beside.is_file():
         try:
-            packing = Packing(beside)
-        except ValueError as error:
-            raise UserError(f"{beside}: not a packing: {error}; remove it, and it is made again") from None
-        if packing.of != (file.tokens, file.documents):
-            raise UserError(f"{beside}: is not of {file.prefix.name}.bin as it is now; remove it, and it is made again")
-        return packing
+            return Packing(beside, file)
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
 
     def make(path: Path) -> None:
         log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
         pack_file(file.prefix, seq_len, path)
 
     key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
-    return _cached(cache_folder() / f"packing-{key}.npy", make, Packing)
+    return _cached(cache_folder() / f"packing-{key}.npy", make, lambda path: Packing(path, file))
 
 
 def open_tokenizer(assets: str) -> LoadedTokenizer:
@@ -235,65 +215,62 @@ def _tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Pat
 
     Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
     """
-    names = _text_inputs(path)
-    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs(names, f"{key} =")]
+    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
     template = load_template(assets) if assets else None
     name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", *stamps)
-    folder = cache_folder() / f"tokens-{name}"
-    if folder.is_dir():
-        return folder
-    with _locked(folder):
-        if folder.is_dir():  # another process has made it meanwhile
-            return folder
+
+    def make(folder: Path) -> None:
         log.info("tokenizing %s, once; kept in %s", path, cache_folder())
         try:
             prepare(
-                names, folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
+                [path], folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
                 chat=template, key=f"{key} =",
             )  # fmt: skip
         except BadDocument:  # the corrected text will have another name
             shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
             raise
+
+    folder = cache_folder() / f"tokens-{name}"
+    _cached(folder, make, read_manifest)
     return folder
 
 
-def _cached(path: Path, make: Callable[[Path], None], read: Callable[[Path], Cached]) -> Cached:
+def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], Cached]) -> Cached:
     """Reads `path`, which one process makes first if it is missing or damaged, while others wait. Written atomically.
 
-    Raises UserError where the cache folder cannot be written.
+    make: writes a file or a folder. Raises UserError where the cache folder cannot be written.
     """
     with contextlib.suppress(Exception):  # missing or damaged
         return read(path)
-    with _locked(path):
-        with contextlib.suppress(Exception):  # another process has made it meanwhile
-            return read(path)
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        try:
-            make(unfinished)
-            sync(unfinished)
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return read(path)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock for making `path`. Raises UserError where its folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            with contextlib.suppress(Exception):  # another process has made it meanwhile
+                return read(path)
+            unfinished = path.with_name(f"{path.name}.tmp")
+            try:
+                make(unfinished)
+                publish(unfinished, path)
+            finally:
+                unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
+    return read(path)
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Keys that do not name data, and faults of the sources themselves."""
+    """Keys that do not name data, and token files that cannot be used. Text is only checked to exist."""
     for section in ("training", *(["validation"] if config.validation.enable else [])):
         try:
-            found = [source_fault(config, source, key_of(config, section)) for source in sources_of(config, section)]
+            sources = sources_of(config, section)
         except UserError as error:
-            found = [str(error)]
-        yield from filter(None, found)
+            yield str(error)
+            continue
+        for source in sources:
+            try:
+                if (prefixes := find(source.path, key_of(config, section))) is not None:
+                    loaded, vocabulary = open_tokenizer(config.model.hf_assets_path), family_of(config.model).config.vocab_size
+                    _open_files(prefixes, Path(source.path), loaded, vocabulary)
+            except UserError as error:
+                yield str(error)

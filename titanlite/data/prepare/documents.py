@@ -34,6 +34,7 @@ def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
     A folder stands for all files under it that are not hidden, a pattern for the files that match, a name with "://" for what
     fsspec finds there. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging
     Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
+    "stdlib" stands for `stdlib_files`.
 
     key: the option or key that has the names. Raises UserError for a name without inputs, and for an input named twice.
     """
@@ -87,6 +88,8 @@ def _find(name: str, key: str) -> list[_Entry]:
     if is_url(name):
         return _find_urls(name, key)
     path = os.path.abspath(name)
+    if name == STDLIB and not os.path.exists(path):
+        return [_find_file(str(file)) for file in stdlib_files()]
     try:
         if os.path.isdir(path):
             return _find_in_folder(Path(path), key)
@@ -98,8 +101,8 @@ def _find(name: str, key: str) -> list[_Entry]:
     except OSError as error:
         raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
     if not inputs:
-        what = "no file matches this pattern" if glob.has_magic(name) else "no such file or folder"
-        raise UserError(f"{key} {name}: {what}")
+        absent = f'no such file or folder; the built-in data is called "{STDLIB}"'
+        raise UserError(f'{key} "{name}": {"no file matches this pattern" if glob.has_magic(name) else absent}')
     return inputs
 
 
