@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.schema import Config, Source
-from titanlite.data.indexed import TokenFile, Writer, smallest_type
+from titanlite.data.indexed import TokenFile, smallest_type
 from titanlite.data.mixture import Data
+from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.sources import TokenSource
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]
@@ -31,9 +32,10 @@ def write_file(
     prefix: Path, documents: Sequence[Any], vocabulary: int = 2**16, losses: Sequence[Any] | None = None
 ) -> TokenFile:
     """A token file of these documents, each a sequence of ids; losses: for each a sequence of booleans."""
-    writer = Writer(prefix, smallest_type(vocabulary), losses is not None)
+    writer = TokenWriter(prefix, smallest_type(vocabulary), losses is not None)
     for number, document in enumerate(documents):
-        writer.add(np.asarray(document, np.int64), None if losses is None else np.asarray(losses[number], bool))
+        writer.write(np.asarray(document, np.int64), None if losses is None else np.asarray(losses[number], bool))
+        writer.lengths.append(len(document))
     writer.close()
     return TokenFile(prefix)
 

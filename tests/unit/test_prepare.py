@@ -316,7 +316,7 @@ def test_the_same_command_goes_on_and_makes_only_what_is_missing(tmp_path, token
     assert _files(tmp_path / "out") == _files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("point", ["writing the index", "renaming a unit", "assembling", "the manifest", "handing over"])
+@pytest.mark.parametrize("point", ["writing an index", "renaming a unit", "assembling", "the manifest", "handing over"])
 def test_whatever_the_instant_of_the_end_the_same_command_gives_the_same_files(tmp_path, tokenizer, many_units, point):
     path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
     _prepare(path, tmp_path / "whole", tokenizer, shard_tokens=300)
@@ -325,9 +325,9 @@ def test_whatever_the_instant_of_the_end_the_same_command_gives_the_same_files(t
         raise _Interrupt
 
     places = {
-        "writing the index": ("titanlite.data.indexed.write_index", end),
+        "writing an index": ("titanlite.data.prepare.shards.write_index", end),
         "renaming a unit": ("titanlite.data.prepare.encode.sync_contents", end),
-        "assembling": ("titanlite.data.prepare.shards.write_index", end),
+        "assembling": ("titanlite.data.prepare.prepare.write_shards", end),
         "the manifest": ("titanlite.data.prepare.prepare._count_inputs", end),
         "handing over": ("titanlite.data.prepare.prepare._hand_over", end),
     }

@@ -41,32 +41,6 @@ def smallest_type(vocabulary: int) -> np.dtype:
     return np.dtype(next(fits))
 
 
-class Writer:
-    """Writes NAME.bin document by document, and NAME.idx on `close`; with `losses` also NAME.loss."""
-
-    def __init__(self, prefix: Path, dtype: np.dtype, losses: bool = False):
-        """prefix: the files' path without its suffix."""
-        self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self.lengths: list[int] = []
-        self._bin = open(path_of(prefix, "bin"), "wb")
-        self._loss = open(path_of(prefix, "loss"), "wb") if losses else None
-
-    def add(self, ids: np.ndarray, loss: np.ndarray | None = None) -> None:
-        """One document. ids (tokens,) integers; loss (tokens,) bool, by default all true."""
-        assert len(ids) < 2**31, "the format counts a document's tokens in an int32"
-        self._bin.write(ids.astype(self.dtype, copy=False).tobytes())
-        if self._loss is not None:
-            self._loss.write(np.ones(len(ids), np.uint8).tobytes() if loss is None else loss.astype(np.uint8).tobytes())
-        self.lengths.append(len(ids))
-
-    def close(self) -> None:
-        """Writes the index and closes all files."""
-        self._bin.close()
-        if self._loss is not None:
-            self._loss.close()
-        write_index(self.prefix, self.dtype, np.array(self.lengths, np.int32))
-
-
 def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
     """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
     code = next(code for code, known in _DTYPES.items() if known == dtype)
@@ -134,8 +108,7 @@ class TokenFile:
                 raise UserError(f"{index}: truncated: {size:,} bytes of {end:,}")
 
             def number_at(offset: int, form: str) -> int:
-                file.seek(offset)
-                return struct.unpack(form, file.read(struct.calcsize(form)))[0]
+                return struct.unpack(form, os.pread(file.fileno(), struct.calcsize(form), offset))[0]
 
             dtype = np.dtype(_DTYPES[code])
             described = 0  # bytes of NAME.bin, by the last sequence
@@ -143,16 +116,10 @@ class TokenFile:
                 described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * dtype.itemsize
             first, last = number_at(documents_at, "<q"), number_at(end - 8, "<q")
         actual = ids.stat().st_size
-        if actual % dtype.itemsize:
-            raise UserError(f"{ids}: truncated: {actual} bytes are not a whole number of {dtype.name} ids")
-        if described > actual:
+        if described != actual:
             raise UserError(
-                f"{ids}: truncated: it has {actual:,} bytes, and {index.name} describes {described:,}; or {index.name} "
-                "belongs to another file"
-            )
-        if described < actual:
-            raise UserError(
-                f"{index}: describes {described:,} bytes of the {actual:,} in {ids.name}; it belongs to another file"
+                f"{ids}: has {actual:,} bytes, and {index.name} describes {described:,}: one of them is truncated, or they are "
+                "not of the same data"
             )
         if (first, last) != (0, sequences):
             raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from titanlite.data.indexed import Writer
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
+from titanlite.data.prepare.shards import TokenWriter
 from titanlite.errors import UserError
 from titanlite.files import sync, sync_contents
 from titanlite.launch import children
@@ -164,7 +164,7 @@ class _Encoder:
     def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit, folder: Path):
         self.job, self.tokenizer, self.parts = job, tokenizer, unit.parts
         # only at the end it is known whether the unit holds a chat
-        self.writer = Writer(folder / "tokens", np.dtype(job.dtype), losses=job.chat is not None)
+        self.writer = TokenWriter(folder / "tokens", np.dtype(job.dtype), losses=job.chat is not None)
         self.record = Record([0] * len(unit.parts), [0] * len(unit.parts), False, [])
         self.waiting: list[tuple[int, Document | Bad]] = []  # (number of the part, entry)
 
@@ -228,7 +228,8 @@ class _Encoder:
         self._add(number, ids, np.array(loss, bool))
 
     def _add(self, number: int, ids: list[int], loss: np.ndarray | None) -> None:
-        self.writer.add(np.array(ids, self.job.dtype), loss)
+        self.writer.write(np.array(ids, self.job.dtype), loss)
+        self.writer.lengths.append(len(ids))
         self.record.documents[number] += 1
         self.record.tokens[number] += len(ids)
 

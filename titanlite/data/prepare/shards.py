@@ -1,6 +1,7 @@
-"""Joins the token files of finished units, in order, into shards of limited size, with checksums."""
+"""Writes token files: those of a unit, document by document, and the shards that join finished units, with checksums."""
 
 import io
+from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,36 @@ from titanlite.data.indexed import TokenFile, path_of, write_index
 _TOKENS_AT_ONCE = 2**22
 
 
+class TokenWriter:
+    """Writes NAME.bin and, with `losses`, NAME.loss; `close` writes NAME.idx from `lengths`, to which the caller appends."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype, losses: bool = False):
+        """prefix: the files' path without its suffix."""
+        self.prefix, self.dtype, self.tokens, self.lengths = prefix, np.dtype(dtype), 0, array("i")
+        self._bin = _HashedFile(path_of(prefix, "bin"))
+        self._loss = _HashedFile(path_of(prefix, "loss")) if losses else None
+
+    def write(self, ids: np.ndarray, loss: np.ndarray | None = None) -> None:
+        """The next tokens. ids (tokens,) integers; loss (tokens,) bool or uint8, by default all ones."""
+        self._bin.write(ids.astype(self.dtype, copy=False))
+        if self._loss is not None:
+            self._loss.write(np.ones(len(ids), np.uint8) if loss is None else loss.astype(np.uint8, copy=False))
+        self.tokens += len(ids)
+
+    def close(self) -> dict[str, Any]:
+        """Writes the index and closes all files; -> the entry of a manifest."""
+        lengths = np.array(self.lengths, "<i4")
+        write_index(self.prefix, self.dtype, lengths)
+        return {
+            "name": self.prefix.name,
+            "documents": len(lengths),
+            "tokens": self.tokens,
+            "bin": self._bin.close(),
+            "lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes()),
+            "loss": self._loss.close() if self._loss is not None else None,
+        }
+
+
 def write_shards(
     units: Iterable[Path], folder: Path, dtype: np.dtype, limit: int, losses: bool, advance: Callable[[int], object]
 ) -> tuple[list[dict[str, Any]], int]:
@@ -21,7 +52,8 @@ def write_shards(
     units: folders with tokens.bin and tokens.idx. limit: tokens per shard; a longer document is a shard of its own. losses:
     write a .loss beside every shard, since some documents are chats. advance: called with the number of tokens written.
     """
-    shards: list[_Shard] = []
+    entries: list[dict[str, Any]] = []
+    shard: TokenWriter | None = None
     largest = -1
     for unit in units:
         source = TokenFile(unit / "tokens")
@@ -29,55 +61,21 @@ def write_shards(
         first = 0
         while first < len(ends):
             begin = int(ends[first - 1]) if first else 0
-            room = limit - shards[-1].tokens if shards else -1
-            last = int(np.searchsorted(ends, begin + room, "right")) if room >= 0 else first
-            if last == first:  # the next document does not fit
-                if shards:
-                    shards[-1].close()
-                shards.append(_Shard(folder / f"{len(shards):05d}", dtype, losses))
+            room = limit - shard.tokens if shard else 0
+            last = int(np.searchsorted(ends, begin + room, "right"))
+            if shard is None or last <= first:  # the next document does not fit
+                if shard:
+                    entries.append(shard.close())
+                shard = TokenWriter(folder / f"{len(entries):05d}", dtype, losses)
                 last = max(first + 1, int(np.searchsorted(ends, begin + limit, "right")))
-            shards[-1].add(source, source.lengths[first:last], begin, int(ends[last - 1]), advance)
-            largest = max(largest, shards[-1].largest)
+            for start in range(begin, int(ends[last - 1]), _TOKENS_AT_ONCE):
+                stop = min(start + _TOKENS_AT_ONCE, int(ends[last - 1]))
+                shard.write(source.ids[start:stop], None if source.loss is None else source.loss[start:stop])
+                largest = max(largest, int(source.ids[start:stop].max()))
+                advance(stop - start)
+            shard.lengths.frombytes(source.lengths[first:last].tobytes())
             first = last
-    if shards:
-        shards[-1].close()
-    return [shard.entry for shard in shards], largest
-
-
-class _Shard:
-    """A shard that is being written."""
-
-    def __init__(self, prefix: Path, dtype: np.dtype, losses: bool):
-        self.prefix, self.dtype = prefix, dtype
-        self.tokens, self.largest = 0, -1
-        self._lengths: list[np.ndarray] = []
-        self._bin = _HashedFile(path_of(prefix, "bin"))
-        self._loss = _HashedFile(path_of(prefix, "loss")) if losses else None
-
-    def add(self, source: TokenFile, lengths: np.ndarray, begin: int, end: int, advance: Callable[[int], object]) -> None:
-        """Appends the documents in source.ids[begin:end]."""
-        for start in range(begin, end, _TOKENS_AT_ONCE):
-            stop = min(start + _TOKENS_AT_ONCE, end)
-            ids = source.ids[start:stop]
-            self._bin.write(ids)
-            self.largest = max(self.largest, int(ids.max()))
-            if self._loss is not None:
-                self._loss.write(np.ones(stop - start, np.uint8) if source.loss is None else source.loss[start:stop])
-            advance(stop - start)
-        self._lengths.append(np.array(lengths, "<i4"))
-        self.tokens += end - begin
-
-    def close(self) -> None:
-        lengths = np.concatenate(self._lengths)
-        write_index(self.prefix, self.dtype, lengths)
-        self.entry = {
-            "name": self.prefix.name,
-            "documents": len(lengths),
-            "tokens": self.tokens,
-            "bin": self._bin.close(),
-            "lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes()),
-            "loss": self._loss.close() if self._loss is not None else None,
-        }
+    return [*entries, *([shard.close()] if shard else [])], largest
 
 
 class _HashedFile:
