@@ -1,6 +1,7 @@
 """Saves: one that fails costs nothing else, and writing beside training stores what was, not what has become of it since."""
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,9 +143,9 @@ def test_a_folder_that_not_all_ranks_share_is_refused_by_all_ranks(pools, tmp_pa
     assert pools[2].run(f"{HERE}:try_folder", folders=[shared, shared]) == ["", ""]
     assert list(shared.iterdir()) == []
     for fault in pools[2].run(f"{HERE}:try_folder", folders=[shared, own]):
-        assert f"{own}: rank 1 does not see what rank 0 writes there" in fault
+        assert f"{own}: {platform.node()} does not see what rank 0 writes" in fault
     own.mkdir()
     (own / ".probe").write_text("left by another run")
     for fault in pools[2].run(f"{HERE}:try_folder", folders=[shared, own]):
-        assert "rank 1 does not see" in fault
+        assert f"{own}: {platform.node()} does not see" in fault
     assert list(shared.iterdir()) == []

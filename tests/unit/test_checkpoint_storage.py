@@ -266,12 +266,12 @@ def entry(value: Any) -> Callable[[Metadata, Path], None]:
 
 # what is changed in sound metadata, and what is said of it
 LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
-    "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "outside of the checkpoint"),
-    "its own file, the long way": (change(relative_path=f"../step-00000010/{DATA}"), "outside of the checkpoint"),
-    "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "outside of the checkpoint"),
+    "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "which the manifest does not list"),
+    "its own file, the long way": (change(relative_path=f"../step-00000010/{DATA}"), "which the manifest does not list"),
+    "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "which the manifest does not list"),
     "not in the manifest": (change(relative_path="__1_0.distcp"), "which the manifest does not list"),
     "the manifest itself": (change(relative_path=manifest.FILE), "which the manifest does not list"),
-    "a number": (change(relative_path=5), "outside of the checkpoint"),
+    "a number": (change(relative_path=5), "which the manifest does not list"),
     "no name": (change(relative_path=None), "is refused: "),
     "beyond the end": (change(offset=10**9), "is in bytes 1000000000 to "),
     "beyond the end by one": (
@@ -324,8 +324,8 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
     (source / METADATA).write_bytes(pickle.dumps(lying))
     with pytest.raises(Damaged, match="is not a valid file name in a checkpoint"):
         load.verified(source)
-    with pytest.raises(Damaged, match="outside of the checkpoint"):  # nor does the metadata get there by itself
-        storage.read_metadata(source, files)
+    with pytest.raises(Damaged, match="which the manifest does not list"):  # nor does the metadata get there by itself
+        storage.read_metadata(source, found.files)
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "a/b", "..", "", "a\0b"])
@@ -420,7 +420,7 @@ class Small(io.FileIO):
 @pytest.mark.parametrize("room", [0, 1, 64, 100, 500, 598, 704, 1000, 1100, 2000, 2400, 4000])
 def test_wherever_in_a_file_the_disk_is_full_that_is_what_is_said(tmp_path, monkeypatch, room):
     """torch.save closes its archive even then, and fails of an "unexpected pos" in place of the disk."""
-    monkeypatch.setattr(storage, "open", lambda path, mode: Small(path, mode), raising=False)
+    monkeypatch.setattr(storage, "open", lambda path, mode, buffering: Small(path, mode), raising=False)
     monkeypatch.setattr(Small, "room", room)
     saver = Saver(tmp_path, Checkpoint(enable=True), 60)
     saver.save(10, sample(), NUMBERS)

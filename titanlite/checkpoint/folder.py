@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from titanlite.config.schema import Checkpoint, Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file, sync
-from titanlite.launch.process import raise_together
+from titanlite.launch.process import together
 
 log = logging.getLogger(__name__)
 
@@ -89,25 +90,26 @@ def try_out(folder: Path) -> None:
 
     A run thus fails at its start, not at its first checkpoint. Raises UserError.
     """
-    token, error = [secrets.token_hex(16)], None
-    if dist.get_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / _PROBE, token[0])
-            sync(folder)
-        except OSError as cause:
-            error = UserError(f"{folder}: checkpoints cannot be written: {cause}")
-    raise_together(error)
+    token, probe = [secrets.token_hex(16)], folder / _PROBE
+    with together():
+        if dist.get_rank() == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                replace_file(probe, token[0])
+                sync(folder)
+            except OSError as error:
+                raise UserError(f"{folder}: checkpoints cannot be written: {error}") from None
     dist.broadcast_object_list(token)
-    fault = f"{folder}: rank {dist.get_rank()} does not see what rank 0 writes there; all nodes must share this disk"
-    with contextlib.suppress(OSError):
-        fault = "" if (folder / _PROBE).read_text() == token[0] else fault
-    faults: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    if dist.get_rank() == 0:
-        (folder / _PROBE).unlink()
-    if first := next(filter(None, faults), ""):
-        raise UserError(first)
+    try:
+        with together():
+            seen = ""
+            with contextlib.suppress(OSError):
+                seen = probe.read_text()
+            if seen != token[0]:
+                raise UserError(f"{folder}: {platform.node()} does not see what rank 0 writes; all nodes must share this disk")
+    finally:
+        if dist.get_rank() == 0:
+            probe.unlink()
 
 
 def clean_up(folder: Path, step: int) -> None:

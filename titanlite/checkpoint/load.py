@@ -16,7 +16,7 @@ from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
 from titanlite.errors import UserError
-from titanlite.launch.process import raise_together
+from titanlite.launch.process import together
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,13 @@ def verified(source: Path) -> Manifest:
     All ranks together; each reads its share. Raises Damaged on all ranks, naming each damaged file, or UserError if another
     version of titanlite wrote the checkpoint.
     """
-    result, fault = None, None
-    try:
+    with together():
         result = manifest.read(source)
         if step_of(source) not in (None, result.numbers["step"]):  # None: the user renamed a copy
             raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {result.numbers['step']}")
         if damage := "\n".join(faults(source, result, dist.get_rank(), dist.get_world_size())):
             raise Damaged(damage)
         read_metadata(source, result.files)
-    except UserError as error:
-        fault = error
-    raise_together(fault)
-    assert result is not None
     return result
 
 
@@ -82,12 +77,8 @@ def load_tensors(
     exclude: patterns of tensors that keep their values. prefix: ignores tensors of the checkpoint without this prefix. Raises
     UserError that lists every tensor that is missing in the checkpoint, is only in the checkpoint, or has another shape there.
     """
-    fault, entries = None, {}
-    try:
+    with together():  # it may have been damaged after it was verified
         entries = tensor_entries(read_metadata(source, saved.files))
-    except Damaged as error:  # damaged after it was verified
-        fault = error
-    raise_together(fault)
     stored = {name: entry for name, entry in entries.items() if name.startswith(prefix)}
     for pattern in exclude:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in [*stored, *tensors]):

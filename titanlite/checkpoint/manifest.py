@@ -8,14 +8,13 @@ as reading. storage.py guards against manipulation. `xxhsum -H128` computes the 
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
 from titanlite.errors import UserError
-from titanlite.files import publish
+from titanlite.files import publish, replace_file
 
 FILE = "manifest.json"
 _FORMAT = 3
@@ -53,10 +52,7 @@ class Damaged(UserError):
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest, and syncs it to the disk."""
     files = {name: contents._asdict() for name, contents in sorted(manifest.files.items())}
-    with open(folder / FILE, "w", encoding="utf-8") as file:
-        file.write(_text({"format": _FORMAT, **manifest.numbers, "files": files}))
-        file.flush()
-        os.fsync(file.fileno())
+    replace_file(folder / FILE, _text({"format": _FORMAT, **manifest.numbers, "files": files}))
 
 
 def commit(unfinished: Path, final: Path, manifest: Manifest) -> None:

@@ -11,8 +11,8 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -50,38 +50,27 @@ _ADMITTED = {
 # ------------------------------------------------------------------------------------------------------------------- writing
 
 
-class _Checked(io.RawIOBase):
-    """A file that is written sequentially, with the checksum of its contents."""
+class _Checked(io.BufferedWriter):
+    """A file that is written sequentially, with size and checksum of its contents."""
 
-    def __init__(self, file: IO[bytes]):
-        self._file, self._digest, self._size = file, xxhash.xxh3_128(), 0
+    def __init__(self, path: str | os.PathLike):
+        super().__init__(open(path, "wb", buffering=0))
+        self.size, self.digest = 0, xxhash.xxh3_128()
         self.failure: OSError | None = None  # the first error of the disk
 
     def write(self, data: Any) -> int:
-        self._digest.update(data)
+        self.digest.update(data)
         try:
-            written = self._file.write(data)
+            written = super().write(data)
         except OSError as error:
             self.failure = self.failure or error
             raise
-        self._size += written
+        self.size += written
         return written
 
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        self._file.flush()
-
     def fileno(self) -> int:
-        self._file.flush()  # DCP syncs this descriptor, which does not include Python's buffer
-        return self._file.fileno()
-
-    def contents(self) -> Contents:
-        return Contents(self._size, self._digest.hexdigest())
+        self.flush()  # DCP syncs this descriptor, which does not include Python's buffer
+        return super().fileno()
 
 
 class _CheckedFiles(FileSystem):
@@ -93,17 +82,13 @@ class _CheckedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
-        with open(path, mode) as file:
-            checked = _Checked(file)
+        with _Checked(path) as file:
             try:
-                yield checked
+                yield file
             except Exception as error:  # torch.save may replace the error of the disk: "unexpected pos 704 vs 598"
-                raise checked.failure or error from None
-            self.written[Path(path).name] = checked.contents()
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+                raise file.failure or error from None
+        name = Path(path).name.removesuffix(".tmp")  # DCP renames .metadata.tmp at the end
+        self.written[name] = Contents(file.size, file.digest.hexdigest())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,9 +217,7 @@ def _metadata_fault(metadata: Any, files: dict[str, Contents]) -> str:
         if not isinstance(index, MetadataIndex) or not isinstance(location, _StorageInfo):
             return f"{index!r} has no location"
         file, first, length = location.relative_path, location.offset, location.length
-        if not isinstance(file, str) or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            return f"{index.fqn} is in {file!r}, outside of the checkpoint"
-        if file not in files:
+        if file not in files:  # whose names have no path
             return f"{index.fqn} is in {file!r}, which the manifest does not list"
         if not (0 <= first <= first + length <= files[file].bytes):
             return f"{index.fqn} is in bytes {first} to {first + length} of {file!r}, which has {files[file].bytes} bytes"

@@ -1,5 +1,6 @@
 """This process among the others: its rank, device, process group, timeouts, random state, and who logs."""
 
+import contextlib
 import datetime
 import hashlib
 import logging
@@ -108,6 +109,17 @@ def raise_together(error: UserError | None, group: dist.ProcessGroup | None = No
         kinds = {type(error) for error in raised}
         kind = kinds.pop() if len(kinds) == 1 else UserError
         raise kind("\n".join(dict.fromkeys(str(error) for error in raised)))
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Around what each rank does by itself: all ranks raise the UserError of any rank, as `raise_together` does."""
+    error = None
+    try:
+        yield
+    except UserError as raised:
+        error = raised
+    raise_together(error)
 
 
 def same_everywhere(value: str) -> bool:
