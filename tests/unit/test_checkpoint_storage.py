@@ -266,12 +266,12 @@ def entry(value: Any) -> Callable[[Metadata, Path], None]:
 
 # what is changed in sound metadata, and what is said of it
 LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
-    "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "which the manifest does not list"),
-    "its own file, the long way": (change(relative_path=f"../step-00000010/{DATA}"), "which the manifest does not list"),
-    "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "which the manifest does not list"),
-    "not in the manifest": (change(relative_path="__1_0.distcp"), "which the manifest does not list"),
-    "the manifest itself": (change(relative_path=manifest.FILE), "which the manifest does not list"),
-    "a number": (change(relative_path=5), "which the manifest does not list"),
+    "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "the manifest does not list"),
+    "its own file, the long way": (change(relative_path=f"../step-00000010/{DATA}"), "the manifest does not list"),
+    "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "the manifest does not list"),
+    "not in the manifest": (change(relative_path="__1_0.distcp"), "the manifest does not list"),
+    "the manifest itself": (change(relative_path=manifest.FILE), "the manifest does not list"),
+    "a number": (change(relative_path=5), "the manifest does not list"),
     "no name": (change(relative_path=None), "is refused: "),
     "beyond the end": (change(offset=10**9), "is in bytes 1000000000 to "),
     "beyond the end by one": (
@@ -324,7 +324,7 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
     (source / METADATA).write_bytes(pickle.dumps(lying))
     with pytest.raises(Damaged, match="is not a valid file name in a checkpoint"):
         load.verified(source)
-    with pytest.raises(Damaged, match="which the manifest does not list"):  # nor does the metadata get there by itself
+    with pytest.raises(Damaged, match="the manifest does not list"):  # nor does the metadata get there by itself
         storage.read_metadata(source, found.files)
 
 

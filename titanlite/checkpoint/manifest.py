@@ -19,15 +19,7 @@ from titanlite.files import publish, replace_file
 FILE = "manifest.json"
 _FORMAT = 3
 _OWN = "xxh3_128"
-_NUMBERS = {
-    "step": int,
-    "samples": int,
-    "global_batch": int,
-    "data": dict,
-    "schedule": dict,
-    "config": dict,
-    "architecture": dict,
-}
+_NUMBERS = ("step", "samples", "global_batch", "data", "schedule", "config", "architecture")
 _CHUNK = 2**22
 
 
@@ -81,9 +73,8 @@ def read(folder: Path) -> Manifest:
         raise Damaged(f"{path}: is damaged: its checksum is not {own}")
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
-    for name, kind in _NUMBERS.items():
-        if not isinstance(values.get(name), kind):
-            raise Damaged(f"{path}: is damaged: it has no {name}")
+    if missing := [name for name in _NUMBERS if name not in values]:
+        raise Damaged(f"{path}: is damaged: it has no {', '.join(missing)}")
     try:
         files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in values.pop("files").items()}
     except (AttributeError, KeyError, TypeError, ValueError):

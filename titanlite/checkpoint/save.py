@@ -1,7 +1,6 @@
 """Saves checkpoints, synchronously or while training continues."""
 
 import datetime
-import functools
 import logging
 import shutil
 import time
@@ -48,9 +47,14 @@ class Saver:
     def save(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Writes the checkpoint of a step, after any pending save. Returns when the tensors may change."""
         self.wait()
-        name = step_folder(self._folder, step).name
-        commit = functools.partial(self._commit, step, {"step": step, **numbers})
-        writer = Writer(unfinished_folder(self._folder, step), name, commit, staged=self._stager is not None)
+        unfinished, final = unfinished_folder(self._folder, step), step_folder(self._folder, step)
+
+        def commit(files: dict[str, Contents]) -> None:
+            """Gives the checkpoint its final name, which no folder has (see folder.clean_up)."""
+            manifest.commit(unfinished, final, Manifest({"step": step, **numbers}, files))
+            retire(self._folder, self._cfg)
+
+        writer = Writer(unfinished, final.name, commit, staged=self._stager is not None)
         begin = time.perf_counter()
         if self._stager is None:
             done: Future = Future()
@@ -99,13 +103,6 @@ class Saver:
         self.wait()
         if self.failure:
             raise UserError(self.failure)
-
-    def _commit(self, step: int, numbers: dict[str, Any], files: dict[str, Contents]) -> None:
-        """Gives a checkpoint its final name; on rank 0, when all ranks have written and read back their files."""
-        # no folder has the final name: see folder.clean_up
-        final = step_folder(self._folder, step)
-        manifest.commit(unfinished_folder(self._folder, step), final, Manifest(numbers, files))
-        retire(self._folder, self._cfg)
 
 
 class _Stager(AsyncStager):

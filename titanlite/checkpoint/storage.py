@@ -19,7 +19,7 @@ import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -143,35 +143,34 @@ class Writer(FileSystemWriter):
 # ------------------------------------------------------------------------------------------------------------------- reading
 
 
+class _NamedFiles(FileSystem):
+    """DCP's file system for reading; what fails while a file is open raises Damaged with its name."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except OSError as error:
+            raise Damaged(f"{path}: cannot be read: {error}") from None
+        except pickle.UnpicklingError:  # its text recommends weights_only=False
+            raise Damaged(f"{path}: is refused: it has something other than tensors") from None
+        except Exception as error:  # contents that are no tensor, or do not match the metadata, fail in many ways
+            raise Damaged(f"{path}: is refused: {type(error).__name__}: {error}") from None
+
+
 class Reader(FileSystemReader):
     """Reads the tensors of a checkpoint with these `files`. Raises Damaged for metadata that titanlite cannot have written."""
 
     def __init__(self, folder: Path, files: dict[str, Contents]):
         super().__init__(folder)
+        self.fs = _NamedFiles()
         self._files = files
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = read_metadata(Path(self.path), self._files)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for file, items in by_file.items():
-            path = Path(self.path) / file
-            try:
-                super().read_data(dataclasses.replace(plan, items=items), planner)
-            except OSError as error:
-                raise Damaged(f"{path}: cannot be read: {error}") from None
-            except pickle.UnpicklingError:  # its text recommends weights_only=False
-                raise Damaged(f"{path}: is refused: it has something other than tensors") from None
-            except Exception as error:  # contents that are no tensor, or do not match the metadata, fail in many ways
-                raise Damaged(f"{path}: is refused: {type(error).__name__}: {error}") from None
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
 
 class _Unpickler(pickle.Unpickler):
