@@ -39,17 +39,16 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(USAGE)
         return
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        print(f"titanlite {name}: no such command{hint}\n\n{USAGE}", file=sys.stderr)
-        sys.exit(2)
     if name == "train":
         stop.listen()
     elif name == "launch":
         stop.leave_at_once()
     sys.argv = [f"titanlite {name}", *sys.argv[2:]]
     try:
+        if name not in COMMANDS:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"titanlite {name}: no such command{hint}\n\n{USAGE}")
         importlib.import_module(COMMANDS[name][0]).main()
     except UserError as error:
         print(error, file=sys.stderr)

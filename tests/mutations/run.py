@@ -34,7 +34,7 @@ _NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info",
 # What most tests import and no fault changes.
 _HEAVY = (
     "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "torchdata", "tokenizers",
-    "safetensors.torch", "pydantic", "tyro",
+    "safetensors.torch", "pydantic",
 )  # fmt: skip
 _PATIENCE = 900  # seconds for one file of tests
 

@@ -1,6 +1,7 @@
 """TOML files, their bases and the options over them become one configuration, or one list of everything that is wrong."""
 
 import math
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,8 @@ def test_what_the_schema_does_not_know_gets_a_suggestion(tmp_path, text, expecte
 
 def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
     tables: dict[str, list[str]] = {}
-    for word in INSTEAD:
+    instead_of = {word.replace("*", "x"): instead for word, instead in INSTEAD.items()}
+    for word in instead_of:
         section, _, name = word.partition(".")
         tables.setdefault(section, []).append(name or "enable")
     text = "".join(f"[{section}]\n" + "".join(f"{name} = 1\n" for name in names) for section, names in tables.items())
@@ -285,7 +287,7 @@ def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
     in_file = refusal(write(tmp_path, text)).splitlines()[1:]
     in_options = refusal(write(tmp_path, ""), *words).splitlines()[1:]
     assert len(in_file) == len(in_options) == len(INSTEAD)
-    for word, instead in INSTEAD.items():
+    for word, instead in instead_of.items():
         written = f"{word} = 1 (run.toml)" if "." in word else f"[{word}]"
         assert f"  {written}: not a key of titanlite: {instead}" in in_file
         option = word if "." in word else f"{word}.enable"
@@ -293,7 +295,7 @@ def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
 
 
 def test_no_key_that_is_refused_as_torchtitans_is_a_key_of_the_schema():
-    assert not set(INSTEAD) & (set(FIELDS) | set(Config.model_fields))
+    assert not [key for key in [*FIELDS, *Config.model_fields] for pattern in INSTEAD if fnmatchcase(key, pattern)]
     assert {word.partition(".")[0] for word in INSTEAD if "." in word} <= set(Config.model_fields)
 
 
@@ -377,8 +379,8 @@ def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         read_config(write(tmp_path, "[training]\nsteps = 4321\n"), ["--help"])
     assert ended.value.code == 0
-    # compared without spaces and frames, which depend on the terminal's width
-    shown = "".join(capsys.readouterr().out.replace("│", " ").split())
+    # compared without spaces, which depend on the terminal's width
+    shown = "".join(capsys.readouterr().out.split())
     for key, field in FIELDS.items():
         assert f"--{key}" in shown
         assert "".join(field.description.split()) in shown, key

@@ -4,20 +4,21 @@ A file may name another one as `base = "other.toml"`; it then contains only the 
 plain dictionaries and validated once, so that all faults are reported together, each with the file or option it comes from.
 """
 
+import argparse
 import contextlib
-import dataclasses
 import difflib
 import json
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from titanlite.config.effects import effective_when
 from titanlite.config.renamed_keys import INSTEAD
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +27,16 @@ else:
 
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 KEYS = [f"{section}.{name}" for section, schema in SECTIONS.items() for name in schema.model_fields]
+
+
+def configuration_file(words: list[str], usage: str) -> str:
+    """The first of a command's words. Raises UserError if it is an option; for --help prints the usage and exits."""
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {usage}\n       with --help behind CONFIG.toml: every option with its meaning and value")
+        sys.exit(0)
+    if not words or words[0].startswith("-"):
+        raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
+    return words[0]
 
 
 def read_config(path: str | Path, options: list[str]) -> Config:
@@ -56,7 +67,7 @@ def read_config(path: str | Path, options: list[str]) -> Config:
 def report(path: str, faults: list[str]) -> str:
     """One text for all faults of one configuration."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    return "\n".join([f"{path}: {count}", *(f"  {fault}" for fault in faults)])
+    return listed(f"{path}: {count}", faults)
 
 
 def to_toml(config: Config) -> str:
@@ -145,32 +156,21 @@ def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _print_help(file_values: dict[str, Any]) -> NoReturn:
     """Prints every option with its type, meaning and current value, and exits."""
-    import tyro  # its import takes as long as reading a configuration
-
-    sections = []
+    parser = argparse.ArgumentParser(
+        usage="run_train.sh CONFIG.toml [--section.key value ...]",
+        description="Every key of the TOML file is an option; (now: ...) is the value from the file, or else the default.",
+        add_help=False,
+    )
     for section, schema in SECTIONS.items():
         table = file_values.get(section)
-        options: list[Any] = []
+        group = parser.add_argument_group(section, schema.__doc__)
         for name, field in schema.model_fields.items():
             value = table.get(name, field.default) if isinstance(table, dict) else field.default
             rule = effective_when(schema, name)
             only = f" Has no effect unless {' and '.join(rule.conditions)}." if rule else ""
-            hint = tyro.conf.arg(
-                metavar=_type_name(field.annotation),
-                help=" ".join(f"{field.description}{only}".split()),
-                help_behavior_hint=f"(now: {json.dumps(value, default=str)})",
-            )
-            options.append((name, Annotated[str, hint], ""))
-        group = dataclasses.make_dataclass(schema.__name__, options)
-        group.__doc__ = schema.__doc__
-        sections.append((section, group, dataclasses.field(default_factory=group)))
-    tyro.cli(
-        dataclasses.make_dataclass("Options", sections),
-        args=["--help"],
-        prog="run_train.sh CONFIG.toml",
-        description="Every key of the TOML file is an option; (now: ...) is the value from the file, or else the default.",
-        use_underscores=True,
-    )
+            meaning = f"{field.description}{only} (now: {json.dumps(value, default=str)})".replace("%", "%%")
+            group.add_argument(f"--{section}.{name}", metavar=_type_name(field.annotation), help=meaning)
+    parser.print_help()
     sys.exit(0)
 
 
@@ -240,7 +240,7 @@ def _entry_sentence(section: str, name: str, number: int, key: str = "", *, erro
         return f"{place} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
     if kind == "extra_forbidden":
         schema = get_args(SECTIONS[section].model_fields[name].annotation)[0]
-        return f"{place}: {_setting(key, value, None)}: no such key{_suggest(key, list(schema.model_fields))}"
+        return f"{place}: {_setting(key, value, None)}: no such key{suggest(key, list(schema.model_fields))}"
     if kind == "missing":
         return f"{place}: has no {key}"
     return f"{place}: {_setting(key, value, None)}: must be {_allowed(errors)}"
@@ -264,21 +264,21 @@ def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str
     key = f"{section}.{name}" if name else section
     is_section = not name and isinstance(value, dict)
     what = f"[{section}]" if is_section else _setting(key, value, origin)
-    if key in INSTEAD or section in INSTEAD:
-        return f"{what}: not a key of titanlite: {INSTEAD.get(key) or INSTEAD[section]}"
+    if instead := _instead(key):
+        return f"{what}: not a key of titanlite: {instead}"
     if is_section:
-        return f"{what}: no such section{_suggest(section, list(SECTIONS))}"
+        return f"{what}: no such section{suggest(section, list(SECTIONS))}"
     same_name = [known for known in KEYS if known.partition(".")[2] == (name or section)]
     hint = f"; did you mean {' or '.join(same_name)}?" if same_name else ""
     if not name:
-        return f"{what}: is in no section{hint or _suggest(section, list(SECTIONS))}"
-    return f"{what}: no such key{hint or _suggest(name, list(SECTIONS[section].model_fields), f'{section}.')}"
+        return f"{what}: is in no section{hint or suggest(section, list(SECTIONS))}"
+    return f"{what}: no such key{hint or suggest(name, list(SECTIONS[section].model_fields), f'{section}.')}"
 
 
 def _unknown_option(option: str, key: str) -> str:
     section, _, name = key.partition(".")
-    if key in INSTEAD or section in INSTEAD:
-        return f"--{key}: not an option of titanlite: {INSTEAD.get(key) or INSTEAD[section]}"
+    if instead := _instead(key):
+        return f"--{key}: not an option of titanlite: {instead}"
     same_name = [known for known in KEYS if known.partition(".")[2] == (name or section)]
     if same_name:
         return f"{option}: no such option; did you mean --{' or --'.join(same_name)}?"
@@ -286,7 +286,13 @@ def _unknown_option(option: str, key: str) -> str:
     return f"{option}: no such option; {f'did you mean --{close[0]}?' if close else '--help lists them all'}"
 
 
-def _suggest(word: str, known: list[str], prefix: str = "") -> str:
+def _instead(key: str) -> str:
+    """What to use in place of a key, or of its section, that other frameworks have; "" for other keys."""
+    section, _, _name = key.partition(".")
+    return next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern) or pattern == section), "")
+
+
+def suggest(word: str, known: list[str], prefix: str = "") -> str:
     """What may have been meant, or else the list of all."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else f"; there are: {', '.join(known)}"

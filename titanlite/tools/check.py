@@ -7,40 +7,29 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanlite.config.read import read_config, report, to_toml
+from titanlite.config.read import configuration_file, read_config, report, to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 
 
 def main() -> None:
     """Exit code 0 for a valid configuration, 2 for one with faults."""
-    try:
-        path, ranks, local_ranks, options = parse_command("check", sys.argv[1:])
-        config = read_config(path, options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
-    if code := check_here(config, path, ranks, local_ranks):
-        sys.exit(code)
+    path, ranks, local_ranks, options = parse_command("check", sys.argv[1:])
+    config = read_config(path, options)
+    check_here(config, path, ranks, local_ranks)
     if config.job.print_config:
         print(to_toml(config))
 
 
-def check_here(config: Config, path: str, ranks: int, local_ranks: int | None = None) -> int:
-    """Prints all faults of a configuration for `ranks` ranks, `local_ranks` of them on this machine; -> exit code, 0 or 2."""
+def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -> None:
+    """Raises UserError that lists all faults of a configuration for `ranks` ranks, `local_ranks` of them on this machine."""
     # Imported late: a fault in the file itself, or --help, needs no torch.
     from titanlite.launch.run_folder import other_run
     from titanlite.loop.checks import check
 
-    try:
-        check(config, path, ranks, local_ranks)
-        if holder := other_run(Path(config.job.dump_folder)):
-            fault = f'job.dump_folder = "{config.job.dump_folder}": another run is training in it ({holder})'
-            raise UserError(report(path, [f"{fault}; give this one a folder of its own"]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    check(config, path, ranks, local_ranks)
+    if fault := other_run(Path(config.job.dump_folder)):
+        raise UserError(report(path, [fault]))
 
 
 def parse_command(command: str, words: list[str]) -> tuple[str, int, int | None, list[str]]:
@@ -53,17 +42,3 @@ def parse_command(command: str, words: list[str]) -> tuple[str, int, int | None,
     if known.ranks < 1:
         raise UserError(f"--ranks {known.ranks}: must be at least 1")
     return path, known.ranks, known.local_ranks, rest[1:]
-
-
-def configuration_file(words: list[str], usage: str) -> str:
-    """The first of a command's words. Raises UserError if it is an option; for --help prints the usage and exits."""
-    if words and words[0] in ("-h", "--help"):
-        print(f"usage: {usage}\n       with --help behind CONFIG.toml: every option with its meaning and value")
-        sys.exit(0)
-    if not words or words[0].startswith("-"):
-        raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
-    return words[0]
-
-
-if __name__ == "__main__":
-    main()

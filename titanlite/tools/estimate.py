@@ -11,7 +11,6 @@ import argparse
 import sys
 
 from titanlite.config.read import read_config
-from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.plan.predict import predict
 from titanlite.plan.report import fits, lines
@@ -22,17 +21,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="titanlite estimate", allow_abbrev=False, add_help=False)
     parser.add_argument("--device-memory-gib", type=float, default=80.0)
     own, words = parser.parse_known_args()
-    try:
-        path, ranks, _, options = parse_command("estimate", words)
-        config = read_config(path, options)
-        check(config, path, ranks)
-        prediction = predict(config, ranks)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    path, ranks, _, options = parse_command("estimate", words)
+    config = read_config(path, options)
+    check(config, path, ranks)
+    prediction = predict(config, ranks)
     print("\n".join(lines(prediction, config, ranks, own.device_memory_gib)))
     sys.exit(0 if fits(prediction, own.device_memory_gib) else 1)
-
-
-if __name__ == "__main__":
-    main()

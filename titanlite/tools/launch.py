@@ -11,24 +11,19 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.config.read import read_config, to_toml
+from titanlite.config.read import configuration_file, read_config, to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
 from titanlite.launch import children, stop
 from titanlite.launch.layout import read_layout
-from titanlite.tools.check import check_here, configuration_file
+from titanlite.tools.check import check_here
 
 
 def main() -> None:
     """The exit code is the run's: 0 done, 2 a fault in configuration or data, 75 stopped, else a failed rank's."""
     os.environ.setdefault(stop.STARTED, str(time.time()))  # run_train.sh has set it
     words = sys.argv[1:]
-    try:
-        path = configuration_file(words, "titanlite launch CONFIG.toml [--section.key value ...]")
-        config, layout = read_config(path, words[1:]), read_layout()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    path = configuration_file(words, "titanlite launch CONFIG.toml [--section.key value ...]")
+    config, layout = read_config(path, words[1:]), read_layout()
 
     import torch.distributed.tensor  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
 
@@ -38,7 +33,8 @@ def main() -> None:
     parent = os.getpid()
     if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
         children.end_with_parent(parent)
-        sys.exit(check_here(config, path, layout.ranks, layout.local_ranks))
+        check_here(config, path, layout.ranks, layout.local_ranks)
+        sys.exit()
     try:
         from titanlite.launch.launcher import Launcher, launch  # while the check runs
 
@@ -48,7 +44,7 @@ def main() -> None:
             print(to_toml(config), flush=True)
         launcher = Launcher(
             Path(config.job.dump_folder),
-            lambda environment: server.start("titanlite.tools.launch:run_rank", config, words, environment=environment),
+            lambda environment: server.start(run_rank, config, words, environment=environment),
         )
         sys.exit(launch(layout, launcher))
     finally:
@@ -67,7 +63,3 @@ def run_rank(config: Config, words: list[str]) -> None:
     from titanlite import train
 
     train.main(config)
-
-
-if __name__ == "__main__":
-    main()
