@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def group():
     process.start(Config())
     yield
-    process.finish()
+    dist.destroy_process_group()
 
 
 def trajectory(device: str, **sections) -> Trajectory:

@@ -11,7 +11,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import mesh_of
 from titanlite.config.schema import Comm, Config, Training
 from titanlite.errors import UserError
-from titanlite.launch.process import finish, once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
+from titanlite.launch.process import once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
 from titanlite.parallel.mesh import rng_rank
 
 HERE = "tests.distributed.test_process"
@@ -56,8 +56,7 @@ def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_patien
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-        finish()
-    assert not dist.is_initialized()
+        dist.destroy_process_group()
 
 
 def draw(seed: int, step: int, part: int) -> list[float]:

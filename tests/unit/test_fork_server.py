@@ -19,7 +19,11 @@ def sleep():
     print("sleeping", os.getpid(), flush=True)
     time.sleep(60)
 
-sys.modules["script"] = sys.modules["__main__"]
+def wait(child):
+    while child.poll() is None:
+        time.sleep(0.01)
+    return child.poll()
+
 server = ForkServer("json")
 {then}
 """
@@ -33,7 +37,7 @@ def run(then: str) -> tuple[int, str]:
 
 def test_a_process_has_its_own_session_and_environment_and_exits_with_its_functions_result():
     then = """
-codes = [server.start("script:answer", code, environment={"RANK": "3"}).wait() for code in (0, 7)]
+codes = [wait(server.start(answer, code, environment={"RANK": "3"})) for code in (0, 7)]
 print(codes, "RANK" in os.environ)
 """
     assert run(then) == (0, "[0, 7] False\n")
@@ -41,17 +45,17 @@ print(codes, "RANK" in os.environ)
 
 def test_a_process_that_a_signal_has_ended_has_its_negative_number():
     then = """
-child = server.start("script:sleep")
+child = server.start(sleep)
 assert child.poll() is None
-child.send_signal(signal.SIGKILL)
-sys.exit(-child.wait())
+os.kill(child.pid, signal.SIGKILL)
+sys.exit(-wait(child))
 """
     assert run(then)[0] == signal.SIGKILL
 
 
 def test_closing_the_server_leaves_no_process():
     then = """
-child = server.start("script:sleep")
+child = server.start(sleep)
 server.close()
 path = f"/proc/{child.pid}/cmdline"  # empty for a zombie that nobody has waited for
 while os.path.exists(path) and open(path).read():
@@ -62,11 +66,11 @@ while os.path.exists(path) and open(path).read():
 
 def test_signals_are_held_back_until_a_process_listens():
     then = """
-child = server.start("script:sleep")
-child.send_signal(signal.SIGTERM)
+child = server.start(sleep)
+os.kill(child.pid, signal.SIGTERM)
 time.sleep(0.3)
 assert child.poll() is None
-child.send_signal(signal.SIGKILL)
+os.kill(child.pid, signal.SIGKILL)
 """
     assert run(then)[0] == 0
 
@@ -74,7 +78,7 @@ child.send_signal(signal.SIGKILL)
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_the_launcher(end):
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(then=f'server.start("script:sleep")\ntime.sleep(1)\n{end}')],
+        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\ntime.sleep(1)\n{end}")],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -62,11 +62,11 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
 
 
 def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp_path):
-    first = Config(job=Job(description='a "quoted" name'), training=Training(steps=5))
-    second = Config(training=Training(steps=7, seq_len=33))
-    record_start(tmp_path, first, Path(__file__), {"resumed_step": 0, "values": {"mesh": "one process"}})
+    first = Config(job=Job(dump_folder=str(tmp_path), description='a "quoted" name'), training=Training(steps=5))
+    second = Config(job=Job(dump_folder=str(tmp_path)), training=Training(steps=7, seq_len=33))
+    record_start(first, Path(__file__), {"resumed_step": 0, "values": {"mesh": "one process"}})
     assert read_config(tmp_path / "config.toml", []) == first
-    record_start(tmp_path, second, Path(__file__), {"resumed_step": 5})
+    record_start(second, Path(__file__), {"resumed_step": 5})
     assert read_config(tmp_path / "config.toml", []) == second
 
     starts = json.loads((tmp_path / "provenance.json").read_text())

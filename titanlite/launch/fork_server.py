@@ -7,9 +7,8 @@ and timers in threads and counts the GPUs, and neither survives a fork.
 import importlib
 import os
 import signal
-import subprocess
 import sys
-import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
@@ -21,7 +20,7 @@ _HELD_BACK = (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGINT, signal.SIGHUP, 
 
 
 class Child:
-    """A process of the fork server, with the part of subprocess.Popen's interface that the launcher uses."""
+    """A process of the fork server, with the part of subprocess.Popen's interface that the launcher needs."""
 
     def __init__(self, server: "ForkServer", pid: int):
         self.pid = pid
@@ -30,17 +29,6 @@ class Child:
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
         return self._server.exit_code(self.pid)
-
-    def wait(self, timeout: float | None = None) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
 
 
 class ForkServer:
@@ -63,8 +51,8 @@ class ForkServer:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
 
-    def start(self, function: str, *arguments: Any, environment: dict[str, str] | None = None) -> Child:
-        """Starts a process that exits with what a function such as "titanlite.train:main" returns for the arguments."""
+    def start(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> Child:
+        """Starts a process that exits with what the function returns for the arguments. All of them are pickled."""
         return Child(self, self._ask((function, arguments, environment or {})))
 
     def exit_code(self, pid: int) -> int | None:
@@ -109,7 +97,6 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
             requests.close()
             os.setsid()
             os.environ.update(environment)
-            module, _, name = function.partition(":")
-            sys.exit(getattr(importlib.import_module(module), name)(*arguments))
+            sys.exit(function(*arguments))
         running.append(pid)
         requests.send(pid)

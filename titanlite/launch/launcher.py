@@ -1,7 +1,7 @@
 """Starts the ranks of this machine by torch's elastic agent, and ends as the run ends: with its exit code and one line.
 
-It also forwards a request to stop to the ranks, has ranks write their stacks before it ends them, and tells a rank that was
-stopped from one that has failed.
+It also forwards a request to stop to the ranks, makes ranks write their stacks before it ends them, and distinguishes a rank
+that was stopped from one that has failed.
 """
 
 import functools
@@ -9,13 +9,12 @@ import logging
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import (
@@ -30,6 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from titanlite.launch import stacks, stop
+from titanlite.launch.fork_server import Child
 from titanlite.launch.layout import Layout
 
 # The agent polls the ranks ten times a second and notes whole seconds. Failures that are this close are ordered by how they
@@ -43,18 +43,6 @@ _FAULT = 2  # the exit code of a rank that has reported a fault that the user ca
 _FINAL = (_FAULT, stop.UNSAVED)  # stacks say no more, and another start would end the same way
 
 _ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that end the run at once
-
-
-class Process(Protocol):
-    """The part of subprocess.Popen that the launcher needs of a rank, which must lead a process group of its own."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, number: int, /) -> None: ...
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -97,8 +85,11 @@ class Rendezvous(DynamicRendezvousHandler):
 class Launcher:
     """One run on this machine, through all starts of its ranks."""
 
-    def __init__(self, dump_folder: Path, start_rank: Callable[[dict[str, str]], Process]):
-        """start_rank: starts a rank with these variables added to its environment, all signals held back."""
+    def __init__(self, dump_folder: Path, start_rank: Callable[[dict[str, str]], Child]):
+        """start_rank: starts a rank with these variables added to its environment.
+
+        The rank leads a process group of its own, and all signals are held back until it listens.
+        """
         self.dump_folder, self.start_rank = dump_folder, start_rank
         self.ranks: Ranks | None = None  # of the latest start
         self.starts = 0
@@ -142,6 +133,8 @@ class Ranks(SubprocessContext):
     of its parent. PyTorch 2.11 and 2.13 agree on the methods that are overridden here.
     """
 
+    subprocess_handlers: dict[int, Any]  # each with a `proc`, which is a Child here
+
     def __init__(self, launcher: Launcher, **words: Any):
         super().__init__(**words)
         self.launcher = launcher
@@ -151,7 +144,7 @@ class Ranks(SubprocessContext):
         self.ended_here: set[int] = set()  # local ranks that did not end by themselves
         self.deadline = math.inf  # on time.monotonic, for ranks that run on after others have stopped
 
-    def running(self) -> dict[int, Process]:
+    def running(self) -> dict[int, Child]:
         """local rank -> process"""
         return {local: handler.proc for local, handler in self.subprocess_handlers.items() if handler.proc.poll() is None}
 
@@ -165,10 +158,9 @@ class Ranks(SubprocessContext):
             of = f" of {launcher.starts + self.restarts_left}" if launcher.failure else ""
             _print(f"{why}; start {launcher.starts}{of}")
             launcher.failure = ""
-        handlers: dict[int, Any] = {
+        self.subprocess_handlers = {
             local: SimpleNamespace(proc=launcher.start_rank(environment)) for local, environment in self.envs.items()
         }
-        self.subprocess_handlers = handlers
 
     def _poll(self) -> RunProcsResult | None:
         """The agent calls this ten times a second: None while ranks are running, then how they ended.
@@ -182,7 +174,7 @@ class Ranks(SubprocessContext):
         if launcher.stop_requested and not self.forwarded:
             self.forwarded = True
             for process in self.running().values():
-                process.send_signal(stop.FROM_LAUNCHER)
+                os.kill(process.pid, stop.FROM_LAUNCHER)
         if time.monotonic() > self.deadline:
             self._close(signal.SIGTERM)
         result = super()._poll()
@@ -221,11 +213,10 @@ class Ranks(SubprocessContext):
         for process in running.values():
             os.killpg(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + timeout
-        for process in running.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _print(f"process {process.pid} does not end by SIGKILL: it waits for a device that does not answer")
+        while (left := self.running()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in left.values():
+            _print(f"process {process.pid} does not end by SIGKILL: it waits for a device that does not answer")
         self.launcher.active = False
 
     def _why_ended(self) -> str:

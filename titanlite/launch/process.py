@@ -50,7 +50,7 @@ def is_echo(error: Exception) -> bool:
 
 
 def start(config: Config) -> torch.device:
-    """Chooses the device and joins the process group; returns the device. `finish` must follow.
+    """Chooses the device and joins the process group; returns the device.
 
     Raises UserError if there are more ranks on this machine than GPUs.
     """
@@ -78,12 +78,6 @@ def use_deterministic_algorithms() -> None:
     """The same bits from every run; before anything is computed on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-
-
-def finish() -> None:
-    """Leaves the process group."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def set_timeout(seconds: int, but: dist.ProcessGroup | None = None) -> None:

@@ -28,7 +28,7 @@ from titanlite.errors import UserError
 from titanlite.files import replace_file
 
 _LOCK = ".lock"
-_PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "tyro", "numpy", "tqdm")
+_PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
 def lock_run(folder: Path) -> IO[str]:
@@ -38,18 +38,15 @@ def lock_run(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / _LOCK, "a+")
-    for last in (False, True):
+    while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            if last:
-                file.close()
-                raise UserError(
-                    f'job.dump_folder = "{folder}": another run is training in it ({other_run(folder)}); '
-                    "give this one a folder of its own"
-                ) from None
             time.sleep(0.5)  # it may be a check for a moment: `other_run`
+            if fault := other_run(folder):
+                file.close()
+                raise UserError(fault) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
@@ -57,22 +54,24 @@ def lock_run(folder: Path) -> IO[str]:
 
 
 def other_run(folder: Path) -> str:
-    """The process that is training in a run directory, or ""."""
+    """The fault if another run is training in a run directory, with its process; or ""."""
     if not (folder / _LOCK).is_file():
         return ""  # no run has ever been here
     with open(folder / _LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return file.read() or "starting"
+            holder = file.read() or "starting"
+            return f'job.dump_folder = "{folder}": another run is training in it ({holder}); give this one a folder of its own'
     return ""
 
 
-def record_start(folder: Path, config: Config, model_file: Path, facts: dict[str, Any]) -> None:
+def record_start(config: Config, model_file: Path, facts: dict[str, Any]) -> None:
     """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`.
 
     model_file: the module that defines the model, which may be the user's own and in no repository.
     """
+    folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.toml", to_toml(config))
     path = folder / "provenance.json"

@@ -27,7 +27,6 @@ from titanlite.launch import process
 
 log = logging.getLogger("titanlite")
 
-_FOLDER = "stacks"  # inside job.dump_folder
 # The launcher waits until no rank's dump has grown for _INTERVAL seconds; a dump takes milliseconds on a free core.
 _INTERVAL = 0.2
 _LONGEST = 2.0
@@ -37,7 +36,7 @@ _dump: TextIO | None = None
 
 
 def folder_of(dump_folder: Path) -> Path:
-    return dump_folder / _FOLDER
+    return dump_folder / "stacks"
 
 
 # ---------------------------------------------------------------------------------------------------------------- a rank
@@ -47,12 +46,6 @@ def at(step: int, what: str) -> None:
     """Notes what this rank does from now on, such as "forward and backward"; step 0: before the first one."""
     global _position
     _position = step, what
-
-
-def where() -> str:
-    """For a message: "rank 1, step 37, forward and backward"."""
-    step, what = _position
-    return f"rank {process.rank_and_world()[0]}, {f'step {step}' if step else 'starting'}, {what}"
 
 
 def open_dump(dump_folder: Path, rank: int) -> None:
@@ -85,16 +78,18 @@ def close_dump() -> None:
 def report(error: Exception, patience: float = 0.0) -> None:
     """Logs where this rank is and what went wrong; the traceback and the stacks of all threads go to its dump.
 
-    patience: seconds until the log line, for an error that may be an echo: meanwhile the rank that caused it logs its own.
+    patience: seconds until the log line of an error that may be an echo: meanwhile the rank that caused it logs its own.
     """
-    position = where()
+    step, what = _position
+    position = f"rank {process.rank_and_world()[0]}, {f'step {step}' if step else 'starting'}, {what}"
     if _dump is not None:
         _dump.write(f"==== {_now()} {position} (process {os.getpid()}): {_first_line(error)}\n")
         _dump.writelines(traceback.format_exception(error))
         _dump.flush()
         faulthandler.dump_traceback(_dump, all_threads=True)
-    time.sleep(patience)
-    if process.is_echo(error) and _dump is not None:  # this rank is not at fault; the traceback is in the dump
+    if is_echo := process.is_echo(error):
+        time.sleep(patience)
+    if is_echo and _dump is not None:  # another rank is the cause; the traceback is in the dump
         log.error("%s: %s\n%s", position, _echo(error), "".join(_innermost(error)).rstrip())
     else:
         log.error("%s: %s", position, error, exc_info=error)

@@ -1,4 +1,4 @@
-"""A run that is asked to stop finishes its step, saves, and exits with a code on which a scheduler starts it again.
+"""On a request to stop, a run finishes its step, saves, and exits with a code on which a scheduler starts it again.
 
 The request is SIGTERM or SIGUSR1, to the launcher or to any rank, or job.time_limit_minutes. torch is imported in functions
 here: a rank listens from its first moment, and that import takes seconds.
