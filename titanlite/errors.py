@@ -1,5 +1,7 @@
 """The one exception that means: the user can correct this."""
 
+from collections.abc import Iterable
+
 
 class UserError(ValueError):
     """A fault in the user's input: a key, a file, a model module, a mesh that does not fit the machine.
@@ -7,3 +9,8 @@ class UserError(ValueError):
     Its text says what is wrong, what is allowed and, if there is a guess, what was meant. Commands print the text without a
     traceback and exit with code 2. Any other exception is a defect of titanlite.
     """
+
+
+def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
+    """The text of a UserError with a line for each fault."""
+    return "\n".join([title, *(f"  {fault}" for fault in faults), *([remedy] if remedy else [])])

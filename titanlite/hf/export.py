@@ -16,7 +16,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 from titanlite.files import publish, replace_file
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
@@ -30,12 +30,8 @@ _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json",
 )  # fmt: skip
-_CARRIED = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "max_position_embeddings",
-)  # from the tokenizer's config.json
+# What an export takes from the config.json beside the tokenizer.
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 
 class Item(NamedTuple):
@@ -68,16 +64,15 @@ class Exported:
             raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new place with --assets')
         self.family = load_family(cfg["name"], cfg["flavor"], self.assets)
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
-            lines = [f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", *changed]
-            raise UserError("\n  ".join(lines))
+            raise UserError(listed(f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", changed))
         self.model = self.family.on_meta()
         tensors = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries() if name.startswith("model.")]
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
         shapes = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
         if wrong := [name for name in sorted(shapes.keys() | tensors.keys()) if shapes.get(name) != tensors.get(name)]:
-            lines = [f"  {name}: {shapes.get(name)} in the checkpoint, {tensors.get(name)} in the model" for name in wrong]
-            raise UserError("\n".join([f"{stored.source}: does not have the weights of this model:", *lines]))
+            lines = [f"{name}: {shapes.get(name)} in the checkpoint, {tensors.get(name)} in the model" for name in wrong]
+            raise UserError(listed(f"{stored.source}: does not have the weights of this model:", lines))
         self.names = list(tensors)
 
     def tokenizer(self) -> LoadedTokenizer | None:

@@ -15,7 +15,7 @@ from torch import nn
 from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 from titanlite.transforms.registry import (
     FROM_ASSETS,
     Family,
@@ -128,7 +128,7 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
     others = [name for name in stored if name not in known and not name.endswith(_COMPUTED)]
     problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in sorted(others)]
     if problems:
-        raise UserError("\n".join([f"{folder}: cannot be read as {family.module.__name__}:", *(f"  {p}" for p in problems)]))
+        raise UserError(listed(f"{folder}: cannot be read as {family.module.__name__}:", problems))
     return weights
 
 
@@ -136,52 +136,41 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors."""
     entries: dict[str, Entry] = {}
     problems: list[str] = []
-    for file, listed in _listed_files(folder).items():
-        path = folder / file
-        if not path.is_file():
+    for path in _files(folder):
+        try:
+            with safe_open(str(path), "pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        except FileNotFoundError:
             problems.append(f"{path}: is missing")
             continue
-        try:
-            inside = dict(_inside(path))
         except (SafetensorError, OSError) as error:
             problems.append(f"{path}: is damaged: {error}")
             continue
-        if listed is not None:
-            problems += [f"{name}: not in {file}, where {INDEX} says it is" for name in sorted(listed - inside.keys())]
-            problems += [f"{name}: in {file}, but {INDEX} does not say so" for name in sorted(inside.keys() - listed)]
-        for name, (shape, kind) in inside.items():
+        problems += [f"{name}: in {entries[name].file.name} and in {path.name}" for name in found.keys() & entries.keys()]
+        for name, (shape, kind) in found.items():
             if kind not in DTYPES:
                 problems.append(f"{name}: is stored in {path.name} as {kind}, and only {', '.join(DTYPES)} are read")
             entries[name] = Entry(path, name, shape, DTYPES.get(kind, torch.float32))
     return entries, problems
 
 
-def _inside(path: Path) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    with safe_open(str(path), "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            part = file.get_slice(name)
-            yield name, (tuple(part.get_shape()), part.get_dtype())
-
-
-def _listed_files(folder: Path) -> dict[str, set[str] | None]:
-    """File -> the names that the index lists for it; None without an index."""
+def _files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder."""
     if (folder / SINGLE).is_file():  # as in transformers, this file takes precedence
-        return {SINGLE: None}
+        return [folder / SINGLE]
     path = folder / INDEX
     if not path.is_file():
         pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
         why = f"; {pickles[0]} is a pickle, which could run any code, and is not read" if pickles else ""
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{why}")
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names: dict[str, set[str]] = {}
-        for name, file in places.items():
-            names.setdefault(file, set()).add(name)
+        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not an index of safetensors files: {error!r}") from None
-    if odd := [file for file in names if Path(file).name != file or not file.endswith(".safetensors")]:
+    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise UserError(f"{path}: is refused: {odd[0]!r} is no safetensors file of this folder")
-    return dict(names)
+    return [folder / name for name in names]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the check

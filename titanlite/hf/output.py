@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.errors import UserError
-from titanlite.files import publish
 
 
 def unfinished_path(output: Path) -> Path:
@@ -24,15 +23,6 @@ def start_output(output: Path) -> Path:
             shutil.rmtree(unfinished)  # left by a killed command
         output.parent.mkdir(parents=True, exist_ok=True)
     return unfinished
-
-
-@contextlib.contextmanager
-def new_output(output: Path) -> Iterator[Path]:
-    """Gives the path to write to, which becomes `output` at the end. Raises UserError as `start_output`."""
-    unfinished = start_output(output)
-    with reporting(output):
-        yield unfinished
-        publish(unfinished, output)
 
 
 @contextlib.contextmanager

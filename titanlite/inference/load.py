@@ -12,7 +12,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel, sharding_faults
 from titanlite.transforms.dtypes import DTYPES
@@ -42,7 +42,7 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(manifest.numbers["architecture"]):
-        raise UserError("\n  ".join([f"{source}: {cfg.name} {cfg.flavor} has changed since it was saved:", *changed]))
+        raise UserError(listed(f"{source}: {cfg.name} {cfg.flavor} has changed since it was saved:", changed))
     tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(cfg.hf_assets_path)
     model = on_meta(family, config)
     tp = dist.get_world_size()

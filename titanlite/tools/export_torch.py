@@ -9,9 +9,10 @@ DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints
 import torch
 
 from titanlite.checkpoint.whole import Stored
+from titanlite.files import publish
 from titanlite.hf.export import Exported
 from titanlite.hf.folder import tied_names
-from titanlite.hf.output import new_output
+from titanlite.hf.output import reporting, start_output
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.export_hf import export_parser
 from titanlite.transforms.dtypes import DTYPES
@@ -20,11 +21,13 @@ from titanlite.transforms.dtypes import DTYPES
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
     options = export_parser("export-torch", __doc__).parse_args()
-    with new_output(options.output) as unfinished:
+    unfinished = start_output(options.output)
+    with reporting(options.output):
         source = checkpoints(options.checkpoint)[-1]
         exported = Exported(Stored(source), DTYPES.get(options.dtype), options.assets)
         tensors = {name: exported.read_tensor(name) for name in exported.names}
         # load_state_dict wants a tied parameter under each of its names; the file holds it once
         tensors |= {name: tensors[first] for name, first in tied_names(exported.model).items()}
         torch.save(tensors, unfinished)
+        publish(unfinished, options.output)
     print(f"{source} -> {options.output}: {len(tensors)} tensors, {options.output.stat().st_size / 2**30:.2f} GiB")

@@ -38,7 +38,6 @@ RUN_FAULTS = {
     "damaged": case(HF.replace("source", "damaged"), "model.norm.weight (model.head.norm.weight): is missing"),
     "nowhere": case(HF.replace("source", "nowhere"), 'initial_load_path = "nowhere"', "config.json: cannot be read"),
     "a branch of a folder": case(f"{HF} checkpoint.initial_load_model_only=false", "model_only = false: a folder in Hugging"),
-    "a branch of an import": case(f"{WEIGHTS} checkpoint.initial_load_model_only=false", "weights alone, made by import-hf"),
     "no path": case(
         "checkpoint.enable=true checkpoint.initial_load_in_hf=true", "has no effect unless checkpoint.initial_load_path is set"
     ),

@@ -128,11 +128,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (replace(NORM, lambda t: t.to(torch.float8_e4m3fn)), rf"{NORM}: is stored in .* as F8_E4M3, and only F32"),
     "extra": (add, "  extra: in model-.*, but not in the model$"),
     "not where the index says": (
-        lambda folder: change(folder, NORM, lambda tensors: tensors.pop(NORM)), f"{NORM}: not in model-.*, where .* says it is"
+        lambda folder: change(folder, NORM, lambda tensors: tensors.pop(NORM)), f"{NORM} .*: is missing$"
     ),
     "not in the index": (
         lambda folder: change(folder, NORM, lambda tensors: tensors.update(extra=torch.zeros(2))),
-        "extra: in model-.*, but model.safetensors.index.json does not say so",
+        "extra: in model-.*, but not in the model$",
+    ),
+    "in two files": (
+        lambda folder: change(folder, NORM, lambda tensors: tensors.update({QUERY: torch.zeros(2)})),
+        f"{QUERY}: in model-.* and in model-.*",
     ),
     "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: is missing"),
     "cut off": (truncate, r"model-00001-of-\d+.safetensors: is damaged: "),
