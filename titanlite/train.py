@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
-from titanlite.config.read import read_config
+from titanlite.config.read import configuration_file, read_config
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
@@ -34,18 +34,15 @@ from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents, Rollback, Steps, finite
-from titanlite.loop.metrics import Clock, Meter, Reporter, console_line
-from titanlite.loop.resume import Progress, numbers_of, restore
-from titanlite.loop.step import build_model, forward_backward, update, warn_of_unused
+from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.loop.resume import Progress, Setting, numbers_of, restore
+from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
-from titanlite.optim.build import build_optimizer
-from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.state import create_state, run_tensors
+from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
-from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import training_flops
 from titanlite.transforms.registry import family_of
 
@@ -55,14 +52,7 @@ log = logging.getLogger("titanlite")
 # -------------------------------------------------------------------------------------------------------------- the loop
 
 
-def train(
-    config: Config,
-    data: Data,
-    validation: Data | None,
-    mesh: DeviceMesh,
-    device: torch.device,
-    started: float,
-) -> bool:
+def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh, device: torch.device, started: float) -> bool:
     """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
@@ -70,26 +60,23 @@ def train(
     Raises UserError when a loss or gradient stops being finite.
     """
     clock = Clock(started)
-    training, folder = config.training, Path(config.job.dump_folder)
-    saves, main_rank = folder / config.checkpoint.folder, dist.get_rank() == 0
+    training, main_rank = config.training, dist.get_rank() == 0
+    saves = Path(config.job.dump_folder) / config.checkpoint.folder
     family, global_batch = family_of(config.model), config.global_batch(data_degree(mesh))
-    saver = open_saver(config, saves) if config.checkpoint.enable else None
+    saver = None
+    if config.checkpoint.enable:
+        try_out(saves)
+        saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
     stop = Stop(config.job.time_limit_minutes)
-
-    def set_timeout(seconds: int) -> None:  # of every process group but the saver's, which has its own
-        process.set_timeout(seconds, but=saver.group if saver else None)
-
+    set_timeout = functools.partial(process.set_timeout, but=saver.group if saver else None)  # which has its own
     set_timeout(config.comm.init_timeout_seconds)
     with clock.phase(0, "building the model"):
-        model = build_model(family, config, mesh, device)
-        optimizer = build_optimizer(model, config.optimizer, DTYPES[training.mixed_precision_param])
-        create_state(optimizer)
-        loss_scale = LossScale(device) if training.mixed_precision_param == "float16" else None
-
-    load = functools.partial(restore, config, family, data, global_batch, model, optimizer, loss_scale, saves)
+        model, optimizer, loss_scale = begin_training(family, config, mesh, device)
+    setting = Setting(config, family, data, global_batch)
+    load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
-    facts = derived_values(config, family, data, mesh, model, schedule, progress)
+    facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
     if progress.step >= training.steps:
@@ -98,16 +85,16 @@ def train(
     if saver:
         clean_up(saves, progress.step)
     if main_rank:
-        values = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
-        record_start(folder, config, Path(family.module.__file__ or ""), values)
+        record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
+        record_start(config, Path(family.module.__file__ or ""), record)
 
     def batches_from(samples: int) -> Batches:
         return Batches(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh)), device)
 
     first, batches = progress.step + 1, batches_from(progress.samples)
-    tensorboard = config.metrics.save_tb_folder if config.metrics.enable_tensorboard else None
-    reporter = Reporter(folder, tensorboard, first, active=main_rank)
-    meter = Meter(clock, global_batch * training.seq_len, mesh.size(), training_flops(family, config, model), device, config)
+    reporter = Reporter(config, first, active=main_rank)
+    peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config, model)
+    measure_speed = functools.partial(speed, clock, global_batch * training.seq_len, mesh.size(), flops, peak)
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
     watch = profiling.Watch(config, device, model, optimizer, global_batch, clock)
     recompilations = RecompilationWatch()
@@ -137,7 +124,7 @@ def train(
                     batches.prepare()
         unread.add(step, sample, share, norm)
         progress = Progress(step, sample + global_batch)
-        meter.count_step()
+        clock.steps += 1
 
         stopping = None if last else stop.agreed()
         validating = validation is not None and (last or step % config.validation.freq == 0)
@@ -158,8 +145,7 @@ def train(
                 clock.restart()
                 continue
         measured: dict[str, float] = {}
-        if validating:
-            assert validation is not None
+        if validation and validating:
             with clock.phase(step, "validation"):
                 measured = validate(model, validation, config, mesh, device)
             if tokenizer:
@@ -168,14 +154,14 @@ def train(
         if reporting:
             values = {"loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm), "lr": schedule.at(step), **measured}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
-            values |= {"tokens_seen": progress.samples * training.seq_len, **meter.read()}
+            values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed()}
+            values |= {"peak_memory_gib": peak_memory_gib(device)}
             reporter.report(step, values)
             log.info(console_line(step, training.steps, values))
             clock.restart()
         if saver and saving:
             with clock.phase(step, "saving"):  # for as long as training waits
-                numbers = numbers_of(config, family, data, schedule, progress, global_batch)
-                saver.save(step, run_tensors(model, optimizer, loss_scale), numbers)
+                saver.save(step, run_tensors(model, optimizer, loss_scale), numbers_of(setting, schedule, progress))
         elif saver:
             saver.poll()
         if step == first:
@@ -201,12 +187,6 @@ def train(
     return bool(stopping)
 
 
-def open_saver(config: Config, saves: Path) -> Saver:
-    """What saves checkpoints in the folder `saves`. Raises UserError where that cannot be written; all ranks together."""
-    try_out(saves)
-    return Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
-
-
 def finished_already(config: Config, progress: Progress, saves: Path, saver: Saver | None) -> None:
     """A run that has no step left: says so, and writes the export that a killed run has not written."""
     log.info(
@@ -223,7 +203,7 @@ def go_back(rollback: Rollback, step: int, model: nn.Module, incidents: Incident
     float8.measure_weights(model)
     incidents.went_back(rollback, step)
     clean_up(saves, step)
-    reporter.go_back(step)
+    reporter.begin(step + 1)
     return Progress(step, rollback.next_sample)
 
 
@@ -249,10 +229,9 @@ _RECORDER_PATIENCE = 10.0
 
 def read_and_check(words: list[str], world: int) -> Config:
     """The configuration that the words of a command name. Raises UserError for its faults."""
-    if not words or words[0].startswith("-"):
-        raise UserError("give a configuration first: titanlite train train_configs/llama_debug.toml [--section.key value]")
-    config = read_config(words[0], words[1:])
-    check(config, words[0], world, open_files=False)
+    path = configuration_file(words, "titanlite train CONFIG.toml [--section.key value ...]")
+    config = read_config(path, words[1:])
+    check(config, path, world, open_files=False)
     return config
 
 
@@ -270,7 +249,7 @@ def main(config: Config | None = None) -> None:
     try:
         config = config or read_and_check(sys.argv[1:], world)
         degrees = resolve_degrees(config.parallelism, world)
-        held = lock_run(Path(config.job.dump_folder)) if rank == 0 else None
+        _lock = lock_run(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
         profiling.record_collectives(config)
         if torch.cuda.is_available() and config.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
@@ -280,10 +259,8 @@ def main(config: Config | None = None) -> None:
         check_epochs(data, config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
         mesh = build_mesh(degrees, device.type)
         stopped = train(config, data, validation, mesh, device, started)
-        process.finish()
+        dist.destroy_process_group()
         stacks.close_dump()
-        if held:
-            held.close()
     except UserError as error:
         stacks.close_dump()
         if rank > 0:
@@ -292,7 +269,7 @@ def main(config: Config | None = None) -> None:
         sys.stderr.flush()
         os._exit(2)  # sys.exit would wait for ranks that are in a collective; the launcher ends them
     except Exception as error:
-        stacks.report(error, patience if process.is_echo(error) else 0.0)
+        stacks.report(error, patience)
         sys.stderr.flush()
         os._exit(1)
     sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)

@@ -140,7 +140,7 @@ def held(degrees: dict[str, int], config: Config) -> tuple[int, int]:
     create_state(optimizer)
     memory = held_memory(model, optimizer, CPU)
     counts = 4 * sum(p.requires_grad for p in model.parameters())
-    return memory.parameters, memory.optimizer_state - counts
+    return memory["parameters"], memory["optimizer state"] - counts
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "compensated", "float32"])

@@ -137,12 +137,13 @@ def test_other_ranks_decide_the_same_and_write_nothing(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- starts
 
 
-def test_a_start_keeps_what_earlier_ones_wrote_and_the_same_incident_is_not_there_twice(tmp_path):
+def test_a_start_keeps_what_earlier_ones_wrote_and_marks_what_it_repeats(tmp_path):
     incidents_of(tmp_path, "skip").judge(good(1) + bad(2, 6, 9), None)
     resumed = incidents_of(tmp_path, "skip", first_step=6)
     assert entries_of(tmp_path) == [("nonfinite", n, "skipped", n >= 6) for n in (2, 6, 9)]
     resumed.judge(bad(6), None)
-    assert entries_of(tmp_path) == [("nonfinite", n, "skipped", n == 9) for n in (2, 9, 6)]
+    expected = [(2, False), (6, True), (9, True), (6, False)]
+    assert entries_of(tmp_path) == [("nonfinite", n, "skipped", superseded) for n, superseded in expected]
     before = (tmp_path / FILE).read_text()
     incidents_of(tmp_path, "skip", first_step=8)  # nothing is superseded by it that was not
     assert (tmp_path / FILE).read_text() == before

@@ -12,7 +12,7 @@ from tests import tiny, tiny_biased
 from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
 from titanlite.errors import UserError
-from titanlite.loop.resume import Progress, restore
+from titanlite.loop.resume import Progress, Setting, restore
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import checkpoint_bytes, create_state, named_state
 from titanlite.plan.predict import predict
@@ -234,7 +234,7 @@ def test_adapters_on_random_weights_are_warned_of(caplog, enable):
     data: Any = None
     with caplog.at_level(logging.WARNING):
         config = configuration(enable=enable)
-        progress, _ = restore(config, FAMILY, data, 8, on_meta(FAMILY, config), data, None, data)
+        progress, _ = restore(Setting(config, FAMILY, data, 8), on_meta(FAMILY, config), data, None, data)
     assert progress == Progress()
     assert ["the weights that are adapted are RANDOM" in record.message for record in caplog.records] == [True] * enable
 

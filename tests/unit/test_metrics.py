@@ -8,6 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from models.blocks import Flops
+from titanlite.config.schema import Config
 from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 
 
@@ -40,10 +41,11 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
             time.passes(seconds)
     with clock.phase(3, "forward and backward"):
         time.passes(0)
-    with clock.pause("startup"):
-        time.passes(100)
+    clock.add_pause("startup", 100)
+    time.passes(100)
+    clock.steps = 2
     assert clock.training_seconds() == 8
-    assert speed(clock, tokens=4000, devices=4, flops=Flops(1.0, 1.0), peak=None) == {
+    assert speed(clock, step_tokens=2000, devices=4, flops=Flops(1.0, 1.0), peak=None) == {
         "tokens_per_second": 500,
         "tokens_per_second_per_device": 125,
         "data_wait_fraction": 0.25,
@@ -54,11 +56,13 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
 
 def test_restart_begins_a_new_interval(time):
     clock = Clock()
-    with clock.pause("save"), clock.phase(1, "reading data"):
+    with clock.phase(1, "saving"), clock.phase(1, "reading data"):
         time.passes(3)
+    clock.steps = 4
     clock.restart()
     time.passes(2)
-    assert speed(clock, tokens=10, devices=1, flops=Flops(1.0, 1.0), peak=None) == {
+    clock.steps += 1
+    assert speed(clock, step_tokens=10, devices=1, flops=Flops(1.0, 1.0), peak=None) == {
         "tokens_per_second": 5,
         "tokens_per_second_per_device": 5,
         "data_wait_fraction": 0,
@@ -68,7 +72,8 @@ def test_restart_begins_a_new_interval(time):
 def test_utilisation_is_shown_both_ways_where_the_peak_is_known(time):
     clock = Clock()
     time.passes(10)
-    values = speed(clock, tokens=1000, devices=2, flops=Flops(causal=6.0, palm=8.0), peak=1000.0)
+    clock.steps = 2
+    values = speed(clock, step_tokens=500, devices=2, flops=Flops(causal=6.0, palm=8.0), peak=1000.0)
     assert values["mfu_causal"] == pytest.approx(50 * 6 / 1000)
     assert values["mfu_palm"] == pytest.approx(50 * 8 / 1000)
 
@@ -103,8 +108,12 @@ def test_a_cpu_has_no_peak_and_some_memory():
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
-def _report(folder, first_step: int, reports: dict[int, dict], tensorboard: str | None = None) -> None:
-    reporter = Reporter(folder, tensorboard, first_step, active=True)
+def _config(folder, tensorboard: bool = False) -> Config:
+    return Config.model_validate({"job": {"dump_folder": str(folder)}, "metrics": {"enable_tensorboard": tensorboard}})
+
+
+def _report(folder, first_step: int, reports: dict[int, dict], tensorboard: bool = False) -> None:
+    reporter = Reporter(_config(folder, tensorboard), first_step, active=True)
     for step, values in reports.items():
         reporter.report(step, values)
     reporter.close()
@@ -121,7 +130,7 @@ def test_numbers_are_written_unrounded(tmp_path):
 
 
 def test_each_report_is_on_disk_at_once(tmp_path):
-    reporter = Reporter(tmp_path, None, 1, active=True)
+    reporter = Reporter(_config(tmp_path), 1, active=True)
     reporter.report(1, {"loss": 1.0})
     assert _lines(tmp_path) == [{"step": 1, "loss": 1.0}]
     reporter.close()
@@ -151,12 +160,12 @@ def test_reports_stay_when_the_rewriting_fails(tmp_path, monkeypatch):
 
     monkeypatch.setattr("titanlite.launch.run_folder.os.fsync", refuse)
     with pytest.raises(OSError, match="disk full"):
-        Reporter(tmp_path, None, 2, active=True)
+        Reporter(_config(tmp_path), 2, active=True)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    reporter = Reporter(tmp_path, "tb", 1, active=False)
+    reporter = Reporter(_config(tmp_path, tensorboard=True), 1, active=False)
     reporter.report(1, {"loss": 1.0})
     reporter.close()
     assert not list(tmp_path.iterdir())
@@ -174,8 +183,8 @@ def _float32(value: float) -> float:
 
 @pytest.mark.parametrize("later", [(3, 4, 5), (5,), ()])
 def test_tensorboard_holds_the_same_scalars_also_after_a_resumption(tmp_path, later):
-    _report(tmp_path, 1, {step: {"loss": step / 3, "lr": 1e-3} for step in (1, 2, 3, 4)}, "tb")
-    _report(tmp_path, 3, {step: {"loss": step / 7, "lr": 2e-3} for step in later}, "tb")
+    _report(tmp_path, 1, {step: {"loss": step / 3, "lr": 1e-3} for step in (1, 2, 3, 4)}, tensorboard=True)
+    _report(tmp_path, 3, {step: {"loss": step / 7, "lr": 2e-3} for step in later}, tensorboard=True)
     expected = {name: {line["step"]: _float32(line[name]) for line in _lines(tmp_path)} for name in ("loss", "lr")}
     assert list(expected["loss"]) == [1, 2, *later]
     assert _board(tmp_path / "tb") == expected
@@ -192,4 +201,6 @@ def test_console_line_shows_what_was_measured_and_nothing_else():
     values |= {"tokens_per_second": 12345.6, "data_wait_fraction": 0.012, "save_seconds": 1.234}
     values |= {"mfu_causal": 0.4, "mfu_palm": 0.45}
     line = console_line(7, 100, values)
-    assert all(part in line for part in ("12,346 tokens/s", "data wait 1.2%", "MFU 40.0% causal, 45.0% PaLM", "save 1.23 s"))
+    assert all(
+        part in line for part in ("12,346 tokens/s", "data wait 1.2%", "MFU 40.0% causal", "MFU 45.0% PaLM", "save 1.23 s")
+    )

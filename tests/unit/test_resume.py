@@ -18,7 +18,18 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.loop.resume import HARMLESS, IMPOSSIBLE, Progress, changeable, changes, check_changes, load_run, numbers_of
+from titanlite.loop.resume import (
+    HARMLESS,
+    IMPOSSIBLE,
+    Progress,
+    Setting,
+    changeable,
+    changes,
+    check_changes,
+    imported_numbers,
+    load_run,
+    numbers_of,
+)  # fmt: skip
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.transforms.registry import Family, load_family
 
@@ -76,15 +87,20 @@ def configuration(keys: dict[str, Any] | None = None) -> Config:
 def stored(keys: dict[str, Any] | None = None, global_batch: int = 8, schedule: Schedule | None = None) -> Manifest:
     """What a run with these keys has written at step 10."""
     config, family = configuration(keys), load_family("tests.tiny", "plain")
-    numbers = numbers_of(config, family, DATA, schedule or build_schedule(config), Progress(10, 80), global_batch)
+    run = Setting(config, family, DATA, global_batch)
+    numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, 80))
     return Manifest(json.loads(json.dumps(numbers)), {})
+
+
+def setting(config: Config) -> Setting:
+    return Setting(config, load_family("tests.tiny", "plain"), DATA, 8)
 
 
 def resume(keys: dict[str, Any] | None = None, found: Manifest | None = None, global_batch: int = 8) -> Schedule:
     """The schedule of a run with these keys that goes on from a checkpoint."""
     config = configuration(keys)
     family = load_family(config.model.name, config.model.flavor)
-    return check_changes(config, family, DATA, global_batch, SOURCE, found or stored())
+    return check_changes(Setting(config, family, DATA, global_batch), SOURCE, found or stored())
 
 
 # ------------------------------------------------------------------------------------------------------- every key's verdict
@@ -105,7 +121,7 @@ def test_every_harmless_pattern_still_names_a_key():
 
 
 def test_what_may_be_allowed_is_what_changes_the_mathematics_and_the_data():
-    assert sorted(changeable(Config())) == sorted([*CHANGES_THE_MATHEMATICS, "data"])
+    assert sorted(changeable()) == sorted([*CHANGES_THE_MATHEMATICS, "data"])
 
 
 def with_another(key: str) -> Config:
@@ -128,7 +144,7 @@ def with_another(key: str) -> Config:
 @pytest.mark.filterwarnings("ignore:Pydantic serializer")  # of values that the schema would not take
 @pytest.mark.parametrize("key", [key for key in every_key() if key != "training.global_batch_size"])
 def test_another_value_of_a_key_is_noticed_where_it_matters_and_only_there(key):
-    found = [str(change.key) for change in changes(with_another(key), DATA, 8, stored().numbers)]
+    found = [str(change.key) for change in changes(setting(with_another(key)), stored().numbers)]
     assert found == ([] if key in CHANGES_NOTHING else [key])
 
 
@@ -139,7 +155,7 @@ def test_an_unchanged_configuration_is_resumed_with_its_schedule():
 @pytest.mark.parametrize("value", [float("inf"), 1e-3, 5e-324, 0.1])
 def test_a_number_that_went_through_a_file_is_the_same_number(value):
     keys = {"training.max_norm": value}
-    assert list(changes(configuration(keys), DATA, 8, stored(keys).numbers)) == []
+    assert list(changes(setting(configuration(keys)), stored(keys).numbers)) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("optimizer.eps", 1e-6), ("training.z_loss", 1e-4), ("training.dtype", "bfloat16")])
@@ -214,7 +230,7 @@ def test_other_data_needs_its_own_word():
 
     def go_on(*allowed: str) -> None:
         config = configuration({"checkpoint.allow_changes": list(allowed), "training.dataset": "elsewhere"})
-        check_changes(config, load_family("tests.tiny", "plain"), other, 8, SOURCE, stored())
+        check_changes(setting(config)._replace(data=other), SOURCE, stored())
 
     with pytest.raises(
         UserError,
@@ -234,10 +250,14 @@ def test_other_data_needs_its_own_word():
 def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
     """Right checksums do not make it a run's: a tool may have written it, or somebody who means harm."""
     numbers = stored().numbers | foreign
-    config = configuration()
-    family = load_family(config.model.name, config.model.flavor)
     with pytest.raises(UserError, match=r"step-00000010: its manifest is sound, but "):
-        load_run(SOURCE, Manifest(numbers, {}), config, family, DATA, 8, {})
+        load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
+
+
+def test_no_run_continues_from_imported_weights():
+    numbers = imported_numbers(load_family("tests.tiny", "plain"), {"name": "tests.tiny"})
+    with pytest.raises(UserError, match=r"step-00000010: holds weights alone, made by import-hf, .*model_only = true$"):
+        load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 
 def test_another_architecture_is_refused_by_its_dimensions_and_cannot_be_allowed():
@@ -259,13 +279,11 @@ def test_dimensions_that_json_writes_in_another_way_are_no_change():
         scale: float = 0.1
         kind: type = int
 
-    config = configuration()
-    family = Family(tiny, Own())
-    numbers = numbers_of(config, family, DATA, build_schedule(config), Progress(10, 80), 8)
-    found = Manifest(json.loads(json.dumps(numbers)), {})
-    check_changes(config, family, DATA, 8, SOURCE, found)
+    run = setting(configuration())._replace(family=Family(tiny, Own()))
+    found = Manifest(json.loads(json.dumps(numbers_of(run, build_schedule(run.config), Progress(10, 80)))), {})
+    check_changes(run, SOURCE, found)
     with pytest.raises(UserError, match=r"windows = \[1, 3\], was \[1, 2\]"):
-        check_changes(config, family._replace(config=Own((1, 3))), DATA, 8, SOURCE, found)
+        check_changes(run._replace(family=Family(tiny, Own((1, 3)))), SOURCE, found)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the batch

@@ -62,7 +62,7 @@ def _model_faults(config: Config, here: bool) -> Iterator[str]:
     except UserError as error:  # several lines where patterns of lora.modules match nothing
         yield from str(error).splitlines()
         return
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module can raise anything
         yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
         return
     yield from attention_kernels.faults(config, family)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file
+from titanlite.loop.metrics import read_lines
 from titanlite.parallel.mesh import data_degree
 
 log = logging.getLogger(__name__)
@@ -184,15 +185,7 @@ class Stretch(NamedTuple):
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """The lines of an incidents.jsonl, oldest first. Raises UserError for a line that this version does not write."""
-    entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else [], 1):
-        try:
-            entry = json.loads(line)
-            assert {"kind", "step", "samples", "action", "superseded"} <= entry.keys()
-        except (ValueError, AttributeError, AssertionError):
-            raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file") from None
-        entries.append(entry)
-    return entries
+    return read_lines(path, {"kind", "step", "samples", "action", "superseded"})
 
 
 def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:
@@ -217,11 +210,6 @@ def _will_be_done_again(entry: dict[str, Any], first_step: int) -> bool:
     return entry["step"] >= first_step
 
 
-def _identity(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """What two entries of one incident share; losses may differ by rounding on another mesh."""
-    return entry["kind"], entry["step"], tuple(entry["samples"]), entry["action"]
-
-
 # ------------------------------------------------------------------------------------------------------------- the whole run
 
 
@@ -237,7 +225,7 @@ class Incidents:
     """Judges the steps of a run at every reading, decides what to do, and keeps incidents.jsonl.
 
     All ranks make the same calls; one writes. Entries of steps that a start repeats (after a failure, or with load_step) are
-    kept and marked as superseded. When the incident recurs, its new entry replaces the superseded one.
+    kept and marked as superseded.
     """
 
     def __init__(self, config: Config, global_batch: int, first_step: int, active: bool):
@@ -339,9 +327,6 @@ class Incidents:
 
     def _save(self, entries: list[dict[str, Any]]) -> None:
         """Adds entries; the file is replaced atomically."""
-        if not self.active:
-            return
-        new = {_identity(entry) for entry in entries}
-        kept = [entry for entry in self.entries if not (entry["superseded"] and _identity(entry) in new)]
-        self.entries = kept + entries
-        replace_file(self.folder / FILE, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+        if self.active:
+            self.entries += entries
+            replace_file(self.folder / FILE, "".join(json.dumps(entry) + "\n" for entry in self.entries))

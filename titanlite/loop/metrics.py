@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import resource
 import sys
@@ -16,6 +15,7 @@ import torch
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
+from titanlite.errors import UserError
 from titanlite.files import replace_file
 from titanlite.launch import stacks
 
@@ -61,6 +61,7 @@ def peak_memory_gib(device: torch.device) -> float:
 # What a phase of the loop counts as: waiting for data, which is a part of training, or a pause, which is not.
 _COUNTED_AS = {
     "reading data": "data_wait",
+    "profiling": "profile",
     "going back": "rollback",
     "validation": "validation",
     "writing samples": "samples",
@@ -82,7 +83,8 @@ class Clock:
 
     def restart(self) -> None:
         """Begins a new interval."""
-        self.started, self.steps = time.perf_counter(), 0
+        self.started = time.perf_counter()
+        self.steps = 0  # the loop counts them
         self.data_wait = 0.0
         self.pauses: dict[str, float] = {}
 
@@ -101,15 +103,8 @@ class Clock:
         elif name:
             self.add_pause(name, seconds)
 
-    @contextmanager
-    def pause(self, name: str) -> Iterator[None]:
-        """Time that is not training: excluded from the speed, and reported as `<name>_seconds`."""
-        begin = time.perf_counter()
-        yield
-        self.add_pause(name, time.perf_counter() - begin)
-
     def add_pause(self, name: str, seconds: float) -> None:
-        """A pause of this interval that was measured elsewhere."""
+        """Time of this interval that is not training: excluded from the speed, and reported as `<name>_seconds`."""
         self.pauses[name] = self.pauses.get(name, 0.0) + seconds
         self.totals[name] = self.totals.get(name, 0.0) + seconds
 
@@ -117,33 +112,20 @@ class Clock:
         return time.perf_counter() - self.started - sum(self.pauses.values())
 
 
-class Meter:
-    """Speed and memory since the last report."""
+def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
+    """Tokens a second of the whole job since the clock's last restart, and derived values; MFU only with a `peak`.
 
-    def __init__(self, clock: Clock, step_tokens: int, devices: int, flops: Flops, device: torch.device, config: Config):
-        """step_tokens: of a global batch; devices: of the whole job; flops: a token's."""
-        self.clock, self.step_tokens, self.devices, self.flops, self.device = clock, step_tokens, devices, flops, device
-        self.peak = peak_flops(device, config.training.mixed_precision_param)
-
-    def count_step(self) -> None:
-        self.clock.steps += 1
-
-    def read(self) -> dict[str, float]:
-        """`speed` since the clock's last restart, and peak_memory_gib."""
-        values = speed(self.clock, self.clock.steps * self.step_tokens, self.devices, self.flops, self.peak)
-        return values | {"peak_memory_gib": peak_memory_gib(self.device)}
-
-
-def speed(clock: Clock, tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
-    """Tokens a second of the whole job since the clock's last restart, and derived values; MFU only with a `peak`."""
+    step_tokens: of a global batch; devices: of the whole job; flops: a token's; peak: of `peak_flops`.
+    """
     seconds = clock.training_seconds()
+    per_second = clock.steps * step_tokens / seconds
+    per_device = per_second / devices
     values = {
-        "tokens_per_second": tokens / seconds,
-        "tokens_per_second_per_device": tokens / seconds / devices,
+        "tokens_per_second": per_second,
+        "tokens_per_second_per_device": per_device,
         "data_wait_fraction": clock.data_wait / seconds,
     }
     if peak is not None:
-        per_device = tokens / seconds / devices
         values |= {"mfu_causal": per_device * flops.causal / peak, "mfu_palm": per_device * flops.palm / peak}
     return values | {f"{name}_seconds": pause for name, pause in clock.pauses.items()}
 
@@ -151,30 +133,24 @@ def speed(clock: Clock, tokens: int, devices: int, flops: Flops, peak: float | N
 class Reporter:
     """Writes reports, on one rank."""
 
-    def __init__(self, folder: Path, tensorboard: str | None, first_step: int, active: bool):
-        """folder: the run directory; tensorboard: the name of its event folder, or None; first_step: the next step.
-
-        Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint.
-        """
+    def __init__(self, config: Config, first_step: int, active: bool):
+        """Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint."""
         self.file: TextIO | None = None
         self.board: Any = None
-        self._folder, self._tensorboard, self._active = folder, tensorboard, active
-        self._open(first_step)
+        self._config, self._active = config, active
+        self.begin(first_step)
 
-    def _open(self, first_step: int) -> None:
+    def begin(self, first_step: int) -> None:
+        """Makes `first_step` the next one that is reported; removes the reports of it and of later ones."""
+        self.close()
         if self._active:
-            path = self._folder / "metrics.jsonl"
-            _drop_reports_from(path, first_step)
-            self.file = open(path, "a", encoding="utf-8")
-            if self._tensorboard:
+            folder, cfg = Path(self._config.job.dump_folder), self._config.metrics
+            _drop_reports_from(folder / "metrics.jsonl", first_step)
+            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+            if cfg.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
 
-                self.board = SummaryWriter(str(self._folder / self._tensorboard), purge_step=first_step)
-
-    def go_back(self, step: int) -> None:
-        """Removes the reports of steps after `step`, which are repeated."""
-        self.close()
-        self._open(step + 1)
+                self.board = SummaryWriter(str(folder / cfg.save_tb_folder), purge_step=first_step)
 
     def report(self, step: int, values: dict[str, Any]) -> None:
         """One step's values, unrounded, to metrics.jsonl and TensorBoard."""
@@ -183,9 +159,8 @@ class Reporter:
             self.file.flush()
         if self.board is not None:
             for name, value in values.items():
-                if value is None:
-                    continue
-                self.board.add_scalar(name, value, step)
+                if value is not None:
+                    self.board.add_scalar(name, value, step)
 
     def samples(self, step: int, texts: list[str]) -> None:
         """Texts of the model, to TensorBoard, as code blocks that Markdown does not format."""
@@ -202,41 +177,52 @@ class Reporter:
 
 
 def _drop_reports_from(path: Path, first_step: int) -> None:
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) < first_step]
-    if len(kept) < len(lines):
-        dropped = len(lines) - len(kept)
+    reports = read_lines(path, {"step"})
+    kept = [report for report in reports if report["step"] < first_step]
+    if dropped := len(reports) - len(kept):
         log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
-        replace_file(path, "".join(kept))
+    if path.exists():
+        replace_file(path, "".join(json.dumps(report) + "\n" for report in kept))
 
 
-def _step_of(line: str) -> float:
-    """The step of a report; infinite for a torn line of a killed run."""
-    try:
-        return json.loads(line)["step"] if line.endswith("\n") else math.inf
-    except (ValueError, TypeError, KeyError):
-        return math.inf
+def read_lines(path: Path, keys: set[str]) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file of a run, without an incomplete last line, which a killed run leaves.
+
+    Raises UserError for a line that is not an object with these keys.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    entries = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            assert keys <= entry.keys()
+        except (ValueError, AttributeError, AssertionError):
+            raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file") from None
+        entries.append(entry)
+    return entries
+
+
+# What a line of the console shows, if the report has it. The report has None for a number that is not finite.
+_CONSOLE = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "data_wait_fraction": "data wait {:.1%}",
+    "validation_loss": "validation loss {:.4f}",
+    "validation_bits_per_byte": "{:.4f} bits a byte",
+    "mfu_causal": "MFU {:.1%} causal",
+    "mfu_palm": "MFU {:.1%} PaLM",
+    "peak_memory_gib": "memory {:.2f} GiB",
+}
+_NOT_FINITE = {"loss": "loss not finite", "grad_norm": "grad norm not finite, step skipped"}
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
     """A report as one line of the console."""
-    parts = [
-        f"step {step:>{len(str(steps))}}/{steps}",
-        "loss not finite" if values["loss"] is None else f"loss {values['loss']:.4f}",
-        "grad norm not finite, step skipped" if values["grad_norm"] is None else f"grad norm {values['grad_norm']:.3f}",
-        f"lr {values['lr']:.2e}",
-    ]
-    if "tokens_per_second" in values:
-        parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
-        parts.append(f"data wait {values['data_wait_fraction']:.1%}")
-    if "validation_loss" in values:
-        parts.append(f"validation loss {values['validation_loss']:.4f}")
-    if "validation_bits_per_byte" in values:
-        parts.append(f"{values['validation_bits_per_byte']:.4f} bits a byte")
-    if "mfu_causal" in values:
-        parts.append(f"MFU {values['mfu_causal']:.1%} causal, {values['mfu_palm']:.1%} PaLM")
-    parts.append(f"memory {values['peak_memory_gib']:.2f} GiB")
+    parts = [f"step {step:>{len(str(steps))}}/{steps}"]
+    for name, text in _CONSOLE.items():
+        if name in values:
+            parts.append(_NOT_FINITE[name] if values[name] is None else text.format(values[name]))
     parts += [f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in values.items() if name.endswith("_seconds")]
     return "  ".join(parts)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,6 @@ from titanlite.transforms.shards import local_part
 
 _COLLECTIVES = "comm_traces"  # where the flight recorder writes, inside job.dump_folder
 _RECORDED_ALLOCATIONS = 100_000  # events that a memory snapshot looks back on; some 100 MB of it as a file
-
-
-class Memory(NamedTuple):
-    """Bytes that one rank holds on its device."""
-
-    parameters: int
-    gradients: int
-    optimizer_state: int
 
 
 class Watch:
@@ -65,7 +56,7 @@ class Watch:
         except torch.OutOfMemoryError as error:
             if self.config.profiling.enable_memory_snapshot:
                 self._snapshot(step, "-out-of-memory")
-            raise UserError(self._out_of_memory(step, error)) from None
+            raise UserError(self._out_of_memory(step, str(error))) from None
         self._end(step)
 
     def close(self) -> None:
@@ -81,7 +72,7 @@ class Watch:
         cfg = self.config.profiling
         # The profiler is set up in the step before, so that its set-up is not in the trace.
         if cfg.enable_profiling and self.profiler is None and step % cfg.profile_freq in (0, cfg.profile_freq - 1):
-            with self.clock.pause("profile"):
+            with self.clock.phase(step, "profiling"):
                 on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
                 # acc_events only silences a warning of PyTorch 2.11; one profiler makes one trace
                 self.profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True, acc_events=True)
@@ -93,32 +84,29 @@ class Watch:
         cfg = self.config.profiling
         if step % cfg.profile_freq or not (cfg.enable_profiling or cfg.enable_memory_snapshot):
             return
-        with self.clock.pause("profile"):
+        with self.clock.phase(step, "profiling"):
             if self.profiler is not None:
                 self.profiler.stop_trace()  # synchronises the GPU
-                self.profiler.export_chrome_trace(str(self._file(cfg.save_traces_folder, step, "", "json.gz")))
+                self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, step, "json.gz"))
                 self.profiler = None
             if cfg.enable_memory_snapshot:
                 self._snapshot(step)
 
     def _snapshot(self, step: int, suffix: str = "") -> None:
-        path = self._file(self.config.profiling.save_memory_snapshot_folder, step, suffix, "pickle")
-        torch.cuda.memory._dump_snapshot(str(path))
+        cfg = self.config.profiling
+        torch.cuda.memory._dump_snapshot(self._file(cfg.save_memory_snapshot_folder, step, "pickle", suffix))
 
-    def _file(self, folder: str, step: int, suffix: str, kind: str) -> Path:
+    def _file(self, folder: str, step: int, kind: str, suffix: str = "") -> str:
         path = Path(self.config.job.dump_folder) / folder / f"step-{step:08d}{suffix}" / f"rank-{dist.get_rank()}.{kind}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        return str(path)
 
-    def _out_of_memory(self, step: int, error: torch.OutOfMemoryError) -> str:
-        asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    def _out_of_memory(self, step: int, error: str) -> str:
+        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", error)
         held = held_memory(self.model, self.optimizer, self.device)
-        allocated = reserved = None
-        if self.device.type == "cuda":
-            allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
         lines = [
-            f"step {step}: out of memory" + (f", {asked[1]} more were requested" if asked else ""),
-            f"held by this rank: {describe(held, allocated, reserved)}",
+            f"step {step}: out of memory" + (f", {requested[1]} more were requested" if requested else ""),
+            "held by this rank: " + ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in held.items()),
             "remedies, the cheapest first:",
             *(f"{number}. {remedy}" for number, remedy in enumerate(remedies(self.config, self.global_batch), 1)),
         ]
@@ -134,24 +122,19 @@ def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
     return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
 
 
-def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:
-    """Memory on `device` that lasts from step to step; what cpu_offload has moved off it does not count."""
-    parameters = list(model.parameters())
+def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """What holds the memory of `device` -> bytes. What cpu_offload has moved off the device does not count."""
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-    return Memory(bytes_on(device, parameters), bytes_on(device, (p.grad for p in parameters)), bytes_on(device, state))
-
-
-def describe(held: Memory, allocated: int | None = None, reserved: int | None = None) -> str:
-    """A sentence on a device's memory; allocated and reserved: bytes by PyTorch's allocator, if there is one."""
-    parts = [f"{name.replace('_', ' ')} {_gib(size)}" for name, size in held._asdict().items()]
-    if allocated is not None and reserved is not None:
-        parts.append(f"activations and all else {_gib(max(0, allocated - sum(held)))}")
-        parts.append(f"reserved but unused {_gib(max(0, reserved - allocated))}")
-    return ", ".join(parts)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    held = {
+        "parameters": bytes_on(device, model.parameters()),
+        "gradients": bytes_on(device, (p.grad for p in model.parameters())),
+        "optimizer state": bytes_on(device, state),
+    }
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        held["activations and all else"] = max(0, allocated - sum(held.values()))
+        held["reserved but unused"] = max(0, torch.cuda.memory_reserved(device) - allocated)
+    return held
 
 
 def remedies(config: Config, global_batch: int) -> list[str]:

@@ -11,10 +11,12 @@ from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
-from titanlite.optim.build import clip_gradients, set_lr
+from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.state import create_state
 from titanlite.parallel.parallelize import parallelize
 from titanlite.transforms import float8
+from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.registry import Family
 
@@ -26,6 +28,16 @@ def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.
     model = parallelize(family, config, mesh, device)
     initialize(model, family, config.training.seed, torch.device("cpu") if config.parallelism.cpu_offload else device)
     return model
+
+
+def begin_training(
+    family: Family, config: Config, mesh: DeviceMesh, device: torch.device
+) -> tuple[Decoder, torch.optim.Optimizer, LossScale | None]:
+    """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
+    model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
+    create_state(optimizer)
+    return model, optimizer, LossScale(device) if precision == "float16" else None
 
 
 def forward_backward(

@@ -1,6 +1,5 @@
 """Derived values for the start of the log: what a run does, in words and numbers."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -8,22 +7,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.config.schema import Config
-from titanlite.data.mixture import Data
-from titanlite.loop.resume import Progress
+from titanlite.loop.resume import Progress, Setting
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree
 from titanlite.transforms.attention_kernels import attention_sentence
 from titanlite.transforms.meta import training_flops
-from titanlite.transforms.registry import Family
 
 
-def derived_values(
-    config: Config, family: Family, data: Data, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
-) -> dict[str, str]:
+def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress) -> dict[str, str]:
     """Derived values, for the start of the log: name -> sentence."""
+    config, family, data, global_batch = run
     training = config.training
-    global_batch = config.global_batch(data_degree(mesh))
     accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     flops = training_flops(family, config, model)
@@ -42,6 +36,7 @@ def derived_values(
     compiled = " and ".join(graphs[part] for part in config.compile.components) + f" by {config.compile.backend}"
     compiled = compiled if config.compile.enable else "nothing"
     recomputed = "nothing" if cfg.mode == "none" else cfg.mode + detail
+    float32_products = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
     decay = schedule.total_steps - schedule.decay_start
     stable = schedule.decay_start - schedule.warmup_steps
     return {
@@ -54,7 +49,7 @@ def derived_values(
         else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
         "attention": attention_sentence(model, config),
-        "settings": settings(training.gc_freq),
+        "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
         "recomputed": recomputed,
         "compiled": compiled,
         "parameters": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
@@ -68,15 +63,3 @@ def derived_values(
         "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",
         "position": f"step {progress.step}, {progress.samples:,} samples consumed",
     }
-
-
-def settings(gc_freq: int) -> str:
-    """Settings of the whole process: garbage collection, allocator, precision of float32 matrix products."""
-    if torch.cuda.is_available():
-        memory = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or "PyTorch's default"
-    elif "malloc" in (preloaded := Path(os.environ.get("LD_PRELOAD", "")).name):
-        memory = preloaded
-    else:
-        memory = "freed memory is kept" if "MALLOC_TRIM_THRESHOLD_" in os.environ else "the system's default"
-    precision = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
-    return f"garbage collected every {gc_freq} steps; memory: {memory}; float32 products: {precision}"

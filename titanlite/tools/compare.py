@@ -21,13 +21,10 @@ from titanlite.data.batches import Batches
 from titanlite.data.mixture import Data
 from titanlite.launch import process
 from titanlite.loop.divergence import Steps
-from titanlite.loop.step import build_model, forward_backward, update
-from titanlite.optim.build import build_optimizer
+from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
-from titanlite.optim.state import create_state
 from titanlite.parallel.mesh import DATA_DIMENSIONS, data_degree, data_rank, rng_rank
-from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import family_of
 
 # mesh dimension -> its key in [parallelism]
@@ -83,11 +80,7 @@ def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Confi
 
 def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
     """A run before its first step: the initial weights, and an optimizer that has its state."""
-    model = build_model(family_of(config.model), config, mesh, device)
-    precision = config.training.mixed_precision_param
-    optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
-    create_state(optimizer)
-    return Run(config, mesh, device, model, optimizer, LossScale(device) if precision == "float16" else None, Steps(mesh))
+    return Run(config, mesh, device, *begin_training(family_of(config.model), config, mesh, device), Steps(mesh))
 
 
 def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:

@@ -34,7 +34,8 @@ from titanlite.launch import process
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
-from titanlite.loop.resume import Progress, load_run, restore
+from titanlite.loop.metrics import read_lines
+from titanlite.loop.resume import Progress, Setting, load_run, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
@@ -80,14 +81,7 @@ def route_to(step: int, attempt: int | None, entries: list[dict[str, Any]]) -> R
 
 def reports_of(run: Path) -> dict[int, dict[str, Any]]:
     """step -> its line of metrics.jsonl. While a run trains, the last line may be incomplete."""
-    path, reports = run / "metrics.jsonl", {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            report = json.loads(line)
-            reports[report["step"]] = report
-        except (ValueError, KeyError, TypeError):
-            continue
-    return reports
+    return {report["step"]: report for report in read_lines(run / "metrics.jsonl", {"step"})}
 
 
 def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
@@ -206,7 +200,7 @@ def begin_before(
     step: int, config: Config, folder: Path, route: Route, data: Data, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Run, Progress, Schedule]:
     """The state before a step from which the run continued: its newest sound checkpoint, or what the run started with."""
-    family, size = family_of(config.model), config.training.global_batch_size
+    setting = Setting(config, family_of(config.model), data, config.training.global_batch_size)
     saves = folder / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
     dist.broadcast_object_list(listed)  # a run that still trains saves and deletes checkpoints meanwhile
@@ -214,10 +208,10 @@ def begin_before(
         run = begin(config, mesh, device)  # a new one each time: a checkpoint deleted during a read leaves a mixture
         state = run.model, run.optimizer, run.loss_scale
         if number is None:  # a folder without checkpoints, with which `restore` starts a new run
-            return run, *restore(config, family, data, size, *state, saves / "none")
+            return run, *restore(setting, *state, saves / "none")
         source = step_folder(saves, number)
         try:
-            return run, *load_run(source, load.verified(source), config, family, data, size, run_tensors(*state))
+            return run, *load_run(source, load.verified(source), setting, run_tensors(*state))
         except Damaged as error:
             log.warning("not used: %s", error)
         except UserError as error:
