@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -39,11 +39,26 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =") -> LoadedTo
         # the file may ask for the lengths of another model's batches, which would truncate or pad documents
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return describe(tokenizer, _named_end(Path(folder)), str(path))
+        end = read_settings(Path(folder)).get("eos_token")
+        return describe(tokenizer, end.get("content") if isinstance(end, dict) else end, str(path))
     except UserError:
         raise
     except Exception as error:  # the library raises bare Exception for a file it cannot read
         raise UserError(f"{path}: not a tokenizer: {error}") from None
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The tokenizer_config.json of a tokenizer's folder; {} if there is none. Raises UserError for a broken file."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a JSON object: {error}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return settings
 
 
 def tokenizer_digest(loaded: LoadedTokenizer) -> str:
@@ -97,18 +112,6 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
         single = re.fullmatch(r"<0x[0-9A-F]{2}>", token)
         lengths[number] = len(token) if byte_level else 1 if single else len(token.replace("▁", " ").encode())
     return lengths
-
-
-def _named_end(folder: Path) -> str | None:
-    """The end-of-text token that tokenizer_config.json names, None where it names none."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    try:
-        end = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a JSON object: {error}") from None
-    return end.get("content") if isinstance(end, dict) else end
 
 
 def faults(config: Config, vocabulary: int) -> Iterator[str]:

@@ -9,20 +9,17 @@ Nothing here imports torch, so that worker processes start fast.
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from tokenizers import Tokenizer, processors
 
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer, read_settings
 from titanlite.errors import UserError
 
 # The date that templates get, so that the same chats give the same tokens every day: the default of Llama's templates.
@@ -53,6 +50,8 @@ class ChatTemplate:
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets of all characters, including spaces
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {number: token.content for number, token in added if token.special and token.content}
+        # in a message as JSON
+        self._spellings = {json.dumps(token, ensure_ascii=False)[1:-1]: token for token in self._special.values()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, self._state  # a compiled Jinja template cannot be pickled
@@ -91,16 +90,12 @@ class ChatTemplate:
                 raise ValueError(f'message {number} must have "content"')
             if not isinstance(message.get("content"), str | list | None):
                 raise ValueError(f'message {number}: "content" must be a string, not {message["content"]!r}')
-            for text in _strings(message):
-                for token in self._special.values():
-                    if token in text:
-                        raise ValueError(f"message {number} spells {token}, which is a special token of the tokenizer")
-                if _OPEN in text or _CLOSE in text:
-                    raise ValueError(f"message {number} holds U+FDD0 or U+FDD1, which are not characters")
-                try:
-                    text.encode("utf-8")
-                except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair, which no tokenizer can encode
-                    raise ValueError(f"message {number} is not Unicode text: {error}") from None
+            text = json.dumps(message, ensure_ascii=False, default=str)
+            for spelling, token in self._spellings.items():
+                if spelling in text:
+                    raise ValueError(f"message {number} spells {token}, which is a special token of the tokenizer")
+            if _OPEN in text or _CLOSE in text:
+                raise ValueError(f"message {number} holds U+FDD0 or U+FDD1, which are not characters")
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("no message is the assistant's, so it has no labels")
 
@@ -162,61 +157,28 @@ def load_template(folder: str) -> ChatTemplate | None:
     "default" is used. The special tokens in tokenizer_config.json are variables of the template. Raises UserError for a broken
     file.
     """
-    path, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
-    try:
-        entries = json.loads(_read(settings)) if settings.is_file() else {}
-    except json.JSONDecodeError as error:
-        raise UserError(f"{settings}: not JSON: {error}") from None
-    if not isinstance(entries, dict):
-        raise UserError(f"{settings}: not a JSON object")
-    template: str | None
-    if path.is_file():
-        template = _read(path)
-    else:
-        path, template = settings, _default(entries.get("chat_template"), settings)
-    if template is None:
-        return None
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
+    settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
     try:
+        if path.is_file():
+            template = path.read_text(encoding="utf-8")
+        else:
+            path, template = Path(folder) / "tokenizer_config.json", settings.get("chat_template")
+            if isinstance(template, list):
+                named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+                template = named.get("default", template)
+        if template is None:
+            return None
+        if not isinstance(template, str):
+            raise ValueError('it must be a text, or a list of objects with "name" and "template", one of them called "default"')
         return ChatTemplate(template, variables, load_tokenizer(folder).tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text: {error}") from None
-
-
-def _default(template: Any, path: Path) -> str | None:
-    """The template to use of the value of "chat_template"."""
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if "default" not in named:
-            raise UserError(
-                f'{path}: none of its chat templates is called "default"; their names are: {", ".join(map(str, named))}'
-            )
-        template = named["default"]
-    if not isinstance(template, str | None):
-        raise UserError(f'{path}: "chat_template" must be a text, or a list of objects with "name" and "template"')
-    return template
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All strings in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _strings(list(value))
-        yield from _strings(list(value.values()))
-    elif isinstance(value, list):
-        for entry in value:
-            yield from _strings(entry)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: broken chat template: {error}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------- the sandbox
@@ -227,14 +189,7 @@ def _environment() -> Any:  # `_GenerationTags` adds attributes
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
     )
-    # Of Jinja's other globals, classes and functions of its own, templates need only dict and namespace.
-    environment.globals = {
-        "range": environment.globals["range"],
-        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
-        "namespace": _Namespace,
-        "raise_exception": _raise_exception,
-        "strftime_now": _TODAY.strftime,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _TODAY.strftime}
     environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
     return environment
 
@@ -258,26 +213,6 @@ class _GenerationTags(Extension):
 
     def _enclose(self, caller: Any) -> str:
         return f"{_OPEN}{caller()}{_CLOSE}" if self.environment.mark else caller()
-
-
-class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore, which have a meaning in Python."""
-
-    def __init__(*args: Any, **kwargs: Any):  # a template may say namespace(self=...)
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _Namespace._check(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)
-        super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name: Any) -> None:
-        if str(name).startswith("_"):
-            raise SecurityError(f"a name of a namespace must not begin with an underscore: {name}")
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -221,7 +221,7 @@ class _Encoder:
         assert isinstance(entry.content, list)
         try:
             ids, loss = self.job.chat.encode(entry.content)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: the tokenizer's for text that is not Unicode
             self._refuse(number, Bad(entry.place, f"a chat that cannot be rendered: {error}"))
             return
         self.record = self.record._replace(chats=True)

@@ -189,7 +189,6 @@ def _gzip(part: Part, text_key: str) -> Iterator[Document | Bad]:
 
 
 def _zstd(part: Part, text_key: str) -> Iterator[Document | Bad]:
-    need("zstandard", part.path)
     with open_bytes(part.path) as file:
         yield from _compressed(io.BufferedReader(_ZstdFile(file), _BYTES_AT_ONCE), text_key)
 
@@ -202,56 +201,48 @@ def _compressed(file: Iterable[bytes], text_key: str) -> Iterator[Document | Bad
         try:
             for number, line in enumerate(file, 1):  # noqa: B007, used below
                 yield line
-        except (EOFError, zlib.error, gzip.BadGzipFile, _Truncated) as error:
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             damage.append(Bad(number + 1, f"the compressed file is damaged or truncated here: {error}"))
 
     yield from _entries(readable_lines(), text_key)
     yield from damage
 
 
-class _Truncated(Exception):
-    """Compressed data that ends early or cannot be decompressed."""
-
-
 class _ZstdFile(io.RawIOBase):
     """A decompressed .zst file. The package's own reader accepts a truncated file as complete; pyarrow's rejects --long=31."""
 
     def __init__(self, file: BinaryIO):
-        self._file, self._ready = file, b""
-        self._frame = self._new_frame()
-        self._inside_frame = False
-
-    def _new_frame(self) -> Any:
-        return need("zstandard", ".zst").ZstdDecompressor(max_window_size=2**31).decompressobj()
+        self._blocks, self._ready = _decompressed(file), b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
         while not self._ready:
-            block = self._file.read(_BYTES_AT_ONCE // 8)
-            if not block:
-                if self._inside_frame:
-                    raise _Truncated("it ends inside a frame")
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-            self._ready = self._decompress(block)
+            self._ready = block
         count = min(len(target), len(self._ready))
-        target[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        target[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
-    def _decompress(self, block: bytes) -> bytes:
-        pieces = []
+
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
+    """The contents of a .zst file in blocks. Raises EOFError where it is truncated or damaged, as gzip does."""
+    zstandard = need("zstandard", ".zst")
+    frame = None
+    while block := file.read(_BYTES_AT_ONCE // 8):
         while block:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
             try:
-                pieces.append(self._frame.decompress(block))
-            except need("zstandard", ".zst").ZstdError as error:
-                raise _Truncated(str(error)) from None
-            self._inside_frame = not self._frame.eof
-            block = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = self._new_frame()
-        return b"".join(pieces)
+                yield frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from None
+            block = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends inside a frame")
 
 
 def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
@@ -351,18 +342,14 @@ def _columns(names: list[str], text_key: str) -> list[str]:
 
 def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
     try:
-        entries = batch.to_pylist()
-    except UnicodeDecodeError:  # in one of the rows
-        entries = [_row(batch, number) for number in range(batch.num_rows)]
-    for row, entry in enumerate(entries, first):
-        yield Bad(row, f"not UTF-8 text: {entry}") if isinstance(entry, ValueError) else _document(row, entry, text_key)
-
-
-def _row(batch: Any, number: int) -> dict[str, Any] | UnicodeDecodeError:
-    try:
-        return batch.slice(number, 1).to_pylist()[0]
+        for row, entry in enumerate(batch.to_pylist(), first):
+            yield _document(row, entry, text_key)
     except UnicodeDecodeError as error:
-        return error
+        if batch.num_rows == 1:
+            yield Bad(first, f"not UTF-8 text: {error}")
+        else:  # in one of the rows
+            for number in range(batch.num_rows):
+                yield from _rows(batch.slice(number, 1), first + number, text_key)
 
 
 def _dataset(part: Part, text_key: str) -> Iterator[Document | Bad]:
