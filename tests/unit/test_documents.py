@@ -203,7 +203,7 @@ def test_however_a_jsonl_file_is_split_its_documents_and_line_numbers_are_the_sa
         (b'{"text": null}', '"text" is null'),
         (b'{"messages": "hello"}', '"messages" is a string'),
         (b'["text"]', "is a list"),
-        (b'{"text": "\xff"}', "not UTF-8 text: byte 10 of the line"),
+        (b'{"text": "\xff"}', "'utf-8' codec can't decode byte 0xff in position 10"),
         (b'{"text": "\\ud83d"}', "surrogate"),
         (b'{"messages": [{"role": "user", "content": "\\uDC00"}]}', "surrogate"),
         (b'{"text": ' + b"9" * 5000 + b"}", "digits"),

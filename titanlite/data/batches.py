@@ -156,7 +156,7 @@ class Batches:
 
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
-        self._watch.close()
+        self._watch.done.set()
         self._source = iter(())
 
     __del__ = close
@@ -194,15 +194,12 @@ class _StallWatch:
     def __init__(self, dataset: StepDataset, patience: float):
         self._dataset, self._patience = dataset, patience
         self.waiting: tuple[float, int] | None = None  # since when, and for which step
-        self._done = threading.Event()
+        self.done = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="data watch").start()
-
-    def close(self) -> None:
-        self._done.set()
 
     def _watch(self) -> None:
         last_warning = 0.0
-        while not self._done.wait(min(1.0, self._patience / 4)):
+        while not self.done.wait(min(1.0, self._patience / 4)):
             now, waiting = time.monotonic(), self.waiting
             if waiting is None or now - max(waiting[0], last_warning) < self._patience:
                 continue

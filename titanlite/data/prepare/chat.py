@@ -157,6 +157,7 @@ def load_template(folder: str) -> ChatTemplate | None:
     "default" is used. The special tokens in tokenizer_config.json are variables of the template. Raises UserError for a broken
     file.
     """
+    template: Any  # as in a file from outside
     settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}

@@ -34,7 +34,6 @@ class Job(NamedTuple):
 
     folder: Path  # of the finished units
     tokenizer: str  # as JSON
-    special_as_text: bool  # text that spells a special token is encoded as letters, not as its id
     end_of_text: int | None  # appended to each text
     dtype: str  # of the ids, a NumPy type
     text_key: str
@@ -135,7 +134,7 @@ def _work(job: Job, pipe: connection.Connection) -> None:
 
 def _tokenizer(job: Job) -> Tokenizer:
     tokenizer = Tokenizer.from_str(job.tokenizer)
-    tokenizer.encode_special_tokens = job.special_as_text  # which is not part of its JSON
+    tokenizer.encode_special_tokens = True  # as `describe` sets it, which is not part of the JSON
     return tokenizer
 
 

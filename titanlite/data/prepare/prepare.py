@@ -72,11 +72,20 @@ def prepare(
     work = output.with_name(f"{output.name}.unfinished")
     _refuse_existing(output, work)
     listed = list_inputs(inputs, key)
+    plan = {  # all that determines the token files; --on-error may change when a command continues
+        "format": _FORMAT,
+        "tokenizer": tokenizer_digest(tokenizer),
+        "end of text": tokenizer.end_of_text if append_eos else None,
+        "text key": text_key,
+        "tokens of a shard": shard_tokens,
+        "best fit": best_fit,
+        "chat template": digest(chat.source) if chat else None,
+        "inputs": _describe_inputs(listed),
+    }
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _locked(work):
             _refuse_existing(output, work)  # another command may have finished meanwhile
-            plan = _plan(listed, tokenizer, text_key, append_eos, shard_tokens, best_fit, chat)
             _begin_or_continue(plan, work)
             if not (work / "whole" / MANIFEST).exists():
                 records = _encode(listed, work, _job(plan, work, tokenizer, on_error == "skip", chat), workers)
@@ -89,28 +98,6 @@ def prepare(
 
 
 # ---------------------------------------------------------------------------------------------------------------- plan
-
-
-def _plan(
-    inputs: list[Input],
-    tokenizer: LoadedTokenizer,
-    text_key: str,
-    append_eos: bool,
-    shard_tokens: int,
-    best_fit: int | None,
-    chat: "ChatTemplate | None",
-) -> dict[str, Any]:
-    """Everything that determines the token files, except --on-error, which may change when a command continues."""
-    return {
-        "format": _FORMAT,
-        "tokenizer": tokenizer_digest(tokenizer),
-        "end of text": tokenizer.end_of_text if append_eos else None,
-        "text key": text_key,
-        "tokens of a shard": shard_tokens,
-        "best fit": best_fit,
-        "chat template": digest(chat.source) if chat else None,
-        "inputs": _describe_inputs(inputs),
-    }
 
 
 def _describe_inputs(inputs: list[Input]) -> list[list[Any]]:
@@ -136,9 +123,7 @@ def _differences(begun: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     names = [name for name in plan if name != "inputs" and begun.get(name) != plan[name]]
     options = [f"{name} was {begun.get(name)}, is {plan[name]}" for name in names]
     before, now = ({path: about for path, *about in entries} for entries in (begun["inputs"], plan["inputs"]))
-    changes = [f"{path} is new" for path in now if path not in before]
-    changes += [f"{path} is no longer among the inputs" for path in before if path not in now]
-    changes += [f"{path} has changed" for path in now if path in before and before[path] != now[path]]
+    changes = [f"{path} is new, gone or changed" for path in {**before, **now} if before.get(path) != now.get(path)]
     if not changes and begun["inputs"] != plan["inputs"]:
         changes = ["the inputs are in another order"]
     return options + changes[:3] + ([f"and {len(changes) - 3} more such inputs"] if len(changes) > 3 else [])
@@ -156,7 +141,6 @@ def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: boo
     return Job(
         folder=work / "units",
         tokenizer=tokenizer.tokenizer.to_str(),
-        special_as_text=tokenizer.tokenizer.encode_special_tokens,
         end_of_text=plan["end of text"],
         dtype=smallest_type(tokenizer.vocabulary).name,
         text_key=plan["text key"],
@@ -173,7 +157,9 @@ def _encode(inputs: list[Input], work: Path, job: Job, workers: int) -> dict[str
         shutil.rmtree(leftover, ignore_errors=True)
     records = {unit.name: open_record(job.folder / unit.name) for unit in units if (job.folder / unit.name).exists()}
     for record in records.values():
-        _refuse_skipped(record, job.skip)
+        if record.skipped and not job.skip:  # the work began with "skip", and continues with "fail"
+            first = record.skipped[0]
+            raise BadDocument(f"{describe_place(first['file'], first['line'])}: {first['reason']}")
     sizes = {unit.name: sum(part.size for part in unit.parts) for unit in units}
     missing = [unit for unit in units if unit.name not in records]
     before = sum(sizes[name] for name in records)
@@ -194,13 +180,6 @@ def _encode(inputs: list[Input], work: Path, job: Job, workers: int) -> dict[str
 
 def _rate(tokens: int, started: float) -> str:
     return f"{tokens / max(time.monotonic() - started, 1e-9):,.0f} tokens/s"
-
-
-def _refuse_skipped(record: Record, skip: bool) -> None:
-    """Raises BadDocument where work that began with "skip" continues with "fail"."""
-    if record.skipped and not skip:
-        first = record.skipped[0]
-        raise BadDocument(f"{describe_place(first['file'], first['line'])}: {first['reason']}")
 
 
 # -------------------------------------------------------------------------------------------------------------- output

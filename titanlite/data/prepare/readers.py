@@ -239,7 +239,7 @@ def _decompressed(file: BinaryIO) -> Iterator[bytes]:
                 yield frame.decompress(block)
             except zstandard.ZstdError as error:
                 raise EOFError(error) from None
-            block = frame.unused_data if frame.eof else b""
+            block = frame.unused_data  # the beginning of the next frame
             frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("it ends inside a frame")
@@ -251,11 +251,9 @@ def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
             continue
         try:
             entry = json.loads(line.removeprefix(_BOM).decode("utf-8"))
-        except UnicodeDecodeError as error:
-            yield Bad(number, f"not UTF-8 text: byte {error.start} of the line: {error.reason}")
         except json.JSONDecodeError as error:
             yield Bad(number, f"not JSON: {error.msg} at character {error.pos + 1} of the line")
-        except (ValueError, RecursionError) as error:  # too many digits, or too deep nesting
+        except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or too deep nesting
             yield Bad(number, f"not JSON that can be read: {error}")
         else:
             document = _document(number, entry, text_key)
