@@ -286,10 +286,10 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
 @pytest.mark.parametrize(
     ("at", "form", "value", "words"),
     [
-        (_pointer(0), "<q", 2, "sequence 0 ends at byte 8"),
-        (_pointer(2), "<q", 8, "sequence 1 ends at byte 10"),
-        (_length(1), "<i", 3, "sequence 1 ends at byte 12"),
-        (_length(1), "<i", -2, "sequence 1 ends at byte 2"),
+        (_pointer(0), "<q", 2, "sequence 0 has 3 tokens at byte 2 of a.bin; the sequences before it end at byte 0"),
+        (_pointer(2), "<q", 8, "sequence 2 has 1 tokens at byte 8 of a.bin; the sequences before it end at byte 10"),
+        (_length(1), "<i", 3, "sequence 2 has 1 tokens at byte 10 of a.bin; the sequences before it end at byte 12"),
+        (_length(1), "<i", -2, "sequence 1 has -2 tokens"),
         (_first_sequence(1), "<q", 4, "its document index decreases"),
     ],
 )
@@ -306,7 +306,7 @@ def test_tokens_before_the_first_sequence_are_found_by_a_check(pair):
     tokens, index = pair
     _patch(index, _pointer(0), "<q", 2)
     _patch(index, _length(0), "<i", 2)
-    with pytest.raises(UserError, match=f"{index}: the first sequence begins at byte 2 of a.bin, not at 0"):
+    with pytest.raises(UserError, match=f"{index}: sequence 0 has 2 tokens at byte 2 of a.bin; the sequences before it end at"):
         TokenFile(tokens.with_suffix("")).check()
 
 
@@ -315,7 +315,7 @@ def test_a_sequence_of_less_than_nothing_is_found_by_a_check(pair):
     _patch(index, _length(1), "<i", -1)
     _patch(index, _pointer(2), "<q", 4)  # where it would end
     _patch(index, _length(2), "<i", 4)
-    with pytest.raises(UserError, match=f"{index}: sequence 1 ends at byte 4"):
+    with pytest.raises(UserError, match=f"{index}: sequence 1 has -1 tokens"):
         TokenFile(tokens.with_suffix("")).check()
 
 

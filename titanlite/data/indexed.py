@@ -189,17 +189,14 @@ class TokenFile:
 
     def check(self) -> None:
         """Reads the whole index. Raises UserError for sequences that do not follow each other."""
-        index, size = path_of(self.prefix, "idx"), self._dtype.itemsize
-        ends = self.pointers + self.lengths.astype(np.int64) * size
-        gaps = np.flatnonzero((self.lengths < 0) | (ends != np.append(self.pointers[1:], self.tokens * size)))
-        if len(gaps):
+        index, lengths = path_of(self.prefix, "idx"), self.lengths.astype(np.int64) * self._dtype.itemsize
+        begins = np.cumsum(lengths) - lengths  # of each sequence, in bytes
+        wrong = np.flatnonzero((lengths < 0) | (self.pointers != begins))
+        if len(wrong):
+            at = wrong[0]
             raise UserError(
-                f"{index}: sequence {gaps[0]} ends at byte {ends[gaps[0]]} of {self.prefix.name}.bin, "
-                "where the next one does not begin"
-            )
-        if len(ends) and self.pointers[0]:
-            raise UserError(
-                f"{index}: the first sequence begins at byte {self.pointers[0]} of {self.prefix.name}.bin, not at 0"
+                f"{index}: sequence {at} has {self.lengths[at]} tokens at byte {self.pointers[at]} of {self.prefix.name}.bin; "
+                f"the sequences before it end at byte {begins[at]}"
             )
         if (np.diff(self.first_sequences) < 0).any():
             raise UserError(f"{index}: its document index decreases")

@@ -36,15 +36,14 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =") -> LoadedTo
         raise UserError(f'{key} "{folder}": there is no tokenizer.json in it')
     try:
         tokenizer = Tokenizer.from_file(str(path))
-        # the file may ask for the lengths of another model's batches, which would truncate or pad documents
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        end = read_settings(Path(folder)).get("eos_token")
-        return describe(tokenizer, end.get("content") if isinstance(end, dict) else end, str(path))
-    except UserError:
-        raise
-    except Exception as error:  # the library raises bare Exception for a file it cannot read
+    except Exception as error:  # the library raises no other class for a file it cannot read
         raise UserError(f"{path}: not a tokenizer: {error}") from None
+    # the file may ask for the lengths of another model's batches, which would truncate or pad documents
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    end = read_settings(Path(folder)).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    return describe(tokenizer, None if end is None else str(end), str(path))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -161,6 +161,7 @@ def load_template(folder: str) -> ChatTemplate | None:
     settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
+    tokenizer = load_tokenizer(folder).tokenizer
     try:
         if path.is_file():
             template = path.read_text(encoding="utf-8")
@@ -173,11 +174,9 @@ def load_template(folder: str) -> ChatTemplate | None:
             return None
         if not isinstance(template, str):
             raise ValueError('it must be a text, or a list of objects with "name" and "template", one of them called "default"')
-        return ChatTemplate(template, variables, load_tokenizer(folder).tokenizer)
+        return ChatTemplate(template, variables, tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
-    except UserError:
-        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: broken chat template: {error}") from None
 
