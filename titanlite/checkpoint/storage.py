@@ -28,22 +28,18 @@ from titanlite.checkpoint.manifest import Contents, Damaged, fault
 METADATA = ".metadata"
 
 # The classes in the metadata of a checkpoint of tensors (PyTorch 2.11 to 2.13); dtypes are admitted too.
+_DCP = "torch.distributed.checkpoint"
 _ADMITTED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
+    (f"{_DCP}.metadata", "Metadata"),
+    (f"{_DCP}.metadata", "MetadataIndex"),
+    (f"{_DCP}.metadata", "StorageMeta"),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.metadata", "TensorStorageMetadata"),
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
 }
 
 
