@@ -123,7 +123,10 @@ def _differences(begun: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     names = [name for name in plan if name != "inputs" and begun.get(name) != plan[name]]
     options = [f"{name} was {begun.get(name)}, is {plan[name]}" for name in names]
     before, now = ({path: about for path, *about in entries} for entries in (begun["inputs"], plan["inputs"]))
-    changes = [f"{path} is new, gone or changed" for path in {**before, **now} if before.get(path) != now.get(path)]
+    # a new input changes how all are split: it is named before those that differ for this reason
+    changes = [f"{path} is new" for path in now if path not in before]
+    changes += [f"{path} is no longer among the inputs" for path in before if path not in now]
+    changes += [f"{path} has changed" for path in now if path in before and before[path] != now[path]]
     if not changes and begun["inputs"] != plan["inputs"]:
         changes = ["the inputs are in another order"]
     return options + changes[:3] + ([f"and {len(changes) - 3} more such inputs"] if len(changes) > 3 else [])
