@@ -1,10 +1,9 @@
 """Exports a checkpoint to a folder that transformers reads. Only one tensor is in memory at a time."""
 
-import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from titanlite.errors import UserError, listed
 from titanlite.files import publish, replace_file
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
-from titanlite.launch.process import raise_together
+from titanlite.launch.process import together
 from titanlite.transforms.lora import merged
 from titanlite.transforms.registry import load_family
 
@@ -117,22 +116,7 @@ def export(
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     unfinished = unfinished_path(output)
-
-    @contextlib.contextmanager
-    def together() -> Iterator[None]:
-        """All ranks run the block; if it fails on one rank, all raise."""
-        fault = None
-        try:
-            with reporting(output):
-                yield
-        except UserError as error:
-            fault = UserError(str(error))
-        if group:
-            raise_together(fault, group)
-        elif fault:
-            raise fault
-
-    with together():
+    with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world), dtype, assets)
         theirs = their_names(exported.family, exported.names)
         shapes = exported.stored.entries()
@@ -145,10 +129,10 @@ def export(
     parts = split(items, shard_bytes)
     names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)] if len(parts) > 1 else [SINGLE]
     files = dict(zip(names, parts, strict=True))
-    with together():
+    with together(group), reporting(output):
         for name in names[rank::world]:
             write_file(unfinished / name, files[name], exported.read_tensor)
-    with together():
+    with together(group), reporting(output):
         if rank == 0:
             if len(files) > 1:
                 places = {item.theirs: name for name, part in files.items() for item in part}

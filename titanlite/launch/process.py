@@ -95,25 +95,25 @@ def seed_step(seed: int, step: int, part: int) -> None:
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def raise_together(error: UserError | None, group: dist.ProcessGroup | None = None) -> None:
-    """Raises the error of any rank on all ranks of a group; otherwise the others would wait in the next collective."""
-    errors: list[UserError | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
-    if raised := [error for error in errors if error is not None]:
-        kinds = {type(error) for error in raised}
-        kind = kinds.pop() if len(kinds) == 1 else UserError
-        raise kind("\n".join(dict.fromkeys(str(error) for error in raised)))
-
-
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Around what each rank does by itself: all ranks raise the UserError of any rank, as `raise_together` does."""
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what each rank does by itself: all ranks of a group raise the UserError of any rank.
+
+    Otherwise the others would wait in the next collective. A process outside of any group raises its own.
+    """
     error = None
     try:
         yield
     except UserError as raised:
         error = raised
-    raise_together(error)
+    errors: list[UserError | None] = [error]
+    if dist.is_initialized():
+        errors *= dist.get_world_size(group)
+        dist.all_gather_object(errors, error, group=group)
+    if faults := [error for error in errors if error is not None]:
+        kinds = {type(error) for error in faults}
+        kind = kinds.pop() if len(kinds) == 1 else UserError
+        raise kind("\n".join(dict.fromkeys(str(error) for error in faults)))
 
 
 def same_everywhere(value: str) -> bool:
