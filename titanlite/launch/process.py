@@ -113,7 +113,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     if faults := [error for error in errors if error is not None]:
         kinds = {type(error) for error in faults}
         kind = kinds.pop() if len(kinds) == 1 else UserError
-        raise kind("\n".join(dict.fromkeys(str(error) for error in faults)))
+        raise kind("\n".join(dict.fromkeys(str(error) for error in faults))) from None
 
 
 def same_everywhere(value: str) -> bool:
@@ -141,14 +141,10 @@ def once_per_node(make: Callable[[], Result]) -> Result:
         use_local_synchronization=True,
     )
     answer: list[Any] = [None]
-    if local_rank == 0:
-        try:
+    with together(node):
+        if local_rank == 0:
             answer = [make()]
-        except UserError as error:
-            answer = [error]
     dist.broadcast_object_list(answer, src=first, group=node)
-    if isinstance(answer[0], UserError):
-        raise answer[0]
     return answer[0]
 
 
