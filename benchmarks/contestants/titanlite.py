@@ -101,5 +101,5 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
 
 def _with_fsdp(family: Family, config: Config, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """`build_model` with FSDP2 on one rank too, where the framework skips it."""
-    with mock.patch.object(order, "needs_fsdp", lambda *_: "asked for"):
+    with mock.patch.object(order, "needs_fsdp", lambda *_: True):
         return build_model(family, config, mesh, device)

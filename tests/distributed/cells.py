@@ -85,7 +85,7 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
     if cell["documents"] == "many":
         sections["training"] |= {"document_policy": "best_fit", "document_mask": True}
     if cell["compile"] != "no":
-        sections["compile"] = {"enable": True, "backend": backend, "unit": {"blocks": "block"}.get(cell["compile"], "model")}
+        sections["compile"] = {"enable": True, "backend": backend}
     if "float8" in precision:
         sections["float8"] = precision["float8"]
     if cell["adapter"] == "lora":
@@ -134,8 +134,6 @@ def graphs_of(cell: Cell) -> set[int]:
     """How many graphs may be compiled: one for blocks that are alike, and those of the head."""
     if cell["compile"] == "no":
         return {0}
-    if cell["compile"] == "model":
-        return {GRAPHS}
     # Without documents only local layers have a mask; with them, those of both kinds have one, of the same shape.
     local_and_global = "Gemma" in cell["family"] and cell["documents"] == "one"
     if cell["adapter"] == "none":

@@ -25,7 +25,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "replicate 2 x tp 2", "replicate 2 x shard 2 x tp 2",
     ),
     "family": ("Llama 3", "Llama 3 tied", "Llama 3 of 515 tokens", "Qwen 3", "Qwen 2", "Gemma 3", "Gemma 2", "OLMo 2"),
-    "compile": ("no", "blocks", "model"),
+    "compile": ("no", "blocks"),
     "recompute": ("none", "full", "every second layer", "per operation", "budget"),
     "precision": ("float32", "bfloat16", "float8", "float8 rows", "float8 gather"),
     "accumulation": ("1", "2", "2, reduced at the end"),
@@ -50,9 +50,6 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = (
-    Refusal(("compile", "mesh"), lambda c, m: c == "model" and m != "one process", "compile.unit: only without FSDP2"),
-    Refusal(("compile", "precision"), lambda c, p: c == "model" and p == "float8 gather", "compile.unit: only without FSDP2"),
-    Refusal(("compile", "accumulation"), lambda c, a: c == "model" and "end" in a, "compile.unit: only without FSDP2"),
     Refusal(("compile", "recompute"), lambda c, r: c == "no" and r == "budget", "the compiler chooses what to keep"),
     Refusal(("precision", "adapter"), lambda p, a: "float8" in p and a == "lora", "adapters do not multiply in float8"),
     Refusal(("precision", "mesh"), lambda p, m: "gather" in p and "tp" in m, "the scale of a part of a weight is another"),

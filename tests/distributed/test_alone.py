@@ -31,7 +31,7 @@ def built(flavor: str, fsdp: bool, module: Any = None, **sections: Any) -> tuple
         styles = family.module.sharding(family.config) | ({"norm": "replicate"} if module is WithKeywords else {})
         own = {"Model": module, "sharding": lambda _: styles}
         family = Family(SimpleNamespace(**vars(family.module) | own), family.config)
-    with mock.patch.object(order, "needs_fsdp", lambda *_: "asked for" if fsdp else ""):
+    with mock.patch.object(order, "needs_fsdp", lambda *_: fsdp):
         model = build_model(family, config, mesh_of({}), CPU)
     assert isinstance(model, FSDPModule) == fsdp
     return model, first_microbatch(config, mesh_of({}))

@@ -33,7 +33,7 @@ TRACES, SNAPSHOTS = "profiling.save_traces_folder", "profiling.save_memory_snaps
 OFFLOAD, OVERLAP = "parallelism.cpu_offload", "parallelism.enable_async_tensor_parallel"
 SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
 AC, LAST = "activation_checkpoint.mode", "parallelism.reduce_every_microbatch"
-COMPILE, PARTS, BACKEND, UNIT = "compile.enable", "compile.components", "compile.backend", "compile.unit"
+COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
 PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
 PROMPTS, SAMPLED, EVENTS = "validation.sample_prompts", "validation.sample_tokens", "metrics.enable_tensorboard"
 VALIDATE, TEXT, ROUND = "validation.enable", "validation.dataset", "validation.steps"
@@ -169,10 +169,6 @@ CASES = [
     (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
     (1, {SAVES: "tb"}, ['checkpoint.folder = "tb"', "metrics.save_tb_folder too"], {SAVES: "saves"}),
 
-    (1, {UNIT: "model"}, ['compile.unit = "model"', "has no effect"], {COMPILE: True}),
-    (1, {UNIT: "model", COMPILE: True, PARTS: ["loss"]}, ['compile.unit = "model"', "has no effect"], {PARTS: ["model"]}),
-    (1, {UNIT: "model", COMPILE: True, GLOBAL: 16, LAST: False}, ['compile.unit = "model"', f"{LAST} = false"], {LAST: True}),
-    (2, {UNIT: "model", COMPILE: True}, ['compile.unit = "model"', "there are 2 processes"], {UNIT: "block"}),
     (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, BACKEND: "eager"}, [AC, 'other than "eager"'], {BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, PARTS: ["loss"], BACKEND: "aot_eager"}, [AC, PARTS], {PARTS: ["model"]}),

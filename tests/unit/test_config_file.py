@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.config.read import read_config, to_toml
+from titanlite.config.read import read_config, stored_config, to_toml
 from titanlite.config.renamed_keys import INSTEAD
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
@@ -63,7 +63,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
-    "compile": {"enable": True, "components": ["loss"], "unit": "model", "backend": "aot_eager"},
+    "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "float8": {
         "enable": True,
         "recipe_name": "rowwise",
@@ -297,6 +297,15 @@ def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
 def test_no_key_that_is_refused_as_torchtitans_is_a_key_of_the_schema():
     assert not [key for key in [*FIELDS, *Config.model_fields] for pattern in INSTEAD if fnmatchcase(key, pattern)]
     assert {word.partition(".")[0] for word in INSTEAD if "." in word} <= set(Config.model_fields)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_gone():
+    stored = Config().model_dump()
+    assert "unit" not in stored["compile"] and "compile.unit" in INSTEAD
+    stored["compile"] |= {"unit": "block", "enable": True}
+    assert stored_config(stored) == Config.model_validate({"compile": {"enable": True}})
+    with pytest.raises(ValueError, match="never_a_key"):
+        stored_config({"compile": {"never_a_key": 1}})
 
 
 # ------------------------------------------------------------------------------------------------------------ options

@@ -34,11 +34,6 @@ def test_a_sections_rule_is_for_all_its_keys_but_enable():
     [
         ({"checkpoint": {"load_step": 3}}, "checkpoint.load_step = 3: has no effect unless checkpoint.enable = true"),
         ({"checkpoint": {"load_step": 3, "enable": True}}, None),
-        ({"compile": {"unit": "model"}}, 'compile.unit = "model": has no effect unless compile.enable = true'),
-        (
-            {"compile": {"unit": "model", "enable": True, "components": ["loss"]}},
-            'compile.unit = "model": has no effect unless compile.components contains "model"',
-        ),
         ({"parallelism": {"cpu_offload": True}}, f"parallelism.cpu_offload = true: has no effect unless {effects.CUDA}"),
         ({"optimizer": {"nesterov": False}}, 'optimizer.nesterov = false: has no effect unless optimizer.name = "Muon"'),
         ({"optimizer": {"nesterov": False, "name": "Muon"}}, None),

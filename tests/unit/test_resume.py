@@ -59,7 +59,7 @@ NOTHING = """
     parallelism.cpu_offload parallelism.enable_async_tensor_parallel
     optimizer.implementation float8.emulate
     activation_checkpoint.mode activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget
-    compile.enable compile.components compile.unit compile.backend
+    compile.enable compile.components compile.backend
     checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k
     checkpoint.keep_every_n_steps checkpoint.load_step checkpoint.initial_load_path checkpoint.initial_load_model_only
     checkpoint.initial_load_in_hf checkpoint.last_save_in_hf checkpoint.exclude_from_loading checkpoint.allow_changes

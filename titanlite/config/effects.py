@@ -1,7 +1,7 @@
 """When a key has an effect: conditions that the schema declares beside the key, and the check that refuses idle keys.
 
-A condition is written as it is shown to the user: "checkpoint.enable = true", "dataloader.workers > 0", 'compile.components
-contains "model"', "validation.sample_prompts is set", or CUDA.
+A condition is written as it is shown to the user: "checkpoint.enable = true", "dataloader.workers > 0",
+"validation.sample_prompts is set", or CUDA.
 """
 
 import json
@@ -17,7 +17,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
     ">": operator.gt,
-    "contains": operator.contains,
 }
 
 

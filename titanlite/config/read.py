@@ -64,6 +64,15 @@ def read_config(path: str | Path, options: list[str]) -> Config:
     return config
 
 
+def stored_config(sections: dict[str, dict[str, Any]]) -> Config:
+    """The configuration that a checkpoint holds, without keys that titanlite had when it was saved and has no more."""
+    known = {
+        section: {name: value for name, value in table.items() if f"{section}.{name}" not in INSTEAD}
+        for section, table in sections.items()
+    }
+    return Config.model_validate(known)
+
+
 def report(path: str, faults: list[str]) -> str:
     """One text for all faults of one configuration."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"

@@ -1,4 +1,4 @@
-"""Keys of torchtitan's TOML files (0.2 and before) that titanlite does not have, and what to use instead.
+"""Keys that titanlite does not have, of torchtitan's TOML files (0.2 and before) and of its own past: what to use instead.
 
 `read.py` looks here when a key is unknown. A whole section is listed by its name; a star stands for the rest of a name. A key
 that has only moved to another section is not here: the same name is suggested.
@@ -25,6 +25,7 @@ INSTEAD: dict[str, str] = {
     "activation_checkpoint.determinism_check": "PyTorch's check of shapes and types is always on; remove the key",
     "activation_checkpoint.visualize_memory_budget_pareto": "not supported; remove the key",
     "activation_checkpoint.debug": "not supported; remove the key",
+    "compile.unit": "each block is one graph; remove the key",
     "validation.local_batch_size": "validation uses training.local_batch_size",
     "validation.seq_len": "validation uses training.seq_len",
     "profiling.profiler_*": "one step is traced every profiling.profile_freq steps",

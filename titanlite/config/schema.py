@@ -218,14 +218,9 @@ class Compile(Section):
     """torch.compile."""
 
     enable: bool = False
-    """Compile the components, each as one graph; one compilation serves all blocks."""
+    """Compile the components. Each block is one graph, and one compilation serves all blocks."""
     components: Annotated[list[Literal["model", "loss"]], Field(min_length=1)] = ["model", "loss"]
-    """"model": the blocks, see unit. "loss": the final norm and the loss on logits."""
-    unit: Annotated[
-        Literal["block", "model"], EffectiveWhen("compile.enable = true", 'compile.components contains "model"')
-    ] = "block"
-    """"block": each block is one graph, and one compilation serves all. "model": embedding and blocks are one graph, which is
-    faster for small models and takes longer to compile with every block; one process only."""
+    """"model": the blocks. "loss": the final norm and the loss on logits."""
     backend: str = "inductor"
     """torch.compile's backend. On a CPU "inductor" needs a C++ compiler."""
 

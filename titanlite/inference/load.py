@@ -9,7 +9,7 @@ import torch.distributed as dist
 from models.decoder import Decoder
 from titanlite.checkpoint import load
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.config.schema import Config
+from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError, listed
@@ -38,7 +38,7 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     UserError for a damaged checkpoint, and for a model whose dimensions have changed since.
     """
     manifest = load.verified(source)
-    config = Config.model_validate(manifest.numbers["config"])
+    config = stored_config(manifest.numbers["config"])
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(manifest.numbers["architecture"]):

@@ -32,8 +32,8 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     reshard = config.parallelism.fsdp_reshard_after_forward
     cfg = config.activation_checkpoint
     detail = {"selective": f": {cfg.selective_ac_option}", "memory_budget": f": {cfg.memory_budget:g}"}.get(cfg.mode, "")
-    graphs = {"model": "blocks" if config.compile.unit == "block" else "all blocks as one graph", "loss": "loss"}
-    compiled = " and ".join(graphs[part] for part in config.compile.components) + f" by {config.compile.backend}"
+    parts = ["blocks" if part == "model" else part for part in config.compile.components]
+    compiled = f"{' and '.join(parts)} by {config.compile.backend}"
     compiled = compiled if config.compile.enable else "nothing"
     recomputed = "nothing" if cfg.mode == "none" else cfg.mode + detail
     float32_products = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]

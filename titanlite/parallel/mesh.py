@@ -4,6 +4,7 @@ The dimensions `pp, dp_replicate, dp_shard, cp, tp` always exist, with size 1 wh
 dp_replicate x dp_shard; parameters are sharded over dp_shard (FSDP2) and tp.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,9 +26,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
     if shard > 0:
         fixed["data_parallel_shard_degree"] = shard
-    product = 1
-    for degree in fixed.values():
-        product *= degree
+    product = math.prod(fixed.values())
     names = " x ".join(f"{name} = {degree}" for name, degree in fixed.items())
     if shard > 0 and product != world_size:
         raise UserError(f"parallelism: {names} needs {product} processes, and there are {world_size}")
@@ -37,15 +36,11 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     return {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tensor}
 
 
-def needs_fsdp(config: Config, ranks: int) -> str:
-    """Why FSDP2 is needed: something to gather, to fetch, or to accumulate in another precision; "" where nothing is."""
-    reasons = {
-        f"there are {ranks} processes": ranks > 1,
-        "parallelism.cpu_offload = true": config.parallelism.cpu_offload,
-        "float8.enable_fsdp_float8_all_gather = true": config.float8.enable_fsdp_float8_all_gather,
-        "parallelism.reduce_every_microbatch = false": not config.parallelism.reduce_every_microbatch,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+def needs_fsdp(config: Config, ranks: int) -> bool:
+    """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision."""
+    parallelism = config.parallelism
+    gathers = ranks > 1 or config.float8.enable_fsdp_float8_all_gather
+    return gathers or parallelism.cpu_offload or not parallelism.reduce_every_microbatch
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
@@ -83,9 +78,7 @@ def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def faults(config: Config, ranks: int) -> Iterator[str]:
     """Degrees that do not fit the number of ranks, and sizes that they do not divide."""
-    training, parallelism, compiled = config.training, config.parallelism, config.compile
-    if compiled.enable and compiled.unit == "model" and (reason := needs_fsdp(config, ranks)):
-        yield f'compile.unit = "model": one graph of all blocks has no place for FSDP2 between them, and {reason}; set "block"'
+    training, parallelism = config.training, config.parallelism
     try:
         degrees = resolve_degrees(parallelism, ranks)
     except UserError as error:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
-from titanlite.config.read import read_config
+from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Checkpoint, Config, Parallelism, Profiling, Validation
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches
@@ -106,7 +106,7 @@ def setting_of(run: Path, step: int) -> tuple[Config, int]:
         except UserError as error:
             log.warning("not used: %s", error)
             continue
-        return Config.model_validate(numbers["config"]), numbers["global_batch"]
+        return stored_config(numbers["config"]), numbers["global_batch"]
     if config.training.global_batch_size > 0:
         return config, config.training.global_batch_size
     try:

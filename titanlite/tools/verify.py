@@ -11,7 +11,7 @@ import sys
 import torch
 
 from titanlite.config.read import read_config
-from titanlite.config.schema import Checkpoint, Compile, Config, Model, Optimizer
+from titanlite.config.schema import Checkpoint, Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
@@ -80,10 +80,9 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
         config,
         training={"steps": known.steps, **float32},  # rounding is then the only difference between meshes
         lr_scheduler={"total_steps": config.schedule_steps},  # the schedule of the full run
-        # These keys apply to one precision, or to one process.
+        # These keys apply to one precision.
         optimizer={"rounding": Optimizer().rounding},
         model={"attention": Model().attention},
-        compile={"unit": Compile().unit},
     )
     return known.config, [_degrees(text) for text in known.mesh], config.model_copy(update={"checkpoint": Checkpoint()})
 

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def compile_model(model: Decoder, cfg: Compile) -> None:
-    """Compiles each block, or embedding and blocks as one graph, and the head's norm and kernels.
+    """Compiles each block, and the head's norm and kernels.
 
     Only `forward` is compiled: FSDP's hooks stay outside, parameter names do not change, and since blocks share one class,
     dynamo reuses the code of the first block. The head's loop over chunks and its products stay eager, so that a chunk's memory
@@ -31,8 +31,8 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
         return torch.compile(function, backend=cfg.backend, fullgraph=True)
 
     if "model" in cfg.components:
-        for part in [model] if cfg.unit == "model" else model.layers.values():
-            part.forward = compiled(part.forward)
+        for block in model.layers.values():
+            block.forward = compiled(block.forward)
     if "loss" not in cfg.components or model.head is None:
         return
     if isinstance(model.head, Head):
