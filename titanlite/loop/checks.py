@@ -66,7 +66,6 @@ def _model_faults(config: Config, here: bool) -> Iterator[str]:
         yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
         return
     yield from attention_kernels.faults(config, family)
-    yield from attention_kernels.mask_faults(config, family)
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)
     yield from build.decay_faults(config.optimizer, model)

@@ -52,14 +52,10 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
-        prefetch(blocks, parallelism.fsdp_prefetch)
-
-
-def prefetch(blocks: list[FSDPModule], depth: int) -> None:
-    """Makes each block prefetch the parameters of the next `depth` blocks, in both passes."""
-    for place, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
-        block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+        depth = parallelism.fsdp_prefetch
+        for place, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+            block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
 
 
 @contextlib.contextmanager

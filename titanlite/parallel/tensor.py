@@ -29,6 +29,7 @@ class Style(NamedTuple):
 
     weight: Placement  # of two-dimensional parameters, on the tp mesh
     bias: Placement  # of one-dimensional parameters
+    kinds: tuple[type[nn.Module], ...] = (nn.Module,)  # the modules that it is for
     before: Callable[[str, Tensor, DeviceMesh], Tensor] | None = None  # (module's name, its first argument, tp mesh)
     after: Callable[[Any, DeviceMesh], Tensor] | None = None  # (its output, tp mesh)
 
@@ -68,11 +69,11 @@ def _gather_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
 
 STYLES: dict[str, Style] = {
     # Linear, output features split; reads the whole sequence, returns this rank's features
-    "column": Style(Shard(0), Shard(0), before=_expect_gathered, after=_unwrap),
+    "column": Style(Shard(0), Shard(0), (nn.Linear,), before=_expect_gathered, after=_unwrap),
     # Linear, input features split; reads this rank's features, sums over ranks, returns this rank's slice of the sequence
-    "row": Style(Shard(1), Replicate(), before=_wrap_features, after=_scatter_sequence),
+    "row": Style(Shard(1), Replicate(), (nn.Linear,), before=_wrap_features, after=_scatter_sequence),
     # Embedding or output projection, vocabulary split, evenly or not
-    "vocab": Style(Shard(0), Shard(0)),
+    "vocab": Style(Shard(0), Shard(0), (nn.Linear, nn.Embedding)),
     # works on this rank's slice of the sequence with whole weights, and returns the gathered sequence
     "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
     # whole weights, applied to this rank's heads or its slice of the sequence; gradients are summed over ranks
@@ -81,8 +82,6 @@ STYLES: dict[str, Style] = {
     "features": Style(Shard(0), Shard(0)),
 }
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
-
-_STYLE_OF = {"column": (nn.Linear,), "row": (nn.Linear,), "vocab": (nn.Linear, nn.Embedding)}  # the modules a style is for
 
 
 def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
@@ -93,8 +92,8 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
             faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
             continue
         module = model.get_submodule(name)
-        kinds = _STYLE_OF.get(style)
-        if kinds and not isinstance(module, kinds):
+        kinds = STYLES[style].kinds
+        if not isinstance(module, kinds):
             allowed = " or ".join(kind.__name__ for kind in kinds)
             faults.append(
                 f"sharding: {every_layer(name)} is {style!r}, which is for {allowed}, and is a {type(module).__name__}"
@@ -189,15 +188,14 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
 def _float8_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Layers whose share on a tensor-parallel rank is no size for float8, and patterns that match no layer."""
     tensor, styles = config.parallelism.tensor_parallel_degree, styles_of(model, family)[0]
-    try:
-        layers = linear_layers(model, config)
-    except UserError as error:
-        yield from str(error).splitlines()
+    layers, faults = linear_layers(model, config)
+    if faults or tensor == 1:
+        yield from faults
         return
     shares = {
         every_layer(name): each.out_features if styles.get(name) == "column" else each.in_features
         for name, each in layers.items()
-        if tensor > 1 and styles.get(name) in ("column", "row")
+        if styles.get(name) in ("column", "row")
     }
     for name, size in shares.items():
         if size % (MULTIPLE * tensor):

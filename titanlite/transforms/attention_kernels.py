@@ -4,7 +4,7 @@ A forced kernel is the only one allowed: PyTorch raises an error for inputs that
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,14 +25,16 @@ class Kernel(NamedTuple):
     backend: Backend
     devices: tuple[str, ...]
     masks: tuple[str, ...]  # the devices on which it takes a document or window mask
+    takes: Callable[..., bool] | None = None  # PyTorch's check of shapes for a GPU; None: it takes all
     half: bool = False  # only 16-bit precisions
 
 
 KERNELS = {
-    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), (), half=True),
-    "flash3": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda",), (), half=True),
-    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), half=True),  # on CPUs float32 too
-    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",)),
+    "cudnn": Kernel(SDPBackend.CUDNN_ATTENTION, ("cuda",), (), cuda.can_use_cudnn_attention, half=True),
+    "flash3": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda",), (), cuda.can_use_flash_attention, half=True),
+    # on CPUs float32 too
+    "flash": Kernel(SDPBackend.FLASH_ATTENTION, ("cuda", "cpu"), ("cpu",), cuda.can_use_flash_attention, half=True),
+    "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, ("cuda",), ("cuda",), cuda.can_use_efficient_attention),
     "tiles": Kernel(TILES, ("cpu",), ()),
     "math": Kernel(SDPBackend.MATH, ("cuda", "cpu"), ("cuda", "cpu")),
 }
@@ -42,12 +44,6 @@ _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "e
 # Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
 # sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
 _LONGEST_FOR_TILES = 512
-_ABLE = {
-    "cudnn": cuda.can_use_cudnn_attention,
-    "flash3": cuda.can_use_flash_attention,
-    "flash": cuda.can_use_flash_attention,
-    "efficient": cuda.can_use_efficient_attention,
-}
 
 
 def choose_attention(model: nn.Module, config: Config, device: torch.device) -> None:
@@ -59,11 +55,6 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
     precision = config.training.mixed_precision_param
     if name != "auto" and not modules:
         raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/attention.py')
-    if name == "auto" and device.type == "cpu":
-        for each in modules:
-            # otherwise PyTorch chooses, and takes the math kernel where a fork needs more than flash offers
-            each.backends = (TILES if _tiles_win(config) and each.softcap is None else None, None)
-        return
     for each in modules:
         if name != "auto":
             if device.type == "cuda" and not _able(name, each, precision, device, warn=True):
@@ -72,9 +63,12 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
                     f"{each.head_dim} in {precision}; the warnings above say why"
                 )
             each.backends = (KERNELS[name].backend, KERNELS[name].backend)
+        elif each.softcap is not None:
+            continue  # FlexAttention caps scores, and no other kernel
+        elif device.type == "cpu":
+            # otherwise PyTorch chooses, and takes the math kernel where a fork needs more than flash offers
+            each.backends = (TILES if _tiles_win(config) else None, None)
         else:
-            if each.softcap is not None:
-                continue  # FlexAttention caps scores, and no other kernel
             order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
             chosen = next(kernel for kernel in order if _able(kernel, each, precision, device, warn=False))
             each.backends = (KERNELS[chosen].backend, None)
@@ -96,17 +90,13 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
     return f"{name}, and FlexAttention where masked or capped"
 
 
-def mask_faults(config: Config, family: Family) -> Iterator[str]:
-    """A document mask that FlexAttention cannot apply."""
-    head_dim = getattr(family.config, "head_dim", 16)
-    if config.training.document_mask and torch.cuda.is_available() and head_dim < 16:
-        yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
-
-
 def faults(config: Config, family: Family) -> Iterator[str]:
-    """Why a forced kernel cannot run, as far as is known without asking the device."""
+    """A document mask that FlexAttention cannot apply, or a forced kernel that cannot run, before the device is known."""
     name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":
+        head_dim = getattr(family.config, "head_dim", 16)
+        if config.training.document_mask and device == "cuda" and head_dim < 16:
+            yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
     if device not in kernel.devices:
@@ -142,7 +132,8 @@ def _tiles_win(config: Config) -> bool:
 
 def _able(name: str, attention: Attention, precision: str, device: torch.device, warn: bool) -> bool:
     """Whether a GPU runs a kernel on this module's shapes, by PyTorch's own checks; warn: they log the reason if not."""
-    if name == "math":
+    takes = KERNELS[name].takes
+    if takes is None:
         return True
     heads, kv_heads = (part.out_features // attention.head_dim for part in (attention.wq, attention.wk))
     if name == "efficient":
@@ -151,7 +142,7 @@ def _able(name: str, attention: Attention, precision: str, device: torch.device,
         torch.empty(1, count, 128, attention.head_dim, dtype=DTYPES[precision], device=device, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)
     )
-    return _ABLE[name](cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=warn)
+    return takes(cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=warn)
 
 
 def _flash3_fault() -> str:

@@ -1,13 +1,13 @@
 """Mixed precision without FSDP2, for one process: parameters are cast where they are used."""
 
+import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 
 from models.decoder import Decoder
 from models.head import Head
@@ -38,39 +38,27 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool) -> None:
         names = {name.removeprefix(prefix) for name in left if name.startswith(prefix)}
         left -= {prefix + name for name in names}
         if names:
-            vars(unit)["_as_it_was"] = _AsItWas(unit, type(unit).forward)  # a submodule would contain its parent
             kind: Any = type(unit)
             unit.__class__ = _casting_class(kind, tuple(sorted(names)), dtype, again)
-
-
-class _AsItWas(nn.Module):
-    """A module without its cast, in the form that `functional_call` takes."""
-
-    def __init__(self, unit: nn.Module, inner: Callable[..., Any]):
-        super().__init__()
-        self.unit, self.inner = unit, inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(self.unit, *args, **kwargs)
 
 
 @functools.cache
 def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype, again: bool) -> type[nn.Module]:
     """The class of modules that cast the parameters of these names; all blocks share it, so that one graph serves all."""
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cast = {f"unit.{name}": self.get_parameter(name).to(dtype) for name in names}
-        if torch.compiler.is_compiling() or not again:
-            return functional_call(self._as_it_was, cast, args, kwargs)
-        with _kept_as_masters(self, cast):
-            return functional_call(self._as_it_was, cast, args, kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cast = {name: self.get_parameter(name).to(dtype) for name in names}
+        kept: Any = _kept_as_masters(self, cast) if again and not torch.compiler.is_compiling() else contextlib.nullcontext()
+        # As torch.func.functional_call replaces parameters; that would call the module, and so come back here.
+        with kept, _reparametrize_module(self, cast):
+            return kind.forward(self, *args, **kwargs)
 
     return type(f"Casting{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _kept_as_masters(unit: nn.Module, cast: dict[str, Tensor]) -> saved_tensors_hooks:
     """Makes autograd keep the master instead of its cast copy, and repeat the cast in the backward pass."""
-    masters = {part.untyped_storage().data_ptr(): name.removeprefix("unit.") for name, part in cast.items()}
+    masters = {part.untyped_storage().data_ptr(): name for name, part in cast.items()}
 
     def pack(tensor: Tensor) -> Any:
         name = masters.get(tensor.untyped_storage().data_ptr())

@@ -7,7 +7,6 @@ to float8's maximum, casts them, multiplies, and scales back (Micikevicius et al
 import importlib.util
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -16,47 +15,43 @@ from torch import nn
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.transforms.registry import every_layer
+from titanlite.transforms.registry import block_linears, every_layer
 
 MULTIPLE = 16  # every dimension of a float8 product is a multiple of this
 
 
-def linear_layers(model: nn.Module, config: Config) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks that multiply in float8, by name.
+def linear_layers(model: nn.Module, config: Config) -> tuple[dict[str, nn.Linear], list[str]]:
+    """The linear layers of the blocks that multiply in float8, by name; and the faults: a pattern of `float8.filter_fqns` that
+    matches nothing, layers of sizes that float8 products do not take.
 
-    The head is excluded: small differences of its logits decide the loss. Raises UserError for a pattern of
-    `float8.filter_fqns` that matches nothing, and for layers of sizes that float8 products do not take.
+    The head is excluded: small differences of its logits decide the loss.
     """
-    # a subclass of nn.Linear may compute anything
-    every = {name: each for name, each in model.named_modules() if type(each) is nn.Linear and name.startswith("layers.")}
-    patterns = config.float8.filter_fqns
+    every, patterns = block_linears(model), config.float8.filter_fqns
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in every)]
-    chosen = {name: each for name, each in every.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}
-    odd = {
-        every_layer(name): f"{each.in_features} x {each.out_features}"
-        for name, each in chosen.items()
-        if each.in_features % MULTIPLE or each.out_features % MULTIPLE
-    }
     faults = [f'float8.filter_fqns: "{pattern}" matches no linear layer of a block' for pattern in idle]
-    faults += [
-        f'float8: {name} is {size}, and float8 multiplies multiples of {MULTIPLE}; add "{name}" to float8.filter_fqns'
-        for name, size in odd.items()
-    ]
+    chosen = {name: each for name, each in every.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+    for name, each in chosen.items():
+        if each.in_features % MULTIPLE or each.out_features % MULTIPLE:
+            kind, size = every_layer(name), f"{each.in_features} x {each.out_features}"
+            faults.append(
+                f'float8: {kind} is {size}, and float8 multiplies multiples of {MULTIPLE}; add "{kind}" to float8.filter_fqns'
+            )
     if not chosen:
         faults.append("float8.filter_fqns: leaves no linear layer to multiply in float8")
-    if faults:
-        raise UserError("\n".join(faults))
-    return chosen
+    return chosen, list(dict.fromkeys(faults))
 
 
 def convert(model: nn.Module, config: Config) -> None:
-    """Replaces these layers of a meta-device model by torchao's, whose parameters have the same names."""
+    """Replaces these layers of a meta-device model by torchao's, whose parameters have the same names. Raises UserError."""
     if not config.float8.enable:
         return
-    layers = linear_layers(model, config)
-    with _quiet():
-        from torchao.float8 import Float8LinearConfig
-        from torchao.float8.float8_linear import Float8Linear
+    layers, faults = linear_layers(model, config)
+    if faults:
+        raise UserError("\n".join(faults))
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # its import warns of libraries that this machine cannot use
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
     cfg = config.float8
     recipe = Float8LinearConfig.from_recipe_name(cfg.recipe_name)
     # Powers of two: the rounding of a value does not depend on the rest of its tensor, so meshes and microbatches agree.
@@ -79,17 +74,6 @@ def measure_weights(model: nn.Module) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torchao logs at import which of its libraries this machine cannot use."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def faults(config: Config) -> Iterator[str]:

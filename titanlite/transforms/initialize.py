@@ -43,7 +43,9 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
     A model is built without memory, which loses what a constructor computes into a buffer: a buffer can only be constant.
     """
     named = dict(named_tensors(model))
-    own = {f"{path}.{name}": how for path, module in model.named_modules() for name, how in _own_initial(module).items()}
+    # distributions of modules that the framework has substituted, such as those with an adapter
+    substituted = [(path, module.own_initial()) for path, module in model.named_modules() if hasattr(module, "own_initial")]
+    own = {f"{path}.{name}": how for path, initial in substituted for name, how in initial.items()}
     others = [name for name in named if name not in own]
     distributions, faults = match_table(family.module.initial(family.config), others, "initial")
     distributions |= own
@@ -56,11 +58,6 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
         elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
             faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one of size 1")
     return distributions, list(dict.fromkeys(faults))
-
-
-def _own_initial(module: nn.Module) -> dict[str, Normal | Constant]:
-    """Initial distributions of a module that the framework has substituted, such as one with an adapter."""
-    return getattr(module, "own_initial", dict)()
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.blocks import Constant, Normal
 from titanlite.config.schema import Lora
 from titanlite.errors import UserError
-from titanlite.transforms.registry import A, B, every_layer, is_adapter
+from titanlite.transforms.registry import A, B, block_linears, every_layer, is_adapter
 
 
 class LoraLinear(nn.Linear):
@@ -54,11 +54,7 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     """
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
         raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
-    # Only in blocks: a head multiplies by its weight in chunks and never calls its projection. Only nn.Linear itself: a
-    # subclass may compute anything.
-    linears = {
-        name: module for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith("layers.")
-    }
+    linears = block_linears(model)  # a head multiplies by its weight in chunks and never calls its projection
     if faults := [_fault(pattern, linears) for pattern in cfg.modules if not _matches(pattern, linears)]:
         raise UserError("\n".join(faults))
     for parameter in model.parameters():

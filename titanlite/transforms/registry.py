@@ -180,6 +180,11 @@ def place_of(error: BaseException) -> str:
     return f"{frame.filename}, line {frame.lineno}"
 
 
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of the blocks, by name. Only nn.Linear itself: a subclass may compute anything."""
+    return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and name.startswith("layers.")}
+
+
 def tie(module: nn.Module) -> None:
     """Ties parameters again after something has replaced them separately; for models that tie any."""
     getattr(module, "tie_weights", lambda: None)()
