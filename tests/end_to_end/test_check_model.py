@@ -15,13 +15,13 @@ from tests import tiny
 from tests.distributed.pool import Pool
 from titanlite.errors import UserError
 from titanlite.tools import check_model, model_facts, model_runs
-from titanlite.tools.check_model import ALONE, CHECKPOINT, MESHES, Row, choose_small, rows_of
-from titanlite.tools.model_runs import Alone, in_one_process, train_on_mesh
+from titanlite.tools.check_model import CHECKPOINT, COMPILED, MESHES, RECOMPUTED, TRAINED, Row, choose_small, rows_of
+from titanlite.tools.model_runs import Trained, damage, train_small
 from titanlite.transforms.registry import Family, load_module
 
 ROOT = Path(__file__).parents[2]
 FORKS = ROOT / "tests" / "forks"
-TRAINING = [*ALONE, *MESHES, CHECKPOINT]
+TRAINING = [TRAINED, RECOMPUTED, COMPILED, *MESHES, CHECKPOINT]
 
 
 def call(called: str, arguments: tuple) -> object:
@@ -158,38 +158,38 @@ def test_an_error_of_the_forward_pass_is_told_with_the_line_and_meshes_are_not_t
     assert not_run(rows) == TRAINING[1:]
 
 
-def alone(pools: dict[int, Pool], name: str, flavor: str, saves: Path) -> Alone:
-    return pools[1].run(f"{__name__}:call", called=in_one_process.__name__, arguments=(name, flavor, saves))[0]
+def trained(pools: dict[int, Pool], *arguments: object, ranks: int = 1) -> Trained:
+    return pools[ranks].run(f"{__name__}:call", called=train_small.__name__, arguments=arguments)[0]
 
 
-def test_the_first_part_whose_result_is_not_finite_is_named(pools, tmp_path):
-    found = alone(pools, "tests.forks.nonfinite", "plain", tmp_path)
-    assert found.faults == {"loss and gradients": ["the result of layers.0.ffn is not finite"]}
+def test_the_first_part_whose_result_is_not_finite_is_named(pools):
+    found = trained(pools, "tests.forks.nonfinite", "plain", {}, {})
+    assert found.faults == ["the result of layers.0.ffn is not finite"]
 
 
-def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(pools, tmp_path):
-    found = alone(pools, "tests.tiny_odd", "unused", tmp_path)
-    assert found.faults == {"loss and gradients": ["no gradient reaches layers.*.spare.weight: not used in the forward pass?"]}
-    found = alone(pools, "tests.tiny_odd", "frozen", tmp_path / "frozen")
-    assert set(found.faults) == set(ALONE)
-    assert not any(found.faults.values())
+def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(pools):
+    found = trained(pools, "tests.tiny_odd", "unused", {}, {})
+    assert found.faults == ["no gradient reaches layers.*.spare.weight: not used in the forward pass?"]
+    assert trained(pools, "tests.tiny_odd", "frozen", {}, {}).faults == []
 
 
-def test_gradients_that_recomputation_changes_are_told(pools, tmp_path):
-    found = alone(pools, "tests.forks.counting", "plain", tmp_path)
-    message = found.faults["recomputation"]
-    assert [text.partition(":")[0] for text in message] == ["recomputed full", "recomputed by operation"]
-    assert all("the gradient of layers." in text for text in message)
+def test_gradients_that_recomputation_changes_are_named(pooled):
+    texts = table("tests.forks.counting", last=RECOMPUTED)[RECOMPUTED].texts
+    assert [text.partition(":")[0] for text in texts] == ["recomputed full", "recomputed by operation"]
+    assert all("the gradient of layers." in text for text in texts)
 
 
 def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
-    one = alone(pools, "tests.tiny", "tied", tmp_path / "saves")
-    assert not any(one.faults.values())
+    one = trained(pools, "tests.tiny", "tied", {}, {}, tmp_path / "saves")
+    assert not one.faults
     assert all(weight.std() > 0.005 for weight in one.trajectory.weights.values())  # gains of 1 as well
+    split = trained(pools, "tests.tiny", "tied", {}, {"dp_shard": 2}, tmp_path / "saves", 1, ranks=2)
+    assert damage(split, one.stored) == []
     stored = {**one.stored, "optimizer.embed.weight.exp_avg": "something else"}
-    arguments = ("tests.tiny", "tied", {"dp_shard": 2}, tmp_path / "saves", 1, stored)
-    _, faults = pools[2].run(f"{__name__}:call", called=train_on_mesh.__name__, arguments=arguments)[0]
-    assert faults == ["optimizer.embed.weight.exp_avg is not what was saved"]
+    assert damage(split, stored) == ["optimizer.embed.weight.exp_avg is not what was saved"]
+    (tmp_path / "saves" / "step-00000001" / "manifest.json").unlink()
+    again = trained(pools, "tests.tiny", "tied", {}, {"dp_shard": 2}, tmp_path / "saves", 1, ranks=2)
+    assert "manifest.json: is missing" in damage(again, one.stored)[0]
 
 
 def test_dropout_is_no_difference_between_meshes(pooled):
@@ -298,7 +298,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert "sharding             FAILED   sharding: no pattern matches layers.*.ffn_norm" in out
     assert "compile              not run  needs sharding" in out
     assert "tp 2                 not run  needs loss and gradients" in out
-    assert out[-1] == "1 of 15 checks failed"
+    assert out[-1] == "1 of 14 checks failed"
 
 
 def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):

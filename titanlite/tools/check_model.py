@@ -15,20 +15,21 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.errors import UserError
 from titanlite.tools import model_facts
 from titanlite.tools.compare import compare
 from titanlite.tools.model_facts import SMALL, size_of
-from titanlite.tools.model_runs import TIMEOUT_SECONDS, Alone, describe, guarded, in_one_process, train_on_mesh
+from titanlite.tools.model_runs import TIMEOUT_SECONDS, Trained, damage, describe, guarded, train_small
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import BrokenModule, Family, load_module
 
 BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
 TABLES = (BUILT, "sharding", "initial")
-ALONE = (TRAINED, "parameters", "recomputation", "compile")
+RECOMPUTED, COMPILED = "recomputation", "compile"
+RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 MESHES = {"2 x 2": {"dp_shard": 2, "tp": 2}, "tp 2": {"tp": 2}, "shard 2": {"dp_shard": 2}}
 CHECKPOINT = "checkpoint"
 
@@ -69,7 +70,7 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
 
     yield on_meta(BUILT, model_facts.construction_faults, families)
     if small is None:
-        yield from (table.row(row, list, [BUILT]) for row in ("sharding", "initial", *ALONE, *MESHES))
+        yield from (table.row(row, list, [BUILT]) for row in ("sharding", "initial", TRAINED, RECOMPUTED, COMPILED, *MESHES))
         return
     trained = {small: Family(module, module.FLAVORS[small])}
     # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
@@ -94,35 +95,51 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
 
 def _training_rows(name: str, small: str, family: Family, saves: Path, table: Table) -> Iterator[Row]:
     """The rows of a small model in training. Its checkpoint goes from one process to each mesh in turn."""
-    alone, step = Alone({}), 1
+    alone: Trained | None = None
+    step = 1  # of the newest sound checkpoint
     meshes: list[str] = []  # those that loaded the checkpoint
-    damage: list[str] = []
-    ranks = partial(on_ranks, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
+    damaged: list[str] = []
 
-    def train() -> list[str]:
+    def train(sections: dict[str, dict[str, Any]], degrees: dict[str, int], *checkpoint: Any) -> Trained:
+        words = name, small, sections, degrees, *checkpoint
+        count = math.prod(degrees.values())
+        return on_ranks(count, train_small, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
+
+    def train_alone() -> list[str]:
         nonlocal alone
-        alone = ranks(1, in_one_process, name, small, saves)
-        return alone.faults[TRAINED]
+        alone = train({}, {}, saves)
+        return alone.faults
+
+    def differences(trained: Trained) -> list[str]:
+        assert alone is not None
+        return describe(compare(trained.trajectory, alone.trajectory)) + trained.faults
+
+    def train_with(section: str, keys: dict[str, Any]) -> list[str]:
+        return differences(train({section: keys}, {}))
+
+    def recompute() -> list[str]:
+        faults = {words: guarded(train_with, "activation_checkpoint", keys) for words, keys in RECOMPUTATION.items()}
+        return [f"recomputed {words}: {fault}" for words in faults for fault in faults[words]]
 
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
-        count = math.prod(degrees.values())
-        trajectory, faults = ranks(count, train_on_mesh, name, small, degrees, saves, step, alone.stored)
+        assert alone is not None and alone.stored is not None
+        trained = train({}, degrees, saves, step)
+        faults = damage(trained, alone.stored)
         meshes.append(mesh)
-        damage.extend(f"on {mesh}: {fault}" for fault in faults)
+        damaged.extend(f"on {mesh}: {fault}" for fault in faults)
         step += not faults
-        assert alone.trajectory is not None
-        return describe(compare(trajectory, alone.trajectory))
+        return differences(trained)
 
-    yield table.row(TRAINED, train, TABLES)
-    for row in ALONE[1:]:
-        yield table.row(row, partial(alone.faults.__getitem__, row), (*TABLES, TRAINED))
+    yield table.row(TRAINED, train_alone, TABLES)
+    yield table.row(RECOMPUTED, recompute, (*TABLES, TRAINED))
+    yield table.row(COMPILED, partial(train_with, "compile", {"enable": True, "backend": "aot_eager"}), (*TABLES, TRAINED))
     undivided = guarded(model_facts.undivided_faults, family)
     for mesh, degrees in MESHES.items():
         needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)
         yield table.row(mesh, partial(train_on, mesh, degrees), needs)
     if meshes:
-        yield table.row(CHECKPOINT, lambda: damage, remark=f"one process -> {' -> '.join(meshes)}")
+        yield table.row(CHECKPOINT, lambda: damaged, remark=f"one process -> {' -> '.join(meshes)}")
     else:
         yield Row(CHECKPOINT, "not run", ["needs a mesh"])
 

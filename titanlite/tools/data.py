@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, MixtureSource, open_data
@@ -21,8 +20,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.tools.check import parse_command
-from titanlite.tools.options import command_parser
+from titanlite.tools.options import command_parser, config_parser, read_command
 
 _BAR = 40  # characters of the longest bar of a histogram
 
@@ -36,23 +34,21 @@ def main() -> None:
         print(line)
 
 
-def _open(command: str, words: list[str]) -> tuple[Config, dict[str, int]]:
-    """The checked configuration of a command line, and the degrees of its mesh."""
-    path, ranks, _, options = parse_command(command, words)
-    config = read_config(path, options)
-    check(config, path, ranks)
-    return config, resolve_degrees(config.parallelism, ranks)
+def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Config, dict[str, int]]:
+    """The options of a command, its checked configuration, and the degrees of its mesh."""
+    options, path, config = read_command(parser, words)
+    check(config, path, options.ranks)
+    return options, config, resolve_degrees(config.parallelism, options.ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------------- show
 
 
 def _show(words: list[str]) -> Iterator[str]:
-    parser = argparse.ArgumentParser(prog="titanlite data show", allow_abbrev=False, add_help=False)
+    parser = config_parser("data show")
     parser.add_argument("--step", type=int)
     parser.add_argument("--rank", type=int)
-    options, rest = parser.parse_known_args(words)
-    config, degrees = _open("data show", rest)
+    options, config, degrees = _open(parser, words)
     data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     ranks = data_ranks * degrees["tp"]
     if options.step is None or not 1 <= options.step <= config.training.steps:
@@ -99,7 +95,7 @@ def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
 
 
 def _stats(words: list[str]) -> Iterator[str]:
-    config, degrees = _open("data stats", words)
+    _, config, degrees = _open(config_parser("data stats"), words)
     data = open_data(config)
     samples = config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"])
     yield (

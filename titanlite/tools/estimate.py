@@ -7,23 +7,19 @@ parameters on tensors without memory. One layer is initialised for real, to see 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """
 
-import argparse
 import sys
 
-from titanlite.config.read import read_config
 from titanlite.loop.checks import check
 from titanlite.plan.predict import predict
 from titanlite.plan.report import fits, lines
-from titanlite.tools.check import parse_command
+from titanlite.tools.options import config_parser, read_command
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="titanlite estimate", allow_abbrev=False, add_help=False)
+    parser = config_parser("estimate")
     parser.add_argument("--device-memory-gib", type=float, default=80.0)
-    own, words = parser.parse_known_args()
-    path, ranks, _, options = parse_command("estimate", words)
-    config = read_config(path, options)
-    check(config, path, ranks)
-    prediction = predict(config, ranks)
-    print("\n".join(lines(prediction, config, ranks, own.device_memory_gib)))
-    sys.exit(0 if fits(prediction, own.device_memory_gib) else 1)
+    options, path, config = read_command(parser)
+    check(config, path, options.ranks)
+    prediction = predict(config, options.ranks)
+    print("\n".join(lines(prediction, config, options.ranks, options.device_memory_gib)))
+    sys.exit(0 if fits(prediction, options.device_memory_gib) else 1)

@@ -1,6 +1,6 @@
 """What `titanlite check-model` trains: a small model for a few steps on random tokens, in one process and on meshes.
 
-The functions run on the ranks of `on_ranks`, on the CPU. They return faults as sentences.
+`train_small` runs on the ranks of `on_ranks`, on the CPU. Faults are sentences.
 """
 
 import hashlib
@@ -19,27 +19,27 @@ from models.blocks import Constant, Normal
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
-from titanlite.config.schema import Config, Optimizer
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
-from titanlite.optim.state import checkpoint_bytes, run_tensors
+from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.tools.compare import Comparison, Run, Trajectory, begin, compare, on_mesh, record_run, replaced, whole
+from titanlite.tools.compare import Comparison, Run, Trajectory, begin, on_mesh, record_run, replaced, whole
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import every_layer, family_of, place_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
-RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 
 
-class Alone(NamedTuple):
-    """What one process found."""
+class Trained(NamedTuple):
+    """What a few steps did."""
 
-    faults: dict[str, list[str]]  # by row of the table; a row that could not be checked is absent
-    trajectory: Trajectory | None = None
-    stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that the process wrote as step 1
+    trajectory: Trajectory
+    faults: list[str]  # that need no comparison with another run
+    unreadable: str = ""  # why the checkpoint could not be loaded
+    stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that was written
 
 
 def describe_error(error: Exception) -> str:
@@ -58,58 +58,62 @@ def guarded(function: Callable[..., list[str]], *arguments: Any) -> list[str]:
         return [describe_error(error)]
 
 
-# -------------------------------------------------------------------------------------------------------- in one process
+# --------------------------------------------------------------------------------------------------------------- a run
 
 
-def in_one_process(device: torch.device, name: str, flavor: str, saves: Path) -> Alone:
-    """Rows "loss and gradients", "parameters", "recomputation" and "compile", and a checkpoint of step 1."""
-    mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
-    result = Alone({})
+def train_small(
+    device: torch.device,
+    name: str,
+    flavor: str,
+    sections: dict[str, dict[str, Any]],
+    degrees: dict[str, int],
+    saves: Path | None = None,
+    step: int = 0,
+) -> Trained:
+    """Trains a few steps with some keys of the configuration, on a mesh.
 
-    def train() -> list[str]:
-        nonlocal result
-        run = begin_small(small_config(name, flavor), mesh, device)
-        nonfinite = _watch_for_nonfinite(run.model)
+    saves: a folder of checkpoints. The run then loads the one of `step`, if there is any, and writes the next one.
+
+    Raises UserError for an error of the model's code on any rank: on_ranks then ends the other ranks, which may be waiting.
+    """
+    try:
+        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
+        run = begin_small(replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections), mesh, device)
+        nonfinite = [] if sections or degrees else _watch_for_nonfinite(run.model)
         trajectory = record_run(run, random_batches(run))
         faults = _training_faults(run.model, trajectory, nonfinite)
-        if not faults:
-            tensors = run_tensors(run.model, run.optimizer, None)
-            _save(saves, 1, tensors)
-            result = Alone({"parameters": _size_faults(run.model, tensors)}, trajectory, _digests(tensors))
-        return faults
-
-    faults = guarded(train)
-    if result.trajectory is not None:
-        for row, check in (("recomputation", recomputation_faults), ("compile", compile_faults)):
-            result.faults[row] = guarded(check, small_config(name, flavor), mesh, device, result.trajectory)
-    result.faults["loss and gradients"] = faults
-    return result
-
-
-def recomputation_faults(config: Config, mesh: DeviceMesh, device: torch.device, reference: Trajectory) -> list[str]:
-    """Activation checkpointing must not change a gradient."""
-    faults = []
-    for words, section in RECOMPUTATION.items():
-        run = begin_small(replaced(config, activation_checkpoint=section), mesh, device)
-        differences = describe(compare(record_run(run, random_batches(run)), reference))
-        faults += [f"recomputed {words}: {difference}" for difference in differences]
-    return faults
+        if run.config.compile.enable:
+            faults += _recompilations(run)
+        if saves is None:
+            return Trained(trajectory, faults)
+        tensors = run_tensors(run.model, run.optimizer, None)
+        if step:
+            source = step_folder(saves, step)
+            try:
+                load_tensors(source, verified(source), tensors)
+            except UserError as error:  # on all ranks
+                return Trained(trajectory, faults, unreadable=str(error))
+        _save(saves, step + 1, tensors)
+        return Trained(trajectory, faults, stored=_digests(tensors))
+    except Exception as error:
+        raise UserError(describe_error(error)) from error
 
 
-def compile_faults(config: Config, mesh: DeviceMesh, device: torch.device, reference: Trajectory) -> list[str]:
-    """Each block and the head must compile as one graph, change no gradient, and not compile again after two steps."""
+def damage(trained: Trained, stored: dict[str, str]) -> list[str]:
+    """The faults of a checkpoint that a run has loaded. stored: what was written."""
+    if trained.unreadable or trained.stored is None:
+        return [trained.unreadable]
+    return [f"{every_layer(name)} is not what was saved" for name in stored if trained.stored.get(name) != stored[name]]
+
+
+def _recompilations(run: Run) -> list[str]:
+    """A run that has settled must not compile again."""
+    logging.getLogger("titanlite.transforms.compile").setLevel(logging.ERROR)  # its warnings are the faults
     watch = RecompilationWatch()
-    logger = logging.getLogger("titanlite.transforms.compile")
-    level, logger.level = logger.level, logging.ERROR  # its warnings are among the faults
-    try:
-        run = begin_small(replaced(config, compile={"enable": True, "backend": "aot_eager"}), mesh, device)
-        faults = describe(compare(record_run(run, random_batches(run)), reference))
-        watch.settle()
-        record_run(run, random_batches(run, seed=1))
-        causes = [" ".join(cause.splitlines()[0].partition("(HINT")[0].split()) for cause in watch.check(STEPS + 1)]
-    finally:
-        logger.level = level
-    return faults + [f"recompiled after step {STEPS}: {cause}" for cause in dict.fromkeys(causes)]
+    watch.settle()
+    record_run(run, random_batches(run, seed=1))
+    causes = [" ".join(cause.splitlines()[0].partition("(HINT")[0].split()) for cause in watch.check(STEPS + 1)]
+    return [f"recompiled after step {STEPS}: {cause}" for cause in dict.fromkeys(causes)]
 
 
 def _watch_for_nonfinite(model: nn.Module) -> list[str]:
@@ -136,46 +140,6 @@ def _training_faults(model: nn.Module, trajectory: Trajectory, nonfinite: list[s
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     unused = dict.fromkeys(every_layer(name) for name in trained if name not in trajectory.gradients)
     return [f"no gradient reaches {name}: not used in the forward pass?" for name in unused]
-
-
-def _size_faults(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
-    """A checkpoint must have the size of `checkpoint_bytes`, which runs and `titanlite estimate` rely on."""
-    names = {name for name, _ in model.named_parameters()}
-    moments = (f"optimizer.{name}.{key}" for name in names for key in ("exp_avg", "exp_avg_sq"))
-    counted = [tensors[key] for key in (*(f"model.{name}" for name in names), *moments) if key in tensors]
-    size, formula = sum(tensor.nbytes for tensor in counted), checkpoint_bytes(model, Optimizer())
-    return [] if size == formula else [f"a checkpoint holds {size:,} bytes, checkpoint_bytes says {formula:,}"]
-
-
-# ------------------------------------------------------------------------------------------------------------ on a mesh
-
-
-def train_on_mesh(
-    device: torch.device, name: str, flavor: str, degrees: dict[str, int], saves: Path, step: int, stored: dict[str, str]
-) -> tuple[Trajectory, list[str]]:
-    """(what a few steps do on a mesh, the faults of the checkpoint of `step` when it is loaded there).
-
-    stored: digests of the tensors of that checkpoint. This mesh writes them again as the next step. Raises UserError for an
-    error of the model's code on any rank: on_ranks then ends the other ranks, which may be waiting.
-    """
-    try:
-        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        run = begin_small(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), mesh, device)
-        trajectory = record_run(run, random_batches(run))
-        return trajectory, _reload(saves, step, run_tensors(run.model, run.optimizer, None), stored)
-    except Exception as error:
-        raise UserError(describe_error(error)) from error
-
-
-def _reload(saves: Path, step: int, tensors: dict[str, Tensor], stored: dict[str, str]) -> list[str]:
-    source = step_folder(saves, step)
-    try:
-        load_tensors(source, verified(source), tensors)
-    except UserError as error:  # on all ranks
-        return [str(error)]
-    loaded = _digests(tensors)
-    _save(saves, step + 1, tensors)
-    return [f"{every_layer(name)} is not what was saved" for name in stored if loaded.get(name) != stored[name]]
 
 
 def describe(comparison: Comparison) -> list[str]:

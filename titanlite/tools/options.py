@@ -3,12 +3,32 @@
 import argparse
 from collections.abc import Callable
 
+from titanlite.config.read import configuration_file, read_config
+from titanlite.config.schema import Config
+
 
 def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser whose --help prints the docstring of the command's file, of which the first paragraph is the usage."""
     usage, _, description = (doc or "").partition("\n\n")
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
+
+
+def config_parser(command: str) -> argparse.ArgumentParser:
+    """A parser for `read_command`."""
+    parser = argparse.ArgumentParser(f"titanlite {command}", allow_abbrev=False, add_help=False)
+    parser.add_argument("--ranks", type=at_least(1), default=1)
+    return parser
+
+
+def read_command(parser: argparse.ArgumentParser, words: list[str] | None = None) -> tuple[argparse.Namespace, str, Config]:
+    """(options that the parser knows, configuration file, configuration) of a command's words, by default those of the process.
+
+    All other options are those of the configuration.
+    """
+    known, rest = parser.parse_known_args(words)
+    path = configuration_file(rest, f"{parser.prog} CONFIG.toml [--ranks N] [--section.key value ...]")
+    return known, path, read_config(path, rest[1:])
 
 
 def at_least(least: int) -> Callable[[str], int]:
