@@ -27,7 +27,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import create_state, run_tensors
+from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.transforms.registry import Family
 
@@ -63,7 +63,6 @@ def measure(dim: int, layers: int, rounds: int, folder: Path, device: torch.devi
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
     model = build_model(Family(llama3, sizes), config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
     tensors = run_tensors(model, optimizer, None)
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors.values()]
     room = [torch.empty_like(t, device="cpu", pin_memory=device.type == "cuda") for t in local]

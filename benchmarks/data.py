@@ -37,7 +37,6 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.loop.metrics import peak_flops_of
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import create_state
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.transforms.registry import load_family
 
@@ -125,7 +124,6 @@ def recipes(read: dict[tuple[int, int], float]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = build_model(family, config, mesh := build_mesh(dict.fromkeys(DIMENSIONS, 1), "cpu"), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
     shape = 1, config.training.local_batch_size, config.training.seq_len + 1
     batch = Batch(torch.randint(family.config.vocab_size, shape))
 

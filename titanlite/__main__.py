@@ -24,7 +24,7 @@ COMMANDS = {
     "replay": ("titanlite.tools.replay", "repeat one step of a run, and print its norms layer by layer"),
     "generate": ("titanlite.tools.generate", "continue prompts with a checkpoint"),
     "eval": ("titanlite.tools.eval", "evaluate a checkpoint on tasks of lm-eval"),
-    "estimate": ("titanlite.tools.estimate", "predict memory, traffic and time for many ranks on one machine"),
+    "estimate": ("titanlite.tools.estimate", "predict memory, FLOPs and traffic for many ranks on one machine"),
 }
 USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
     f"  {command:<12} {meaning}" for command, (_, meaning) in COMMANDS.items()

@@ -21,7 +21,6 @@ from titanlite.data.batch import Batch
 from titanlite.launch import process
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import create_state
 from titanlite.parallel import parallelize as order
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
 from titanlite.transforms.dtypes import DTYPES
@@ -80,7 +79,6 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
     family = family_of(config.model)
     model = (_with_fsdp if job.keys.get("fsdp") else build_model)(family, config, mesh, device)
     optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
-    create_state(optimizer)
     part, parts, number = data_rank(mesh), data_degree(mesh), 0
     gc.disable()
 

@@ -30,7 +30,7 @@ from titanlite.config.schema import Checkpoint, Config
 from titanlite.errors import UserError
 from titanlite.loop.step import build_model
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import create_state, run_tensors
+from titanlite.optim.state import run_tensors
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.checkpoint_runs"
@@ -224,7 +224,6 @@ def move(degrees: Degrees, config: Config, source: Path, folder: Path) -> None:
     family = load_family(config.model.name, config.model.flavor)
     model = build_model(family, config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
     tensors, found = run_tensors(model, optimizer, None), load.verified(source)
     load.load_tensors(source, found, tensors)
     saver = Saver(folder, Checkpoint(enable=True), 60)

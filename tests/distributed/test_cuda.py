@@ -22,7 +22,6 @@ from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
-from titanlite.optim.state import create_state
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.tools.compare import Trajectory, compare, record
 from titanlite.transforms import activation_checkpoint
@@ -54,7 +53,6 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cuda")
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    create_state(optimizer)
     source = Batches(config, learnable_data(config), 0, 8, (0, 1), device)
 
     def step(number: int) -> None:

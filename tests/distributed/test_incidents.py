@@ -28,7 +28,7 @@ from titanlite.loop.divergence import FILE, Steps, read_entries
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
-from titanlite.optim.state import create_state, named_state
+from titanlite.optim.state import named_state
 from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
 from titanlite.train import train
 from titanlite.transforms.registry import load_family
@@ -65,7 +65,6 @@ def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) ->
     mesh = mesh_of(degrees)
     model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    create_state(optimizer)
     part, training = (data_rank(mesh), data_degree(mesh)), config.training
     source = Batches(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part)
     norms = []
@@ -153,7 +152,6 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
     mesh = mesh_of(degrees)
     model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
     optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
-    create_state(optimizer)
     part = (data_rank(mesh), data_degree(mesh))
     source = Batches(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part)
 

@@ -15,7 +15,7 @@ from titanlite.hf.export import Exported
 from titanlite.loop.profiling import held_memory
 from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import create_state, named_state
+from titanlite.optim.state import named_state
 from titanlite.plan.predict import predict
 from titanlite.tools.compare import whole
 from titanlite.transforms.initialize import fill
@@ -34,7 +34,6 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> dict
     """Weights and state, whole, after steps whose gradients are a function of name, step and position."""
     model = build_model(load_family("tests.tiny", config.model.flavor), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
     before = {name: whole(p) for name, p in model.named_parameters()}
     for step in range(steps):
         for name, p in model.named_parameters():
@@ -137,7 +136,6 @@ def held(degrees: dict[str, int], config: Config) -> tuple[int, int]:
     """Bytes of parameters and of the optimizer's state on this rank."""
     model = build_model(load_family("tests.tiny", config.model.flavor), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
     memory = held_memory(model, optimizer, CPU)
     counts = 4 * sum(p.requires_grad for p in model.parameters())
     return memory["parameters"], memory["optimizer state"] - counts

@@ -17,7 +17,7 @@ from titanlite.config.schema import Config, Optimizer
 from titanlite.loop.step import build_model, update
 from titanlite.optim import muon
 from titanlite.optim.build import build_optimizer, is_orthogonalised
-from titanlite.optim.state import create_state, named_state
+from titanlite.optim.state import named_state
 from titanlite.optim.whole_matrices import Exchange
 from titanlite.plan.predict import predict
 from titanlite.tools.compare import whole
@@ -59,7 +59,6 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tupl
     try:
         model = build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
         optimizer = build_optimizer(model, config.optimizer)
-        create_state(optimizer)
         for step in range(steps):
             seen.clear()
             for name, p in model.named_parameters():

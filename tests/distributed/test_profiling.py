@@ -15,7 +15,6 @@ from titanlite.errors import UserError
 from titanlite.loop import step as one_step
 from titanlite.loop.profiling import held_memory
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import create_state
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_profiling"
@@ -54,7 +53,6 @@ def count_by_hand(degrees: dict[str, int]) -> tuple[dict[str, int], int, int, in
     config = config_of(degrees)
     model = one_step.build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
-    create_state(optimizer)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     local = 0

@@ -81,9 +81,6 @@ def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(recipe):
     # masters, gradients and two moments of AdamW, all float32, all sharded over all ranks
     assert found.parameters == parameters
     assert sum(found.memory[:3]) == pytest.approx(16 * parameters / ranks, rel=0.001)
-    assert found.local_values == pytest.approx(parameters / ranks, rel=0.001)
-    assert found.layer_values < found.local_values / 4
-    assert found.build_seconds + found.shard_seconds + found.layer_seconds < 30
 
 
 def tiny(**sections: dict) -> Config:

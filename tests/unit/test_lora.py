@@ -14,7 +14,7 @@ from titanlite.config.schema import Lora as Keys
 from titanlite.errors import UserError
 from titanlite.loop.resume import Progress, Setting, restore
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import checkpoint_bytes, create_state, named_state
+from titanlite.optim.state import checkpoint_bytes, named_state
 from titanlite.plan.predict import predict
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.lora import LoraLinear, adapt, merged
@@ -67,7 +67,6 @@ def test_only_adapters_have_gradients_and_optimizer_state():
     model = adapted()
     logits(model).square().sum().backward()
     optimizer = build_optimizer(model, configuration().optimizer)
-    create_state(optimizer)
     logits(model).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == is_adapter(name), name

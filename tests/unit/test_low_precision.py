@@ -10,7 +10,7 @@ from titanlite.config.schema import Optimizer as Keys
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.build import build_optimizer, set_lr
 from titanlite.optim.rounding import joined
-from titanlite.optim.state import create_state, named_state, state_bytes
+from titanlite.optim.state import named_state, state_bytes
 
 ROUNDINGS = ("stochastic", "compensated")
 
@@ -176,7 +176,6 @@ def test_state_is_there_from_the_beginning_and_as_large_as_told(rounding):
     model = _model(20, 30)
     keys = Keys(rounding=rounding, implementation="for-loop")
     optimizer = build_optimizer(model, keys)
-    create_state(optimizer)
     state = named_state(optimizer, model)
     kept = ["exp_avg", "exp_avg_sq", *(["remainder"] if rounding == "compensated" else [])]
     assert list(state) == [f"weight.{name}" for name in ("step", *kept)]

@@ -13,7 +13,7 @@ from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.build import build_optimizer, is_orthogonalised, set_lr
 from titanlite.optim.muon import orthogonalised
 from titanlite.optim.rounding import joined
-from titanlite.optim.state import create_state, named_state, state_bytes
+from titanlite.optim.state import named_state, state_bytes
 
 _CONFIG = llama3.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
 _KEYS = Keys(name="Muon", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)
@@ -131,7 +131,6 @@ def test_an_update_is_as_large_as_one_of_adamw():
 def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws():
     model = _model()
     optimizer = build_optimizer(model, _KEYS)
-    create_state(optimizer)
     state = named_state(optimizer, model)
     for name, _ in model.named_parameters():
         mine = name.startswith("layers.") and "norm" not in name
@@ -147,7 +146,6 @@ def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws():
 def test_the_state_is_as_large_as_told(dtype):
     model, keys = _model(dtype), _KEYS.model_copy(update={"implementation": "for-loop", "rounding": "compensated"})
     optimizer = build_optimizer(model, keys)
-    create_state(optimizer)
     found = sum(value.nbytes for key, value in named_state(optimizer, model).items() if not key.endswith(".step"))
     assert found == sum(p.numel() * state_bytes(name, p, keys) for name, p in model.named_parameters())
 
@@ -160,7 +158,6 @@ def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtyp
     for scale in (1.0, 4.0):
         model = _model(dtype)
         optimizer = build_optimizer(model, keys)
-        create_state(optimizer)
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
         _set_gradients(model, 1)
         for p in model.parameters():

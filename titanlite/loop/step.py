@@ -13,7 +13,6 @@ from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.state import create_state
 from titanlite.parallel.parallelize import parallelize
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
@@ -36,7 +35,6 @@ def begin_training(
     """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
     optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
-    create_state(optimizer)
     return model, optimizer, LossScale(device) if precision == "float16" else None
 
 

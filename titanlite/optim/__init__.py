@@ -1,7 +1,7 @@
 """Optimizers, their state, the learning rate and the loss scale.
 
 build.py           the optimizer of a configuration; clipping by the global norm
-state.py           its state: allocated, named for checkpoints, counted in bytes
+state.py           its state: named for checkpoints, counted in bytes
 adam_bf16.py       Adam and AdamW for bfloat16 parameters
 muon.py            Muon
 whole_matrices.py  functions of whole matrices, computed by the ranks in turn

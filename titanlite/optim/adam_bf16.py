@@ -11,20 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.optim.rounding import (
-    Places,
-    any_shape,
-    apply,
-    each_row,
-    flat,
-    joined,
-    keys_of,
-    places,
-    random_bits,
-    root,
-    stochastic,
-    store,
-)
+from titanlite.config.schema import Optimizer
+from titanlite.optim import rounding
+from titanlite.optim.rounding import Places
 from titanlite.transforms.shards import key_of, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,6 +24,7 @@ class Part:
     """A parameter group with its state, and the parts of a step that are computed for the whole group at once.
 
     group: of torch.optim, with names. kept: names of each parameter's state tensors, which have its dtype and placement.
+    compensated: also keep the bits of each bfloat16 parameter that it lacks of float32.
     """
 
     def __init__(self, group: dict[str, Any], state: dict[Tensor, Any], kept: tuple[str, ...], compensated: bool):
@@ -43,11 +33,11 @@ class Part:
         self.keys = torch.tensor([key_of(name) for name in group["param_names"]], device=device)
         self.counts = torch.zeros(len(self.parameters), device=device)
         self.longest = torch.tensor([max(p.shape) for p in self.parameters], dtype=torch.float64, device=device)
-        self.places = [places(p) for p in self.parameters]
+        self.places = [rounding.places(p) for p in self.parameters]
         self._reached: tuple[list[bool], Tensor] | None = None
         for p, count in zip(self.parameters, self.counts.unbind(), strict=True):
             state[p] = {"step": count, **{name: torch.zeros_like(p, requires_grad=False) for name in kept}}
-            if compensated:
+            if compensated and p.dtype == torch.bfloat16:
                 state[p][REMAINDER] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
 
     def count(self, skip: Tensor) -> list[int]:
@@ -70,30 +60,20 @@ def signals(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Ten
 class Bfloat16Adam(torch.optim.Optimizer):
     """torch.optim's Adam or AdamW, in bfloat16. Takes `found_inf` and `grad_scale`, as torch's fused ones do.
 
-    groups: as of torch.optim, with pairs (name, parameter). decoupled: AdamW. compensated: keep the bits of each parameter that
-    bfloat16 lacks; otherwise round stochastically. compiled: one kernel for each parameter, by torch.compile; otherwise one
-    for each operation, a few rows at a time. Both give the same values on a CPU.
+    groups: as of torch.optim, with pairs (name, parameter). cfg: with implementation "fused" there is one kernel for each
+    parameter, by torch.compile; otherwise one for each operation, a few rows at a time. Both give the same values on a CPU.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        decoupled: bool,
-        compensated: bool,
-        compiled: bool,
-    ):
-        super().__init__(groups, {"lr": lr, "fused": True})  # "fused": it takes found_inf
-        self._betas, self._eps, self._decoupled, self._compiled = betas, eps, decoupled, compiled
-        self._update = torch.compile(self._of_matrix, dynamic=True, fullgraph=True) if compiled else self._of_matrix
-        self._parts = [Part(group, self.state, MOMENTS, compensated) for group in self.param_groups]
+    def __init__(self, groups: list[dict[str, Any]], cfg: Optimizer):
+        super().__init__(groups, {"lr": cfg.lr, "fused": True})  # "fused": it takes found_inf
+        self._betas, self._eps, self._decoupled = (cfg.beta1, cfg.beta2), cfg.eps, cfg.name != "Adam"
+        self._update = rounding.elementwise(self._of_matrix, cfg.implementation == "fused")
+        self._parts = [Part(group, self.state, MOMENTS, cfg.rounding == "compensated") for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
         skip, scale = signals(self, self._parts[0].counts.device)
-        with any_shape():
+        with rounding.any_shape():
             for part in self._parts:
                 self._step(part, skip, scale)
 
@@ -104,15 +84,13 @@ class Bfloat16Adam(torch.optim.Optimizer):
         decays = torch.full_like(counts, lr * decay if self._decoupled else decay)
         corrections = (1 - self._betas[1] ** counts).rsqrt()
         numbers = torch.stack([lr / (1 - self._betas[0] ** counts), decays, corrections, counts], dim=1)
-        rows, keys = each_row(numbers.float()), each_row(keys_of(part.keys, part.counts))
+        rows, keys = rounding.each_row(numbers.float()), rounding.each_row(rounding.keys_of(part.keys, part.counts))
         for index in reached:
             p = part.parameters[index]
-            if not local_part(p).numel():  # more ranks than rows
-                continue
             state = self.state[p]
-            tensors = [flat(p), flat(p.grad), flat(state["exp_avg"]), flat(state["exp_avg_sq"])]
-            tensors += [flat(state[REMAINDER])] if REMAINDER in state else []
-            apply(self._update, self._compiled, tensors, part.places[index], keys[index], rows[index], skip, scale)
+            kept = [state[name] for name in (*MOMENTS, REMAINDER) if name in state]
+            tensors = [rounding.flat(tensor) for tensor in (p, p.grad, *kept)]
+            self._update(tensors, part.places[index], keys[index], rows[index], skip, scale)
 
     def _of_matrix(
         self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor, scale: Tensor
@@ -121,15 +99,15 @@ class Bfloat16Adam(torch.optim.Optimizer):
         correction, and the count, which is not used."""
         (p, grad, exp_avg, exp_avg_sq), remainder = tensors[:4], tensors[4] if len(tensors) > 4 else None
         beta1, beta2 = self._betas
-        value, g = joined(p, remainder), grad.float() / scale
+        value, g = rounding.joined(p, remainder), grad.float() / scale
         if self._decoupled:
             value = value - value * numbers[1]
         else:
             g = g + value * numbers[1]
         first = exp_avg.float() * beta1 + g * (1 - beta1)
         second = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
-        value = value - numbers[0] * first / (root(second) * numbers[2] + self._eps)
-        bits = random_bits(place, key, 0)
-        exp_avg.copy_(torch.where(skip, exp_avg, stochastic(first, bits)))
-        exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, stochastic(second, bits >> 16)))
-        store(p, remainder, value, random_bits(place, key, 1), skip)
+        value = value - numbers[0] * first / (rounding.root(second) * numbers[2] + self._eps)
+        bits = rounding.random_bits(place, key, 0)
+        exp_avg.copy_(torch.where(skip, exp_avg, rounding.stochastic(first, bits)))
+        exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, rounding.stochastic(second, bits >> 16)))
+        rounding.store(p, remainder, value, place, key, 1, skip)

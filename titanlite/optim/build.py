@@ -21,14 +21,15 @@ def build_optimizer(model: nn.Module, cfg: Optimizer, compute: torch.dtype = tor
     """The optimizer `cfg.name`, with one parameter group that is decayed and one that is not. bfloat16 parameters are rounded
     according to `cfg.rounding`. For Muon all ranks together.
 
+    Every trained parameter has zero moments from the start, also one that never gets a gradient: so every checkpoint of a run
+    holds the same tensors, and a new process can read them.
+
     compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalises in it.
 
-    Raises UserError where `optimizer.decay_parameters` matches no parameter, or Muon has no matrix.
+    Raises UserError where Muon has no matrix.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = {name for name, p in trained.items() if is_decayed(name, p, cfg)}
-    if cfg.decay_parameters and not decayed:
-        raise UserError(f"optimizer.decay_parameters = {cfg.decay_parameters!r}: matches no trained parameter's name")
 
     def groups(names: list[str]) -> list[dict[str, Any]]:
         found = [
@@ -40,38 +41,24 @@ def build_optimizer(model: nn.Module, cfg: Optimizer, compute: torch.dtype = tor
     if cfg.name != "Muon":
         return _adam(groups(list(trained)), cfg)
     matrices = [name for name, p in trained.items() if is_orthogonalised(name, p, cfg)]
-    others = [name for name in trained if name not in set(matrices)]
+    others = [name for name in trained if name not in matrices]
     if not matrices:
         raise UserError('optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"')
-    return Muon(
-        groups(matrices),
-        _adam(groups(others), cfg) if others else None,
-        cfg.lr,
-        cfg.momentum,
-        cfg.nesterov,
-        cfg.ns_steps,
-        precision=torch.float32 if compute == torch.float32 else torch.bfloat16,
-        **_rounding([trained[name] for name in matrices], cfg),
-    )
+    precision = torch.float32 if compute == torch.float32 else torch.bfloat16
+    return Muon(groups(matrices), _adam(groups(others), cfg), cfg, precision)
 
 
 def _adam(groups: list[dict[str, Any]], cfg: Optimizer) -> torch.optim.Optimizer:
-    numbers: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     parameters = [p for group in groups for _, p in group["params"]]
     if any(p.dtype == torch.bfloat16 for p in parameters):
-        return Bfloat16Adam(groups, **numbers, decoupled=cfg.name != "Adam", **_rounding(parameters, cfg))
-    return (torch.optim.Adam if cfg.name == "Adam" else torch.optim.AdamW)(
-        groups,
-        **numbers,
-        fused=cfg.implementation == "fused",
-        foreach=cfg.implementation == "foreach",
-    )
-
-
-def _rounding(parameters: list[Tensor], cfg: Optimizer) -> dict[str, Any]:
-    """How our own optimizers round bfloat16 parameters."""
-    narrow = any(p.dtype == torch.bfloat16 for p in parameters)
-    return {"compensated": narrow and cfg.rounding == "compensated", "compiled": cfg.implementation == "fused"}
+        return Bfloat16Adam(groups, cfg)
+    kind = torch.optim.Adam if cfg.name == "Adam" else torch.optim.AdamW
+    fused, foreach = cfg.implementation == "fused", cfg.implementation == "foreach"
+    optimizer = kind(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=fused, foreach=foreach)
+    for p in parameters:  # as their first step does
+        step = torch.zeros((), device=p.device) if fused else torch.tensor(0.0)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def is_orthogonalised(name: str, parameter: Tensor, cfg: Optimizer) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlite.config.schema import Optimizer
+from titanlite.optim import rounding
 from titanlite.optim.adam_bf16 import REMAINDER, Part, signals
-from titanlite.optim.rounding import Places, any_shape, apply, each_row, flat, joined, keys_of, random_bits, stochastic, store
+from titanlite.optim.rounding import Places
 from titanlite.optim.whole_matrices import Exchange, Round
 
 MOMENTUM = "momentum_buffer"
@@ -23,41 +25,28 @@ class Muon(torch.optim.Optimizer):
     """Muon for `groups`, combined with an optimizer for the rest: one set of parameters, state and steps.
 
     groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
-    of its communication. compensated, compiled: as in `Bfloat16Adam`, for bfloat16 parameters. Takes `found_inf` and
-    `grad_scale` if the optimizer of the rest does. All ranks construct it together.
+    of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and `grad_scale` if the
+    optimizer of the rest does. All ranks construct it together.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        rest: torch.optim.Optimizer | None,
-        lr: float,
-        momentum: float,
-        nesterov: bool,
-        ns_steps: int,
-        precision: torch.dtype,
-        compensated: bool,
-        compiled: bool,
-    ):
-        super().__init__(groups, {"lr": lr, "fused": rest is None or rest.defaults["fused"]})
-        self._momentum, self._nesterov, self._ns_steps, self._precision = momentum, nesterov, ns_steps, precision
-        self._compiled = compiled
-        self._gather = torch.compile(self._momentum_of, dynamic=True, fullgraph=True) if compiled else self._momentum_of
-        self._update = torch.compile(self._updated, dynamic=True, fullgraph=True) if compiled else self._updated
-        self._parts = [Part(group, self.state, (MOMENTUM,), compensated) for group in self.param_groups]
+    def __init__(self, groups: list[dict[str, Any]], rest: torch.optim.Optimizer, cfg: Optimizer, precision: torch.dtype):
+        super().__init__(groups, {"lr": cfg.lr, "fused": rest.defaults["fused"]})
+        self._momentum, self._nesterov, self._ns_steps = cfg.momentum, cfg.nesterov, cfg.ns_steps
+        self._precision, compiled = precision, cfg.implementation == "fused"
+        self._gather = rounding.elementwise(self._momentum_of, compiled)
+        self._update = rounding.elementwise(self._updated, compiled)
+        self._parts = [Part(group, self.state, (MOMENTUM,), cfg.rounding == "compensated") for group in self.param_groups]
         self._exchange = Exchange([p for part in self._parts for p in part.parameters])
         self.rest = rest
-        if rest is not None:
-            self.state.update(rest.state)
-            rest.state = self.state
-            self.param_groups += rest.param_groups
+        self.state.update(rest.state)
+        rest.state = self.state
+        self.param_groups += rest.param_groups
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
-        if self.rest is not None:
-            for name in ("found_inf", "grad_scale"):
-                setattr(self.rest, name, getattr(self, name, None))
-            self.rest.step()
+        for name in ("found_inf", "grad_scale"):
+            setattr(self.rest, name, getattr(self, name, None))
+        self.rest.step()
         skip, scale = signals(self, self._parts[0].counts.device)
         parameters: list[Tensor] = []
         places, used, keys, numbers = [], [], [], []
@@ -65,9 +54,9 @@ class Muon(torch.optim.Optimizer):
             used += [len(parameters) + number for number in part.count(skip)]
             parameters += part.parameters
             places += part.places
-            keys += each_row(keys_of(part.keys, part.counts))
-            numbers += each_row(self._numbers(part))
-        with any_shape():
+            keys += rounding.each_row(rounding.keys_of(part.keys, part.counts))
+            numbers += rounding.each_row(self._numbers(part))
+        with rounding.any_shape():
             for one in self._exchange.rounds(used):
                 work = [(parameters[n], places[n], keys[n], numbers[n]) for n in one.matrices]
                 self._round(one, work, skip, scale)
@@ -82,16 +71,13 @@ class Muon(torch.optim.Optimizer):
         pending = []
         for p, place, key, _ in work:
             assert p.grad is not None
-            pending.append(torch.empty_like(flat(p), dtype=self._precision))
-            tensors = [flat(p.grad), flat(self.state[p][MOMENTUM]), pending[-1]]
-            if pending[-1].numel():
-                apply(self._gather, self._compiled, tensors, place, key, skip, scale)
+            pending.append(torch.empty_like(rounding.flat(p), dtype=self._precision))
+            self._gather([rounding.flat(p.grad), rounding.flat(self.state[p][MOMENTUM]), pending[-1]], place, key, skip, scale)
         directions = self._exchange.map(one, pending, lambda whole: orthogonalised(whole, self._ns_steps))
         for (p, place, key, numbers), direction in zip(work, directions, strict=True):
-            tensors = [flat(p), direction]
-            tensors += [flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
-            if direction.numel():
-                apply(self._update, self._compiled, tensors, place, key, numbers, skip)
+            tensors = [rounding.flat(p), direction]
+            tensors += [rounding.flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
+            self._update(tensors, place, key, numbers, skip)
 
     def _momentum_of(self, tensors: list[Tensor], place: Places, key: Tensor, skip: Tensor, scale: Tensor) -> None:
         """Adds a gradient to the momentum, and writes the matrix to orthogonalise."""
@@ -99,15 +85,14 @@ class Muon(torch.optim.Optimizer):
         g = grad.float() / scale
         mean = kept.float() * self._momentum + g * (1 - self._momentum)
         pending.copy_(g * (1 - self._momentum) + mean * self._momentum if self._nesterov else mean)
-        narrow = kept.dtype == torch.bfloat16
-        kept.copy_(torch.where(skip, kept, stochastic(mean, random_bits(place, key, 0)) if narrow else mean))
+        rounding.store(kept, None, mean, place, key, 0, skip)
 
     def _updated(self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor) -> None:
         """Decays a parameter and moves it against its direction."""
         (p, direction), remainder = tensors[:2], tensors[2] if len(tensors) > 2 else None
-        value = joined(p, remainder)
+        value = rounding.joined(p, remainder)
         value = value - value * numbers[1] - direction.float() * numbers[0]
-        store(p, remainder, value, random_bits(place, key, 1) if p.dtype == torch.bfloat16 else None, skip)
+        rounding.store(p, remainder, value, place, key, 1, skip)
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:

@@ -98,9 +98,9 @@ def joined(value: Tensor, remainder: Tensor | None) -> Tensor:
     return (value.float().view(torch.int32) + remainder.int()).view(torch.float32)
 
 
-def store(target: Tensor, remainder: Tensor | None, value: Tensor, bits: Tensor | None, skip: Tensor) -> None:
+def store(target: Tensor, remainder: Tensor | None, value: Tensor, place: Places, key: Tensor, word: int, skip: Tensor) -> None:
     """Writes float32 values to `target` unless `skip`, () bool: unchanged to float32; to bfloat16 with their remainder where
-    there is one, else rounded by `bits`."""
+    there is one, else rounded stochastically. place, key, word: as of `random_bits`."""
     if target.dtype == torch.float32:
         target.copy_(torch.where(skip, target, value))
     elif remainder is not None:
@@ -108,8 +108,7 @@ def store(target: Tensor, remainder: Tensor | None, value: Tensor, bits: Tensor 
         target.copy_(torch.where(skip, target, high))
         remainder.copy_(torch.where(skip, remainder, low))
     else:
-        assert bits is not None
-        target.copy_(torch.where(skip, target, stochastic(value, bits)))
+        target.copy_(torch.where(skip, target, stochastic(value, random_bits(place, key, word))))
 
 
 def root(value: Tensor) -> Tensor:
@@ -118,18 +117,26 @@ def root(value: Tensor) -> Tensor:
     return value.sqrt() if torch.compiler.is_compiling() else value.double().sqrt().float()
 
 
-def apply(update: Callable[..., None], compiled: bool, tensors: list[Tensor], place: Places, *rest: Tensor) -> None:
-    """Calls update(tensors, place, *rest) for a whole matrix where that is compiled, else for a few rows at a time.
+def elementwise(update: Callable[..., None], compiled: bool) -> Callable[..., None]:
+    """update(tensors, place, *rest) as one compiled kernel for a whole matrix, or uncompiled for a few rows at a time.
 
-    tensors: all (rows, columns) of one shape; the update is elementwise.
+    tensors: all (rows, columns) of one shape; nothing is done for an empty one, as where there are more ranks than rows.
     """
-    if compiled:
-        update(tensors, place, *rest)
-        return
-    height = max(1, _TILE // max(1, tensors[0].shape[1]))
-    for first in range(0, tensors[0].shape[0], height):
-        rows = slice(first, first + height)
-        update([tensor[rows] for tensor in tensors], Places(place.rows[rows], place.columns), *rest)
+    kernel = torch.compile(update, dynamic=True, fullgraph=True) if compiled else update
+
+    def apply(tensors: list[Tensor], place: Places, *rest: Tensor) -> None:
+        count, width = tensors[0].shape
+        if not count * width:
+            return
+        if compiled:
+            kernel(tensors, place, *rest)
+            return
+        height = max(1, _TILE // width)
+        for first in range(0, count, height):
+            rows = slice(first, first + height)
+            kernel([tensor[rows] for tensor in tensors], Places(place.rows[rows], place.columns), *rest)
+
+    return apply
 
 
 def any_shape() -> AbstractContextManager:

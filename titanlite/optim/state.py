@@ -1,4 +1,4 @@
-"""Optimizer state: allocated before the first step, named for checkpoints, and its size."""
+"""Optimizer state: its names in checkpoints, and its size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,33 +10,8 @@ from torch import Tensor, nn
 from titanlite.checkpoint.folder import room_fault
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Optimizer
-from titanlite.optim.adam_bf16 import Bfloat16Adam
-from titanlite.optim.build import is_orthogonalised, set_lr
+from titanlite.optim.build import is_orthogonalised
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.muon import Muon
-
-
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates zero moments for every trained parameter, also for one that never gets a gradient.
-
-    So every checkpoint of a run holds the same tensors, and a new process can read them.
-    """
-    if isinstance(optimizer, Muon) and optimizer.rest is not None:
-        create_state(optimizer.rest)
-    if isinstance(optimizer, (Bfloat16Adam, Muon)):
-        return  # their constructors allocate state
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = torch.zeros_like(p)
-    set_lr(optimizer, 0.0)  # at rate 0 neither update nor decay changes a weight
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, lr in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = lr
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
 
 
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:

@@ -5,15 +5,18 @@ returns the shards of the results. So no matrix is computed twice, not even one 
 matrix; and each rank sends and receives about as much as its shards of the matrices.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from titanlite.transforms.shards import boxes_of_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Box(NamedTuple):
@@ -32,14 +35,18 @@ class Box(NamedTuple):
         return whole[self.row : self.row + self.rows, self.column : self.column + self.columns]
 
 
+NOTHING = Box(0, 0, 0, 0)
+
+
 class Round(NamedTuple):
-    """The exchange of up to N matrices, from this rank's view; rank j owns matrix j of them."""
+    """The exchange of up to N matrices, from this rank's view; rank j owns matrix j of them, or an empty one."""
 
     matrices: list[int]
+    shape: tuple[int, ...]  # of the matrix that this rank owns
     sent: list[int]  # how many values this rank sends to each owner
-    gathered: list[tuple[int, Box]]  # source rank and box of what this rank receives: together they are its matrix
+    gathered: list[Box]  # what each rank sends to this one: together they are its matrix
     returned: list[Box]  # the box of each rank in this rank's matrix
-    mine: list[Box]  # this rank's box in each of the matrices
+    mine: list[Box]  # this rank's box in each owner's matrix
 
 
 class Exchange:
@@ -50,8 +57,8 @@ class Exchange:
 
     def __init__(self, matrices: list[Tensor]):
         self._shapes = [tuple(matrix.shape) for matrix in matrices]
-        self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._boxes = _boxes_of_ranks(matrices, self._world)
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._boxes = [_boxes(matrix, self._world) for matrix in matrices]
         self._rounds: tuple[list[int], list[Round]] = [], []
 
     def rounds(self, used: list[int]) -> list[Round]:
@@ -63,65 +70,59 @@ class Exchange:
         return self._rounds[1]
 
     def _planned(self, group: list[int]) -> Round:
-        me = dist.get_rank() if self._world > 1 else 0
-        mine = [self._boxes[number][me] for number in group]
-        senders = [self._senders(number, owner) for owner, number in enumerate(group)]
-        sent = [mine[owner].size if me in senders[owner] else 0 for owner in range(len(group))]
-        sent += [0] * (self._world - len(group))
-        if me >= len(group):
-            return Round(group, sent, [], [], mine)
-        gathered = [(rank, self._boxes[group[me]][rank]) for rank in sorted(senders[me])]
-        return Round(group, sent, gathered, self._boxes[group[me]], mine)
-
-    def _senders(self, number: int, owner: int) -> set[int]:
-        """The ranks that send the owner their part of a matrix: of several with the same part, the nearest one."""
-        nearest: dict[Box, int] = {}
-        for rank, box in enumerate(self._boxes[number]):
-            if box.size and (box not in nearest or abs(rank - owner) < abs(nearest[box] - owner)):
-                nearest[box] = rank
-        return set(nearest.values())
+        me, idle = self._rank, self._world - len(group)
+        shapes = [self._shapes[number] for number in group] + [(0, 0)] * idle
+        boxes = [self._boxes[number] for number in group] + [[NOTHING] * self._world] * idle
+        senders = [_senders(of_ranks, owner) for owner, of_ranks in enumerate(boxes)]
+        mine = [of_ranks[me] for of_ranks in boxes]
+        sent = [box.size if me in senders[owner] else 0 for owner, box in enumerate(mine)]
+        gathered = [box if rank in senders[me] else NOTHING for rank, box in enumerate(boxes[me])]
+        return Round(group, shapes[me], sent, gathered, boxes[me], mine)
 
     def map(self, one: Round, shards: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """This rank's parts of function(whole matrix), for the matrices of a round; shards: its parts of the matrices."""
         if self._world == 1:
             return [function(shard) for shard in shards]
-        kind, rank = shards[0], dist.get_rank()
-        counts = [0] * self._world
-        for sender, box in one.gathered:
-            counts[sender] = box.size
-        sending = [shard.flatten() for shard, count in zip(shards, one.sent, strict=False) if count]
-        received = _all_to_all(sending, one.sent, counts, kind)
-        back: list[Tensor] = []
-        if one.gathered:
-            whole = kind.new_empty(self._shapes[one.matrices[rank]])
-            for values, (_, box) in zip(received.split([box.size for _, box in one.gathered]), one.gathered, strict=True):
-                box.of(whole).copy_(values.view(box.rows, box.columns))
-            result = function(whole)
-            back = [box.of(result).flatten() for box in one.returned]
-        sizes = [box.size for box in one.returned] or [0] * self._world
-        expected = [box.size for box in one.mine]
-        parts = _all_to_all(back, sizes, expected + [0] * (self._world - len(expected)), kind)
-        return [part.view(box.rows, box.columns) for part, box in zip(parts.split(expected), one.mine, strict=True)]
+        sending = torch.cat([shard.flatten()[:count] for shard, count in zip(shards, one.sent, strict=False)])
+        whole = sending.new_empty(one.shape)
+        for box, part in zip(one.gathered, _all_to_all(sending, one.sent, one.gathered), strict=True):
+            box.of(whole).copy_(part)
+        result = function(whole) if whole.numel() else whole
+        back = torch.cat([box.of(result).flatten() for box in one.returned])
+        return _all_to_all(back, [box.size for box in one.returned], one.mine)[: len(shards)]
 
 
-def _boxes_of_ranks(matrices: list[Tensor], world: int) -> list[list[Box]]:
-    """For each matrix the box of every rank."""
-    layouts: dict[Any, list[Box]] = {}  # most matrices are of a few shapes, split alike
-    found = []
-    for matrix in matrices:
-        if not isinstance(matrix, DTensor):
-            found.append([Box(0, 0, *matrix.shape)] * world)
-            continue
-        layout = tuple(matrix.shape), matrix.device_mesh, tuple(matrix.placements)
-        if layout not in layouts:
-            boxes = boxes_of_ranks(matrix)
-            layouts[layout] = [Box(*offset, *shape) for shape, offset in (boxes[rank] for rank in range(world))]
-        found.append(layouts[layout])
-    return found
+def _senders(boxes: list[Box], owner: int) -> set[int]:
+    """The ranks that send the owner their part of a matrix: of several with the same part, the nearest one."""
+    nearest: dict[Box, int] = {}
+    for rank, box in enumerate(boxes):
+        if box.size and (box not in nearest or abs(rank - owner) < abs(nearest[box] - owner)):
+            nearest[box] = rank
+    return set(nearest.values())
 
 
-def _all_to_all(sending: list[Tensor], sent: list[int], received: list[int], kind: Tensor) -> Tensor:
-    """The values that all ranks sent to this one, in rank order. sent, received: how many for and from each rank."""
-    output = kind.new_empty(sum(received))
-    dist.all_to_all_single(output, torch.cat(sending) if sending else kind.new_empty(0), received, sent)
-    return output
+def _boxes(matrix: Tensor, world: int) -> list[Box]:
+    """The box of every rank."""
+    if not isinstance(matrix, DTensor):
+        return [Box(0, 0, *matrix.shape)] * world
+    with _disable_current_modes():  # meshes are compared and read as tensors, which must be real also in FakeTensorMode
+        return _boxes_of_layout(tuple(matrix.shape), matrix.device_mesh, tuple(matrix.placements))
+
+
+@functools.cache  # most matrices are of a few shapes, split alike
+def _boxes_of_layout(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[Box]:
+    """The box of every rank in a DTensor. It follows from the placements: nothing is sent."""
+    boxes = {}
+    coordinates = itertools.product(*map(range, mesh.shape))
+    for rank, coordinate in zip(mesh.mesh.flatten().tolist(), coordinates, strict=True):
+        local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+        boxes[rank] = Box(*offset, *local)
+    return [boxes[rank] for rank in range(len(boxes))]
+
+
+def _all_to_all(values: Tensor, sent: list[int], received: list[Box]) -> list[Tensor]:
+    """The boxes that all ranks sent to this one. sent: how many of `values` are for each rank."""
+    sizes = [box.size for box in received]
+    output = values.new_empty(sum(sizes))
+    dist.all_to_all_single(output, values, sizes, sent)
+    return [part.view(box.rows, box.columns) for part, box in zip(output.split(sizes), received, strict=True)]

@@ -4,12 +4,10 @@ All that a step computes and sends is measured on two models of a few layers, wh
 Only Muon updates the whole model.
 """
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
@@ -18,10 +16,8 @@ from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.record import Work, combine
 from titanlite.plan.step import Setup, local_bytes, measure_memory, measure_update, measure_work, pretended_ranks, trained
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import Family, family_of
-from titanlite.transforms.shards import local_part
+from titanlite.transforms.registry import family_of
 
 T = TypeVar("T")
 
@@ -41,21 +37,11 @@ class Memory(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What rank 0 keeps and does, and the seconds that parts of the start took here."""
+    """What rank 0 keeps and does."""
 
     parameters: int  # of the whole model
-    local_values: int  # values of the whole model on rank 0
     memory: Memory
     work: Work  # of one step
-    build_seconds: float
-    shard_seconds: float
-    layer_values: int  # values of one layer on rank 0
-    layer_seconds: float  # to initialise these
-
-    @property
-    def initialize_seconds(self) -> float:
-        """For the whole model, at the layer's speed."""
-        return self.layer_seconds * self.local_values / self.layer_values
 
 
 def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction:
@@ -66,14 +52,9 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
     offload = config.parallelism.cpu_offload
     config, family = as_measured(config), family_of(config.model)
     with pretended_ranks(ranks):
-        begin = time.perf_counter()
         parameters = sum(p.numel() for p in on_meta(family, config).parameters())
-        built = time.perf_counter()
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
         model = parallelize(family, config, mesh, torch.device("cpu"))
-        sharded = time.perf_counter()
-        layer_values = initialize_layer(model, family, config.training.seed)
-        initialized = time.perf_counter()
         microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
         layers, setup = Depths.of(model, config), Setup(family, config, mesh, device_type)
         activations, working = layers.memory(*measure_memory(setup, layers.few))
@@ -90,16 +71,8 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
     # Activations are gone when the optimizer begins.
     working = max(working, updated.extend(*(update.working for update in updates)) - activations)
     update = combine(updated.extend, *(update.work for update in updates))
-    return Prediction(
-        parameters,
-        _local_values(model),
-        Memory(*states, activations, working),
-        combine(lambda *parts: sum(parts), combine(layers.extend, *passes), update),
-        built - begin,
-        sharded - built,
-        layer_values,
-        initialized - sharded,
-    )
+    work = combine(lambda *parts: sum(parts), combine(layers.extend, *passes), update)
+    return Prediction(parameters, Memory(*states, activations, working), work)
 
 
 def as_measured(config: Config) -> Config:
@@ -112,16 +85,6 @@ def as_measured(config: Config) -> Config:
             "parallelism": config.parallelism.model_copy(update={"cpu_offload": False, "enable_async_tensor_parallel": False}),
         }
     )
-
-
-def initialize_layer(model: Decoder, family: Family, seed: int) -> int:
-    """Gives the first layer memory and initial weights, as a measure of how long that takes; how many values rank 0 holds."""
-    name, layer = next(iter(model.layers.items()))
-    distributions, _ = match_initial(model, family)
-    materialize(layer, torch.device("cpu"))
-    for key, parameter in layer.named_parameters():
-        fill(parameter, f"layers.{name}.{key}", distributions[f"layers.{name}.{key}"], seed)
-    return _local_values(layer)
 
 
 class Depths(NamedTuple):
@@ -163,7 +126,3 @@ class Depths(NamedTuple):
         # From one layer's entry to that of the layer `every` later, both with their parameters gathered: what so many keep.
         kept = (entered[first + every] - entered[first]) / every if every else 0
         return round(kept * self.whole), round(peak - kept * self.few)
-
-
-def _local_values(module: nn.Module) -> int:
-    return sum(local_part(p).numel() for p in module.parameters())

@@ -14,10 +14,6 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float)
     rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
     return [
         f"{config.model.name} {config.model.flavor}, {prediction.parameters:,} parameters, on {ranks} ranks; this is rank 0",
-        f"  built on meta           {prediction.build_seconds:8.2f} s",
-        f"  sharded                 {prediction.shard_seconds:8.2f} s",
-        f"  one layer initialised   {prediction.layer_seconds:8.2f} s  ({prediction.layer_values:,} values)",
-        f"  whole model, estimated  {prediction.initialize_seconds:8.2f} s  ({prediction.local_values:,} values)",
         *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),
         f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matrix products and attention)",
         "  collectives of a step, and what this rank sends in them:",

@@ -2,7 +2,7 @@
 
 Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on one machine without a GPU. It builds the whole
 model on the meta device, shards it over a mesh of N pretended ranks, and records steps of a few layers and an update of all
-parameters on tensors without memory. One layer is initialised for real, to see how long that takes.
+parameters on tensors without memory.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """

@@ -6,12 +6,11 @@ as 1, 2, 3", SC'11) made of integer operations.
 """
 
 import hashlib
-import itertools
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset, compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -27,17 +26,6 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     with _disable_current_modes():  # PyTorch computes offsets with tensors, which must be real also in FakeTensorMode
         return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
-
-
-def boxes_of_ranks(tensor: DTensor) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(shape, offset) of what each rank of the tensor's mesh holds. It follows from the placements: nothing is sent."""
-    mesh = tensor.device_mesh
-    with _disable_current_modes():
-        ranks, coordinates = mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape))
-        return {
-            rank: _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, list(coordinate), tensor.placements)
-            for rank, coordinate in zip(ranks, coordinates, strict=True)
-        }
 
 
 def box_index(
