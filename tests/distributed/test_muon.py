@@ -88,6 +88,7 @@ def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_i
     assert max(counts) == math.ceil(len(every) / len(ranks))
 
 
+@pytest.mark.slow  # inductor
 def test_the_compiled_one_does_so_too(pools):
     muon_ = {"name": "Muon"}
     expected, _ = expected_of(pools, optimizer=muon_)
