@@ -245,6 +245,7 @@ def launch(layout: Layout, launcher: Launcher) -> int:
         run_id="titanlite",
         rdzv_backend="c10d",
         rdzv_endpoint=layout.endpoint,
+        local_addr=layout.address,
         rdzv_configs={"is_host": layout.machine == 0},
         max_restarts=layout.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # by default it leaves a temporary folder

@@ -14,6 +14,7 @@ class Layout(NamedTuple):
     machines: int
     machine: int  # the number of this one, from 0
     endpoint: str  # host:port of machine 0
+    address: str | None  # of this machine, where its hostname leads to another one
     max_restarts: int
 
     @property
@@ -36,7 +37,7 @@ def read_layout() -> Layout:
     if max(map(int, logging.split(","))) >= local_ranks * machines:
         raise UserError(f"LOG_RANK={logging}: there are {local_ranks * machines} ranks, numbered from 0")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_ranks)))
-    return Layout(local_ranks, machines, machine, endpoint, max_restarts)
+    return Layout(local_ranks, machines, machine, endpoint, os.environ.get("PET_LOCAL_ADDR"), max_restarts)
 
 
 def _whole_number(name: str, least: int) -> int:

@@ -68,8 +68,8 @@ def _tasks(include: Path | None) -> Any:
     return TaskManager(include_path=str(include) if include else None)
 
 
-def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """(table, all figures). All ranks evaluate the same requests in the same order; rank 0 shows the progress."""
+def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -> tuple[str, dict[str, Any]] | None:
+    """(table, all figures), on rank 0. All ranks evaluate the same requests in the same order; rank 0 shows the progress."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -86,5 +86,6 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
             limit=options.limit,
             task_manager=_tasks(options.include_path),
         )
-    assert results is not None
+    if results is None:
+        return None
     return make_table(results), {key: results[key] for key in ("results", "configs", "versions", "n-shot", "samples")}
