@@ -2,6 +2,7 @@
 
 import multiprocessing.forkserver as forkserver
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,9 @@ def pytest_configure() -> None:
     """
     if "PYTEST_XDIST_WORKER" in os.environ:  # of a run that has done this
         return
+    # A shell starts background jobs with these ignored, and so would be every command that a test sends Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     folder = Path(tempfile.mkdtemp(prefix="titanlite-tests-"))
     os.environ |= {"TMPDIR": str(folder), VARIABLE: folder.name}
     tempfile.tempdir = None  # computed again

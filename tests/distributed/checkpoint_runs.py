@@ -180,6 +180,13 @@ def sample_tensors(degrees: Degrees, value: float) -> dict[str, Tensor]:
     return tensors | plain | {"count": torch.tensor(int(value), dtype=torch.int32), "scale": torch.tensor(value)}
 
 
+def save_at_once(folder: Path) -> bool:
+    """Whether a save that is not beside training is complete and reported when `save` returns."""
+    saver = Saver(folder, Checkpoint(enable=True, async_mode="disabled"), 60)
+    saver.save(1, sample_tensors({}, 1.0), numbers())
+    return saver._pending is None
+
+
 def save_twice(degrees: Degrees, folder: Path) -> tuple[list[str], bool]:
     """Two saves beside training, the first of which takes long; what happened in which order, and whether the first save had
     been waited for when `save` returned."""

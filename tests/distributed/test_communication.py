@@ -114,9 +114,10 @@ ON_GLOO = {name: CASES[name] for name in (
     "tp 2, norms behind sublayers",
     "vocabulary 515, 2 x 2",
 )} | COUNTED  # fmt: skip
+LONG_HALF = {"2 x 2, tied", "tp 2, norms behind sublayers", "vocabulary 515, 2 x 2"}
 
 
-@pytest.mark.parametrize("name", ON_GLOO)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG_HALF else n for n in ON_GLOO])
 def test_a_step_sends_what_is_predicted(pools: dict[int, Pool], name):
     case = ON_GLOO[name]
     config = case.config()

@@ -64,7 +64,11 @@ def test_a_cell_gives_the_weights_batches_losses_norms_and_gradients_of_one_proc
     assert_as_on_one_process(pools, references, CELLS[name])
 
 
-@pytest.mark.parametrize("values", AT_ONCE, ids=lambda values: cover.name(PLAIN | values))
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param(values, marks=pytest.mark.slow) if number else values for number, values in enumerate(AT_ONCE)],
+    ids=[cover.name(PLAIN | values) for values in AT_ONCE],
+)
 def test_all_dimensions_at_once_too(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | values)
 

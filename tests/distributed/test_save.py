@@ -42,6 +42,10 @@ def test_a_save_waits_for_the_one_before_and_stores_what_was_when_it_was_called(
             assert torch.equal(tensor, torch.full_like(tensor, step)), name
 
 
+def test_a_save_in_the_training_thread_is_reported_before_the_next_step(pools, tmp_path):
+    assert pools[1].run(f"{HERE}:save_at_once", folder=tmp_path / "checkpoint") == [True]
+
+
 def test_a_rank_with_nothing_to_write_is_no_fault(pools, tmp_path):
     pools[4].run(f"{HERE}:save_a_number", folder=tmp_path)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "step-00000001").glob("*.distcp")}

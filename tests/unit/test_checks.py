@@ -283,6 +283,15 @@ def test_a_model_whose_tables_do_not_fit_is_refused_by_the_parameters_name(monke
     assert expected in fault
 
 
+def test_a_models_flops_that_raise_are_found_before_training(monkeypatch):
+    def flops(cfg: tiny.Config, seq_len: int) -> None:
+        raise ZeroDivisionError(f"no heads at {seq_len}")
+
+    monkeypatch.setattr(tiny, "flops", flops)
+    (fault,) = faults({NAME: "tests.tiny", FLAVOR: "plain", TOKENIZER: "fits"})
+    assert "its code failed" in fault and "no heads at" in fault
+
+
 @pytest.mark.parametrize(("recipe", "ranks"), [("llama_debug", 1), ("llama_debug", 2)])
 def test_the_recipes_pass(recipe, ranks):
     root = Path(__file__).parents[2]

@@ -250,7 +250,7 @@ def use_flex_attention(monkeypatch) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
 @torch.no_grad()
 def test_flex_attentions_compiled_forward_pass_gives_what_the_dense_mask_gives(monkeypatch, compiled):
     """Its kernel for the CPU stands for the one of a GPU; it has no backward pass."""

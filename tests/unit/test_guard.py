@@ -15,8 +15,8 @@ from tests import guard
 PARENT = f"""
 import os, subprocess, sys, time
 folder = sys.argv[1]
-os.environ |= {{"TMPDIR": folder, {guard.VARIABLE!r}: "of this test"}}
-subprocess.Popen([sys.executable, "-S", {guard.__file__!r}, str(os.getpid()), folder, "of this test"], start_new_session=True)
+os.environ |= {{"TMPDIR": folder, {guard.VARIABLE!r}: folder}}
+subprocess.Popen([sys.executable, "-S", {guard.__file__!r}, str(os.getpid()), folder, folder], start_new_session=True)
 subprocess.Popen(["sleep", "600"], start_new_session=True)
 time.sleep(600)
 """
@@ -28,10 +28,10 @@ def test_processes_and_files_are_gone_soon_after_the_tests(tmp_path, sign):
     folder = tmp_path / "files"
     (folder / "more").mkdir(parents=True)
     parent = subprocess.Popen([sys.executable, "-S", "-c", PARENT, folder], start_new_session=True, stderr=subprocess.DEVNULL)
-    until(lambda: len(guard.marked("of this test")) == 2)
+    until(lambda: len(guard.marked(str(folder))) == 2)
     os.killpg(parent.pid, sign)
     parent.wait()
-    until(lambda: not folder.exists() and not guard.marked("of this test"))
+    until(lambda: not folder.exists() and not guard.marked(str(folder)))
     assert tmp_path.exists()
 
 

@@ -40,7 +40,10 @@ SEVEN = {
 }
 
 
-@pytest.mark.parametrize("name", SEVEN)
+# In `make test` those in which layers differ, or gather ahead of each other.
+@pytest.mark.parametrize(
+    "name", [n if "second" in n or "ahead" in n else pytest.param(n, marks=pytest.mark.slow) for n in SEVEN]
+)
 def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
     if "float8" in name:
         pytest.importorskip("torchao", reason="needs torchao")

@@ -1,5 +1,6 @@
 """What a run reports: console, metrics.jsonl, TensorBoard; training speed; model FLOPs utilisation."""
 
+import contextlib
 import json
 import logging
 import os
@@ -7,7 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -88,7 +88,7 @@ class Clock:
         self.data_wait = 0.0
         self.pauses: dict[str, float] = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def phase(self, step: int, what: str) -> Iterator[None]:
         """A phase of a step, for the log of a rank that fails (launch/stacks.py) and for the time that reports count.
 
@@ -193,12 +193,10 @@ def read_lines(path: Path, keys: set[str]) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     entries = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            assert keys <= entry.keys()
-        except (ValueError, AttributeError, AssertionError):
-            raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file") from None
-        entries.append(entry)
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+        if len(entries) < number or not isinstance(entries[-1], dict) or not keys <= entries[-1].keys():
+            raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file")
     return entries
 
 
