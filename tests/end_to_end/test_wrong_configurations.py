@@ -81,7 +81,9 @@ CASES = {
         "torchtitan.toml", "2 faults", "[experimental]", "checkpoint.last_save_model_only", "not a key of titanlite"
     ),
     # options
-    "unknown option": case("run.toml --training.step 3", "--training.step: no such option; did you mean --training.steps?"),
+    "unknown option": case(
+        "run.toml --training.step 3", 'training.step = "3" (option): no such key; did you mean training.steps?'
+    ),
     "option without a value": case("run.toml --training.steps", "--training.steps"),
     "word without an option": case("run.toml steps=3", "steps=3: belongs to no option"),
     "negative steps": case("run.toml --training.steps -3", "training.steps = -3 (option): must be greater than or equal to 1"),
@@ -91,7 +93,7 @@ CASES = {
     "no such optimizer": case(
         "run.toml --optimizer.name Lion", 'optimizer.name = "Lion" (option)', "'AdamW', 'Adam' or 'Muon'"
     ),
-    "ranks as an option": case("run.toml --ranks 4", "--ranks", "NGPU x NNODES"),
+    "ranks as an option": case("run.toml --ranks 4", "ranks = ", "NGPU x NNODES"),
     # the machine
     "NGPU is 0": case("run.toml", "NGPU=0", "at least 1", NGPU="0"),
     "NGPU is a word": case("run.toml", "NGPU=abc", "whole number", NGPU="abc"),

@@ -50,4 +50,4 @@ def test_an_unknown_command_that_is_near_to_nothing_lists_them_all(run):
 def test_a_fault_of_the_configuration_is_exit_code_2_of_estimate_too(run):
     code, out, err = run("estimate", str(ROOT / "train_configs/llama_debug.toml"), "--training.stepz", "3")
     assert (code, out) == (2, "")
-    assert "--training.stepz: no such option; did you mean --training.steps?" in err
+    assert 'training.stepz = "3" (option): no such key; did you mean training.steps?' in err

@@ -238,7 +238,7 @@ def test_all_faults_are_told_at_once_each_with_its_origin(tmp_path):
     assert lines[0] == f"{path}: 8 faults"
     assert sorted(lines[1:]) == sorted(
         [
-            "  --training.gc_frequency: no such option; did you mean --training.gc_freq?",
+            '  training.gc_frequency = "3" (option): no such key; did you mean training.gc_freq?',
             "  [trainer]: no such section; did you mean training?",
             "  optimizer.beta1 = 1.0 (option): must be less than 1",
             "  optimizer.lr = 0 (run.toml): must be greater than 0",
@@ -290,8 +290,8 @@ def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
     for word, instead in instead_of.items():
         written = f"{word} = 1 (run.toml)" if "." in word else f"[{word}]"
         assert f"  {written}: not a key of titanlite: {instead}" in in_file
-        option = word if "." in word else f"{word}.enable"
-        assert f"  --{option}: not an option of titanlite: {instead}" in in_options
+        written = f'{word} = "1" (option)' if "." in word else f"[{word}]"
+        assert f"  {written}: not a key of titanlite: {instead}" in in_options
 
 
 def test_no_key_that_is_refused_as_torchtitans_is_a_key_of_the_schema():
@@ -361,11 +361,12 @@ def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, valu
         (["--optimizer.name", "SGD"], "optimizer.name = \"SGD\" (option): must be 'AdamW', 'Adam' or 'Muon'"),
         (["--lr_scheduler.decay_ratio", "2"], "decay_ratio = 2 (option): must be less than or equal to 1"),
         (["--parallelism.fsdp_reshard_after_forward", "1"], "'never' or greater than or equal to 2"),
-        (["--training.stepz", "5"], "--training.stepz: no such option; did you mean --training.steps?"),
-        (["--steps", "5"], "--steps: no such option; did you mean --training.steps or --validation.steps?"),
-        (["--trainer.steps=5"], "--trainer.steps: no such option; did you mean --training.steps or --validation.steps?"),
-        (["--zzz"], "--zzz: no such option; --help lists them all"),
-        (["--ranks", "4"], "--ranks: not an option of titanlite: the environment says how many ranks there are: NGPU x NNODES"),
+        (["--training.stepz", "5"], 'training.stepz = "5" (option): no such key; did you mean training.steps?'),
+        (["--steps", "5"], 'steps = "5" (option): is in no section; did you mean training.steps or validation.steps?'),
+        (["--training", "5"], "training = '5': must be a table; write [training] with its keys below"),
+        (["--trainer.steps=5"], "[trainer]: no such section; did you mean training?"),
+        (["--zzz"], "--zzz: has no value"),
+        (["--ranks", "4"], 'ranks = "4" (option): not a key of titanlite: the environment says how many ranks there are'),
         (["--training.steps", "--training.seed", "1"], "--training.steps: has no value"),
         (["--training.steps"], "--training.steps: has no value"),
         (["stray"], "stray: belongs to no option"),

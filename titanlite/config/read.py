@@ -26,7 +26,10 @@ else:
     import tomli as tomllib
 
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
-KEYS = [f"{section}.{name}" for section, schema in SECTIONS.items() for name in schema.model_fields]
+# "section.key" -> its type
+KEYS: dict[str, Any] = {
+    f"{section}.{name}": field.annotation for section, schema in SECTIONS.items() for name, field in schema.model_fields.items()
+}
 
 
 def configuration_file(words: list[str], usage: str) -> str:
@@ -50,10 +53,10 @@ def read_config(path: str | Path, options: list[str]) -> Config:
         _print_help(values)
     texts, faults = _parse_options(options)
     for key, text in texts.items():
-        section, name = key.split(".")
-        table = values.setdefault(section, {})
+        section, _, name = key.partition(".")
+        table = values.setdefault(section, {}) if name else values
         if isinstance(table, dict):  # anything else is a fault of the file, reported below
-            table[name] = _parse_value(section, name, text)
+            table[name or section] = _parse_value(key, text)
             origins[key] = "option"
     try:
         config = Config.model_validate(values)
@@ -140,7 +143,7 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
 
 
 def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
-    """({"section.key": text}, faults). The texts become values in `_parse_value`."""
+    """({"section.key": text}, faults). The texts become values in `_parse_value`; the validation finds unknown keys."""
     texts: dict[str, str] = {}
     faults: list[str] = []
     words = list(options)
@@ -153,13 +156,10 @@ def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
             continue
         if not assigned and has_value:
             text = words.pop(0)
-        key = option.removeprefix("--").replace("-", "_")
-        if key not in KEYS:
-            faults.append(_unknown_option(option, key))
-        elif not has_value:
-            faults.append(f"{option}: has no value; an option reads --section.key value")
+        if has_value:
+            texts[option.removeprefix("--").replace("-", "_")] = text
         else:
-            texts[key] = text
+            faults.append(f"{option}: has no value; an option reads --section.key value")
     return texts, faults
 
 
@@ -185,8 +185,7 @@ def _print_help(file_values: dict[str, Any]) -> NoReturn:
 
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is list:
-        entry = get_args(annotation)[0]
-        return "[{KEY=VALUE,...},...]" if _is_table(entry) else f"{_type_name(entry)},..."
+        return "[{KEY=VALUE,...},...]" if _entry_schema(annotation) else f"{_type_name(get_args(annotation)[0])},..."
     names = {"boolean": "BOOL", "integer": "INT", "number": "FLOAT", "string": "TEXT", "null": "NONE"}
     schema = TypeAdapter(annotation).json_schema()
     parts: list[str] = []
@@ -195,25 +194,24 @@ def _type_name(annotation: Any) -> str:
     return "|".join(parts)
 
 
-def _parse_value(section: str, name: str, text: str) -> Any:
-    """The text of an option as the key's type; the validation reports a text that does not fit."""
-    annotation: Any = SECTIONS[section].model_fields[name].annotation
+def _parse_value(key: str, text: str) -> Any:
+    """The text of an option as the key's type; the validation reports an unknown key, and a text that does not fit."""
+    annotation = KEYS.get(key, str)
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
-    if get_origin(annotation) is list and not _is_table(get_args(annotation)[0]):
+    if get_origin(annotation) is list and not _entry_schema(annotation):
         return text.split(",")
-    with contextlib.suppress(ValidationError, tomllib.TOMLDecodeError):
-        if get_origin(annotation) is list:  # of tables, as in TOML: [{ path = "a", weight = 0.5 }]
-            return tomllib.loads(f"value = {text}")["value"]
+    with contextlib.suppress(ValidationError):
         return TypeAdapter(annotation).validate_strings(text)
-    for number in (int, float):  # so that the fault names the number, not its text
-        with contextlib.suppress(ValueError):
-            return number(text)
+    with contextlib.suppress(tomllib.TOMLDecodeError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
+        return tomllib.loads(f"value = {text}")["value"]
     return text
 
 
-def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _entry_schema(annotation: Any) -> type[BaseModel] | None:
+    """The schema of the tables in a list of tables; None for every other type."""
+    entry = get_args(annotation)[0] if get_origin(annotation) is list else None
+    return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
 
 
 # ------------------------------------------------------------------------------------------------------ validation
@@ -223,8 +221,9 @@ def _describe(error: ValidationError, origins: dict[str, str]) -> list[str]:
     """One sentence for each key, or entry of a list of tables, in which pydantic has found errors."""
     by_place: dict[tuple[Any, ...], list[Any]] = {}
     for entry in error.errors():
-        in_table = len(entry["loc"]) > 2 and _is_list_of_tables(*map(str, entry["loc"][:2]))
-        by_place.setdefault(entry["loc"][: 4 if in_table else 2], []).append(entry)
+        place = entry["loc"]
+        in_entry = len(place) > 2 and _entry_schema(KEYS.get(f"{place[0]}.{place[1]}"))
+        by_place.setdefault(place[: 4 if in_entry else 2], []).append(entry)
     return [
         _entry_sentence(*place, errors=errors) if len(place) > 2 else _sentence(*place, origins=origins, errors=errors)
         for place, errors in by_place.items()
@@ -234,7 +233,7 @@ def _describe(error: ValidationError, origins: dict[str, str]) -> list[str]:
 def _sentence(section: str, name: str = "", *, origins: dict[str, str], errors: list[Any]) -> str:
     """One line for the errors in one key: its origin, what is wrong, what is allowed."""
     kind, value = errors[0]["type"], errors[0]["input"]
-    key = f"{section}.{name}"
+    key = f"{section}.{name}" if name else section
     if kind == "extra_forbidden":
         return _unknown_key(section, name, value, origins.get(key))
     if kind in ("model_type", "model_attributes_type"):
@@ -248,16 +247,11 @@ def _entry_sentence(section: str, name: str, number: int, key: str = "", *, erro
     if not key:
         return f"{place} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
     if kind == "extra_forbidden":
-        schema = get_args(SECTIONS[section].model_fields[name].annotation)[0]
+        schema = get_args(KEYS[f"{section}.{name}"])[0]
         return f"{place}: {_setting(key, value, None)}: no such key{suggest(key, list(schema.model_fields))}"
     if kind == "missing":
         return f"{place}: has no {key}"
     return f"{place}: {_setting(key, value, None)}: must be {_allowed(errors)}"
-
-
-def _is_list_of_tables(section: str, name: str) -> bool:
-    field = SECTIONS[section].model_fields.get(name)
-    return field is not None and get_origin(field.annotation) is list and _is_table(get_args(field.annotation)[0])
 
 
 def _allowed(errors: list[Any]) -> str:
@@ -273,7 +267,7 @@ def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str
     key = f"{section}.{name}" if name else section
     is_section = not name and isinstance(value, dict)
     what = f"[{section}]" if is_section else _setting(key, value, origin)
-    if instead := _instead(key):
+    if instead := next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern)), ""):
         return f"{what}: not a key of titanlite: {instead}"
     if is_section:
         return f"{what}: no such section{suggest(section, list(SECTIONS))}"
@@ -282,23 +276,6 @@ def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str
     if not name:
         return f"{what}: is in no section{hint or suggest(section, list(SECTIONS))}"
     return f"{what}: no such key{hint or suggest(name, list(SECTIONS[section].model_fields), f'{section}.')}"
-
-
-def _unknown_option(option: str, key: str) -> str:
-    section, _, name = key.partition(".")
-    if instead := _instead(key):
-        return f"--{key}: not an option of titanlite: {instead}"
-    same_name = [known for known in KEYS if known.partition(".")[2] == (name or section)]
-    if same_name:
-        return f"{option}: no such option; did you mean --{' or --'.join(same_name)}?"
-    close = difflib.get_close_matches(key, KEYS, n=1)
-    return f"{option}: no such option; {f'did you mean --{close[0]}?' if close else '--help lists them all'}"
-
-
-def _instead(key: str) -> str:
-    """What to use in place of a key, or of its section, that other frameworks have; "" for other keys."""
-    section, _, _name = key.partition(".")
-    return next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern) or pattern == section), "")
 
 
 def suggest(word: str, known: list[str], prefix: str = "") -> str:
