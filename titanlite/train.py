@@ -150,7 +150,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
                 measured = validate(model, validation, config, mesh, device)
             if tokenizer:
                 with clock.phase(step, "writing samples"):
-                    reporter.samples(step, sample_texts(model, config, family, tokenizer, mesh))
+                    reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
         if reporting:
             values = {"loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm), "lr": schedule.at(step), **measured}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}

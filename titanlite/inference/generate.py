@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
 
 
 def continue_texts(
-    model: Decoder, vocabulary: int, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling, tp: int
+    model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling, tp: int
 ) -> list[str]:
     """Each text with at most `tokens` more tokens. An empty text starts at the beginning of a document, as in training.
 
@@ -40,7 +40,7 @@ def continue_texts(
     tokenizer, end = loaded.tokenizer, loaded.end_of_text
     tokenizer.encode_special_tokens = False
     prompts = [tokenizer.encode(text).ids or [end] for text in texts]
-    if (largest := max(max(ids) for ids in prompts)) >= vocabulary:
+    if (largest := max(max(ids) for ids in prompts)) >= (vocabulary := model.config.vocab_size):
         raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {vocabulary}")
     new = generate(model, prompts, tokens, end, sampling, tp)
     # decoded with the prompt, because the first word of a separate text may lose the space before it
@@ -87,15 +87,10 @@ def generate(
     return new
 
 
-class Score(NamedTuple):
-    """How likely a continuation is."""
-
-    log_probability: float  # natural logarithm, summed over its tokens
-    is_greedy: bool  # whether each of its tokens is the likeliest one
-
-
-def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tp: int = 1) -> list[Score]:
-    """The score of each (context, continuation); both have at least one id."""
+def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tp: int = 1) -> list[tuple[float, bool]]:
+    """For each (context, continuation), both of at least one id: its log-probability, and whether it is what greedy sampling
+    gives. The logarithm is natural, and summed over the tokens of the continuation.
+    """
     device = next(model.parameters()).device
     inputs = _rows([[context[-1], *new[:-1]] for context, new in pairs], tp)
     targets = _rows([list(new) for _, new in pairs], tp).to(device)
@@ -113,7 +108,7 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
             target_logprobs = logits.log_softmax(dim=-1).gather(-1, labels[..., None])[..., 0]
             sums += torch.where(counted, target_logprobs, 0.0).double().sum(1).cpu()
             greedy &= ((logits.argmax(dim=-1) == labels) | ~counted).all(1).cpu()
-    return [Score(*both) for both in zip(sums.tolist(), greedy.tolist(), strict=True)]
+    return list(zip(sums.tolist(), greedy.tolist(), strict=True))
 
 
 def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache, tp: int, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
@@ -43,11 +43,11 @@ class Harness(TemplateLM):
         return self._tokenizer.encode(string, add_special_tokens=special).ids
 
     def _loglikelihood_tokens(self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
-        scores: dict[int, tuple[float, bool]] = {}
-        for numbers in self._batches([len(context) + len(new) for _, context, new in requests], disable_tqdm):
-            pairs = [self._shortened(*requests[number][1:]) for number in numbers]
-            scores |= zip(numbers, score(self._loaded.model, pairs, self._loaded.tp), strict=True)
-        answers = [scores[number] for number in range(len(requests))]
+        ordered = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
+        scores: list[tuple[float, bool]] = []
+        for batch in self._batches(ordered, disable_tqdm):
+            scores += score(self._loaded.model, [self._shortened(*pair) for _, *pair in batch], self._loaded.tp)
+        answers = ordered.get_original(scores)
         for (key, *_pair), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
@@ -73,12 +73,12 @@ class Harness(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         contexts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
-        texts: dict[int, str] = {}
-        for numbers in self._batches([len(context) for context in contexts], disable_tqdm):
-            for options in {repr(requests[number].args[1]): requests[number].args[1] for number in numbers}.values():
-                alike = [number for number in numbers if requests[number].args[1] == options]
-                texts |= zip(alike, self._continue([contexts[number] for number in alike], options), strict=True)
-        return [texts[number] for number in range(len(requests))]
+        pairs = [(context, request.args[1]) for context, request in zip(contexts, requests, strict=True)]
+        ordered = Collator(pairs, sort_fn=lambda pair: -len(pair[0]), group_by="gen_kwargs")  # of the second of each pair
+        texts: list[str] = []
+        for batch in self._batches(ordered, disable_tqdm):
+            texts += self._continue([context for context, _ in batch], batch[0][1])
+        return ordered.get_original(texts)
 
     def _continue(self, contexts: list[list[int]], options: dict[str, Any]) -> list[str]:
         """The continuation of each context, up to the first stop sequence."""
@@ -98,11 +98,9 @@ class Harness(TemplateLM):
         texts = [text_of(ids) for ids in new]
         return [text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))] for text in texts]
 
-    def _batches(self, lengths: list[int], quiet: bool) -> Iterator[list[int]]:
-        """Indices of requests, the longest first, so that a batch too large for memory fails at once."""
-        ordered = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-        with tqdm(total=len(lengths), disable=quiet, unit="requests") as bar:
-            for first in range(0, len(ordered), self._batch_size):
-                batch = ordered[first : first + self._batch_size]
+    def _batches(self, ordered: Collator, quiet: bool) -> Iterator[list[Any]]:
+        """Batches of requests; the longest are first, so that a batch too large for memory fails at once."""
+        with tqdm(total=len(ordered), disable=quiet, unit="requests") as bar:
+            for batch in ordered.get_batched(self._batch_size):
                 yield batch
                 bar.update(len(batch))

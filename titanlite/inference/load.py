@@ -25,7 +25,6 @@ class LoadedModel(NamedTuple):
     """A model in evaluation mode, with its tokenizer."""
 
     model: Decoder
-    vocabulary: int
     seq_len: int  # training.seq_len of its run
     tokenizer: LoadedTokenizer
     tp: int  # the number of ranks that the model is split over
@@ -55,4 +54,4 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     for name, buffer in model.named_buffers():
         fill(buffer, name, distributions[name], seed=0)  # all are constants, and some are not stored
     load.load_tensors(source, manifest, model_tensors(model), prefix="model.")
-    return LoadedModel(model.eval(), family.config.vocab_size, config.training.seq_len, tokenizer, tp)
+    return LoadedModel(model.eval(), config.training.seq_len, tokenizer, tp)

@@ -16,7 +16,6 @@ from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.loop.loss import summed_loss
 from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
-from titanlite.transforms.registry import Family
 
 
 def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
@@ -44,11 +43,10 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
     return values
 
 
-def sample_texts(model: Decoder, config: Config, family: Family, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
+def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
     """What the model writes after each of validation.sample_prompts; all ranks together."""
-    cfg, drawn = config.validation, Sampling(seed=config.training.seed)
-    size, tensor = family.config.vocab_size, mesh["tp"].size()
-    return continue_texts(model, size, tokenizer, cfg.sample_prompts, cfg.sample_tokens, drawn, tensor)
+    cfg, sampling = config.validation, Sampling(seed=config.training.seed)
+    return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling, mesh["tp"].size())
 
 
 def _figures(suffix: str, total: torch.Tensor) -> dict[str, float]:
