@@ -20,7 +20,8 @@ from safetensors import safe_open
 from models import llama3
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.checkpoint.whole import Stored
-from titanlite.hf.export import Item, split, write_file
+from titanlite.files import split
+from titanlite.hf.export import Item, write_file
 from titanlite.hf.folder import INDEX, stored_tensors, their_names
 from titanlite.transforms.registry import Family, load_family
 
@@ -55,7 +56,7 @@ def write_model(family: Family, folder: Path) -> tuple[dict[str, str], int]:
     names = their_names(family, tensors)
     items = [Item(name, names[name], tuple(tensor.shape), torch.bfloat16) for name, tensor in tensors.items()]
     shapes = {item.ours: item.shape for item in items}
-    files = split(items, 5 * 2**30)
+    files = split(items, lambda item: item.bytes, 5 * 2**30)
     places = {}
     for number, file in enumerate(files, 1):
         path = folder / f"model-{number:05d}-of-{len(files):05d}.safetensors"

@@ -1,7 +1,11 @@
 """Files and folders of our own: written atomically, synced to the disk, and where what is made once is cached."""
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -35,6 +39,19 @@ def publish(unfinished: Path, final: Path) -> None:
     sync(unfinished)
     unfinished.rename(final)
     sync(final.parent)
+
+
+def split(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> list[list[Item]]:
+    """What goes into each of several files: consecutive items of at most `limit` bytes together, or one larger item."""
+    files: list[list[Item]] = []
+    size = 0
+    for item in items:
+        if not files or size + size_of(item) > limit:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += size_of(item)
+    return files
 
 
 def cache_folder() -> Path:

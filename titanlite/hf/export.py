@@ -16,7 +16,7 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError, listed
-from titanlite.files import publish, replace_file
+from titanlite.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.launch.process import together
@@ -65,14 +65,13 @@ class Exported:
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
             raise UserError(listed(f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", changed))
         self.model = self.family.on_meta()
-        tensors = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
+        self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries() if name.startswith("model.")]
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
-        shapes = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
-        if wrong := [name for name in sorted(shapes.keys() | tensors.keys()) if shapes.get(name) != tensors.get(name)]:
-            lines = [f"{name}: {shapes.get(name)} in the checkpoint, {tensors.get(name)} in the model" for name in wrong]
+        there = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
+        if wrong := [name for name in sorted(there.keys() | self.shapes) if there.get(name) != self.shapes.get(name)]:
+            lines = [f"{name}: {there.get(name)} in the checkpoint, {self.shapes.get(name)} in the model" for name in wrong]
             raise UserError(listed(f"{stored.source}: does not have the weights of this model:", lines))
-        self.names = list(tensors)
 
     def tokenizer(self) -> LoadedTokenizer | None:
         """The tokenizer of the run; None for an import without one. Raises UserError if it has changed since."""
@@ -118,15 +117,14 @@ def export(
     unfinished = unfinished_path(output)
     with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world), dtype, assets)
-        theirs = their_names(exported.family, exported.names)
-        shapes = exported.stored.entries()
-        items = [Item(n, theirs[n], tuple(shapes[f"model.{n}"].size), exported.dtype_of(n)) for n in exported.names]
+        theirs = their_names(exported.family, exported.shapes)
+        items = [Item(name, theirs[name], shape, exported.dtype_of(name)) for name, shape in exported.shapes.items()]
         if odd := [item for item in items if item.dtype not in _CODES]:
             raise UserError("\n".join(f"{item.ours}: is {item.dtype}, which the format does not support" for item in odd))
         tokenizer = exported.tokenizer()
         if rank == 0:
             start_output(output).mkdir()
-    parts = split(items, shard_bytes)
+    parts = split(items, lambda item: item.bytes, shard_bytes)
     names = [f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)] if len(parts) > 1 else [SINGLE]
     files = dict(zip(names, parts, strict=True))
     with together(group), reporting(output):
@@ -141,19 +139,6 @@ def export(
             _describe(unfinished, exported, items, tokenizer)
             publish(unfinished, output)
     return [output / name for name in names]
-
-
-def split(items: Sequence[Item], shard_bytes: int) -> list[list[Item]]:
-    """The tensors of each file, in the given order; a file takes tensors up to `shard_bytes`."""
-    files: list[list[Item]] = []
-    size = 0
-    for item in items:
-        if not files or size + item.bytes > shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(item)
-        size += item.bytes
-    return files
 
 
 def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor]) -> None:

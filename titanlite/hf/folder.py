@@ -110,11 +110,8 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
     unused = [pattern for pattern in exclude if not fnmatch.filter(tensors, pattern)]
     problems += [f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of the model' for pattern in unused]
     weights: dict[str, list[Entry]] = {}
-    known = set()
     for name in [*tensors, *tied]:
-        their = theirs[name.removeprefix("model.")]
-        known.add(their)
-        first = tied.get(name, name)
+        their, first = theirs[name.removeprefix("model.")], tied.get(name, name)
         if any(fnmatch.fnmatchcase(first, pattern) for pattern in exclude):
             continue
         entry, shape = stored.get(their), tuple(tensors[first].shape)
@@ -125,8 +122,8 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
             problems.append(f"{their} ({name}): {entry.shape} in {entry.file.name}, {shape} in the model")
         else:
             weights.setdefault(first, []).append(entry)
-    others = [name for name in stored if name not in known and not name.endswith(_COMPUTED)]
-    problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in sorted(others)]
+    others = sorted(name for name in stored.keys() - set(theirs.values()) if not name.endswith(_COMPUTED))
+    problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in others]
     if problems:
         raise UserError(listed(f"{folder}: cannot be read as {family.module.__name__}:", problems))
     return weights
@@ -141,11 +138,8 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
             with safe_open(str(path), "pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-        except FileNotFoundError:
-            problems.append(f"{path}: is missing")
-            continue
         except (SafetensorError, OSError) as error:
-            problems.append(f"{path}: is damaged: {error}")
+            problems.append(f"{path}: cannot be read: {error}")
             continue
         problems += [f"{name}: in {entries[name].file.name} and in {path.name}" for name in found.keys() & entries.keys()]
         for name, (shape, kind) in found.items():

@@ -16,9 +16,10 @@ from tests import tiny
 from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.errors import UserError
+from titanlite.files import split
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
-from titanlite.hf.export import Item, export, split, write_file
+from titanlite.hf.export import Item, export, write_file
 from titanlite.hf.folder import recognise
 from titanlite.transforms.registry import Family, load_family
 
@@ -158,7 +159,7 @@ def test_files_of_mixed_dtypes_are_what_the_library_reads(tmp_path):
 
 def test_a_file_is_filled_up_to_its_size_and_a_larger_tensor_has_one_of_its_own():
     items = [Item(str(size), "", (size,), torch.bfloat16) for size in (10, 20, 5, 100, 1)]
-    sizes = [[item.shape[0] for item in file] for file in split(items, 60)]
+    sizes = [[item.shape[0] for item in file] for file in split(items, lambda item: item.bytes, 60)]
     assert sizes == [[10, 20], [5], [100], [1]]
 
 

@@ -138,9 +138,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change(folder, NORM, lambda tensors: tensors.update({QUERY: torch.zeros(2)})),
         f"{QUERY}: in model-.* and in model-.*",
     ),
-    "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: is missing"),
-    "cut off": (truncate, r"model-00001-of-\d+.safetensors: is damaged: "),
-    "no header": (lambda folder: one_file(folder).write_bytes(b"\xff" * 100), r"safetensors: is damaged: "),
+    "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: cannot be read: No such file"),
+    "cut off": (truncate, r"model-00001-of-\d+.safetensors: cannot be read: "),
+    "no header": (lambda folder: one_file(folder).write_bytes(b"\xff" * 100), r"safetensors: cannot be read: "),
     "out of the folder": (
         lambda folder: change_json(folder / folders.INDEX, weight_map={NORM: "../a.safetensors"}),
         r"is refused: '../a.safetensors' is no safetensors file of this folder",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from titanlite.data.prepare.readers import HUB, Part, is_url, kind_of, need, open_bytes, open_dataset, open_hub
 from titanlite.errors import UserError
+from titanlite.files import split
 
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -55,16 +56,7 @@ def unit_size(total: int) -> int:
 
 def group(parts: list[Part]) -> list[list[Part]]:
     """Units of work: consecutive parts, together not much larger than `unit_size`."""
-    target = unit_size(sum(part.size for part in parts))
-    units: list[list[Part]] = []
-    size = 0
-    for part in parts:
-        if not units or size + part.size > target:
-            units.append([])
-            size = 0
-        units[-1].append(part)
-        size += part.size
-    return units
+    return split(parts, lambda part: part.size, unit_size(sum(part.size for part in parts)))
 
 
 def stdlib_files() -> list[Path]:
