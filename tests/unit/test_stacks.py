@@ -129,8 +129,8 @@ def test_empty_dumps_of_killed_ranks_are_removed_and_those_of_others_are_not(tmp
     folder.mkdir()
     for rank, text in enumerate(["", "a dump", "", ""]):
         (folder / f"rank-{rank}.txt").write_text(text)
-    stacks.remove_empty(tmp_path, [0, 1, 2])
+    stacks.remove_empty([stacks.file_of(tmp_path, rank) for rank in (0, 1, 2)])
     assert sorted(path.name for path in folder.iterdir()) == ["rank-1.txt", "rank-3.txt"]
     (folder / "rank-1.txt").unlink()
-    stacks.remove_empty(tmp_path, [3])
+    stacks.remove_empty([stacks.file_of(tmp_path, 3)])
     assert not folder.exists()

@@ -91,7 +91,6 @@ class Launcher:
         The rank leads a process group of its own, and all signals are held back until it listens.
         """
         self.dump_folder, self.start_rank = dump_folder, start_rank
-        self.ranks: Ranks | None = None  # of the latest start
         self.starts = 0
         self.active = False  # its ranks are being started, are running, or are being ended
         self.over = False  # no more ranks will be started
@@ -151,7 +150,7 @@ class Ranks(SubprocessContext):
     def start(self) -> None:
         """Starts the ranks. The agent's own version also replaces the launcher's signal handlers."""
         launcher = self.launcher
-        launcher.ranks, launcher.active = self, True
+        launcher.active = True
         launcher.starts += 1
         if launcher.starts > 1:
             why = launcher.failure or "ranks on another machine are restarted"
@@ -217,6 +216,7 @@ class Ranks(SubprocessContext):
             time.sleep(0.01)
         for process in left.values():
             _print(f"process {process.pid} does not end by SIGKILL: it waits for a device that does not answer")
+        stacks.remove_empty([stacks.file_of(self.launcher.dump_folder, rank) for rank in self.numbers.values()])
         self.launcher.active = False
 
     def _why_ended(self) -> str:
@@ -262,9 +262,6 @@ def launch(layout: Layout, launcher: Launcher) -> int:
     except RendezvousError as error:
         _print(f"the launchers of the other machines are gone ({type(error).__name__}); the run is over{launcher.stacks()}")
         return 1
-    finally:
-        if launcher.ranks:
-            stacks.remove_empty(launcher.dump_folder, launcher.ranks.numbers.values())
     return stop.EXIT_CODE if launcher.stopped else 0
 
 

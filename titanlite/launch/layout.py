@@ -17,10 +17,6 @@ class Layout(NamedTuple):
     address: str | None  # of this machine, where its hostname leads to another one
     max_restarts: int
 
-    @property
-    def ranks(self) -> int:
-        return self.local_ranks * self.machines
-
 
 def read_layout() -> Layout:
     """The layout that the environment describes; sets OMP_NUM_THREADS where it is not set. Raises UserError."""
@@ -32,10 +28,9 @@ def read_layout() -> Layout:
         raise UserError(f"NODE_RANK={machine}: there are NNODES={machines} machines, numbered from 0")
     if machines > 1 and endpoint == "localhost:0":
         raise UserError(f"NNODES={machines} needs RDZV_ENDPOINT=host:port, an address of the machine with NODE_RANK=0")
-    if not re.fullmatch(r"\d+(,\d+)*", logging):
-        raise UserError(f"LOG_RANK={logging}: must be a rank or a list of ranks, such as 0 or 0,3")
-    if max(map(int, logging.split(","))) >= local_ranks * machines:
-        raise UserError(f"LOG_RANK={logging}: there are {local_ranks * machines} ranks, numbered from 0")
+    if not re.fullmatch(r"\d+(,\d+)*", logging) or max(map(int, logging.split(","))) >= local_ranks * machines:
+        last = local_ranks * machines - 1
+        raise UserError(f"LOG_RANK={logging}: must be a rank or a list of ranks, such as 0 or 0,3; the last one is {last}")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_ranks)))
     return Layout(local_ranks, machines, machine, endpoint, os.environ.get("PET_LOCAL_ADDR"), max_restarts)
 

@@ -111,8 +111,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         errors *= dist.get_world_size(group)
         dist.all_gather_object(errors, error, group=group)
     if faults := [error for error in errors if error is not None]:
-        kinds = {type(error) for error in faults}
-        kind = kinds.pop() if len(kinds) == 1 else UserError
+        kind = type(faults[0]) if len({type(error) for error in faults}) == 1 else UserError
         raise kind("\n".join(dict.fromkeys(str(error) for error in faults))) from None
 
 

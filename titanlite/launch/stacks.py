@@ -19,7 +19,6 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -54,7 +53,7 @@ def open_dump(dump_folder: Path, rank: int) -> None:
     Call it after rank 0 has the lock of the run directory: the ranks of another run write to the same files.
     """
     global _dump
-    path = _file(dump_folder, rank)
+    path = file_of(dump_folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     _dump = open(path, "a", encoding="utf-8")
     faulthandler.enable(_dump)
@@ -72,7 +71,7 @@ def close_dump() -> None:
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # the launcher may still send it; the default action is a core dump
     _dump.close()
     path, _dump = Path(_dump.name), None
-    _remove_if_empty([path])
+    remove_empty([path])
 
 
 def report(error: Exception, patience: float = 0.0) -> None:
@@ -126,7 +125,7 @@ def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
     """
     before = {}
     for rank, pid in processes.items():
-        path = _file(dump_folder, rank)
+        path = file_of(dump_folder, rank)
         if path.exists():
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"==== {_now()} rank {rank} (process {pid}): {why}\n")
@@ -141,19 +140,15 @@ def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
             return
 
 
-def remove_empty(dump_folder: Path, ranks: Iterable[int]) -> None:
-    """Removes the empty dumps of ranks that were killed."""
-    _remove_if_empty([_file(dump_folder, rank) for rank in ranks])
-
-
 # -----------------------------------------------------------------------------------------------------------------------
 
 
-def _file(dump_folder: Path, rank: int) -> Path:
+def file_of(dump_folder: Path, rank: int) -> Path:
     return folder_of(dump_folder) / f"rank-{rank}.txt"
 
 
-def _remove_if_empty(paths: list[Path]) -> None:
+def remove_empty(paths: list[Path]) -> None:
+    """Removes empty dumps: of ranks that had no error, or were killed."""
     for path in paths:
         if path.exists() and path.stat().st_size == 0:
             path.unlink()

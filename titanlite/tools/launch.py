@@ -33,7 +33,7 @@ def main() -> None:
     parent = os.getpid()
     if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
         children.end_with_parent(parent)
-        check_here(config, path, layout.ranks, layout.local_ranks)
+        check_here(config, path, layout.local_ranks * layout.machines, layout.local_ranks)
         sys.exit()
     try:
         from titanlite.launch.launcher import Launcher, launch  # while the check runs
