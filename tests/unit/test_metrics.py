@@ -32,7 +32,7 @@ def time(monkeypatch) -> _Time:
 
 
 def test_speed_leaves_pauses_out_and_reports_them(time):
-    clock = Clock()
+    clock = Clock(time.now)
     time.passes(6)
     with clock.phase(3, "reading data"):
         time.passes(2)
@@ -44,7 +44,6 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
     clock.add_pause("startup", 100)
     time.passes(100)
     clock.steps = 2
-    assert clock.training_seconds() == 8
     assert speed(clock, step_tokens=2000, devices=4, flops=Flops(1.0, 1.0), peak=None) == {
         "tokens_per_second": 500,
         "tokens_per_second_per_device": 125,
@@ -55,7 +54,7 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
 
 
 def test_restart_begins_a_new_interval(time):
-    clock = Clock()
+    clock = Clock(time.now)
     with clock.phase(1, "saving"), clock.phase(1, "reading data"):
         time.passes(3)
     clock.steps = 4
@@ -70,7 +69,7 @@ def test_restart_begins_a_new_interval(time):
 
 
 def test_utilisation_is_shown_both_ways_where_the_peak_is_known(time):
-    clock = Clock()
+    clock = Clock(time.now)
     time.passes(10)
     clock.steps = 2
     values = speed(clock, step_tokens=500, devices=2, flops=Flops(causal=6.0, palm=8.0), peak=1000.0)

@@ -41,7 +41,7 @@ def small_model(device: torch.device = CPU) -> tuple[nn.Module, torch.optim.Opti
 
 
 def watch_of(config: Config, device: torch.device = CPU) -> Watch:
-    return Watch(config, device, *small_model(device), global_batch=16, clock=Clock())
+    return Watch(config, device, *small_model(device), global_batch=16, clock=Clock(0.0))
 
 
 def work(watch: Watch, first: int, last: int) -> None:

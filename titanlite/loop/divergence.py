@@ -203,13 +203,6 @@ def attempts_at(step: int, found: list[Stretch]) -> list[int]:
     return [index for index, stretch in enumerate(found) if stretch.after < step <= stretch.last]
 
 
-def _will_be_done_again(entry: dict[str, Any], first_step: int) -> bool:
-    """Whether a run that starts with `first_step` repeats the step of an entry."""
-    if entry["kind"] == "rollback":
-        return entry["to_step"] >= first_step - 1
-    return entry["step"] >= first_step
-
-
 # ------------------------------------------------------------------------------------------------------------- the whole run
 
 
@@ -239,10 +232,11 @@ class Incidents:
         self.spikes = Spikes(config.metrics.spike_window, config.metrics.spike_threshold)
         self.streak, self.rollbacks, self.last_target = 0, 0, -1
         self.entries = read_entries(self.folder / FILE) if active else []
-        again = [entry for entry in self.entries if not entry["superseded"] and _will_be_done_again(entry, first_step)]
-        if again:
-            for entry in again:
-                entry["superseded"] = True
+        for entry in self.entries:
+            # a rollback is repeated with the step after the one that it went back to
+            repeated = entry["to_step"] + 1 if entry["kind"] == "rollback" else entry["step"]
+            entry["superseded"] |= repeated >= first_step
+        if self.entries:
             self._save([])
 
     def are_bad(self, steps: list[Step]) -> bool:

@@ -74,12 +74,11 @@ _COUNTED_AS = {
 class Clock:
     """Splits the time between two reports into training, waiting for data, and named pauses such as saving."""
 
-    def __init__(self, started: float | None = None):
-        """started: time.perf_counter() where the first interval begins; None: now."""
+    def __init__(self, started: float):
+        """started: time.perf_counter() where the first interval begins."""
         self.totals: dict[str, float] = {}  # seconds of each pause since the start
         self.restart()
-        if started is not None:
-            self.started = started
+        self.started = started
 
     def restart(self) -> None:
         """Begins a new interval."""
@@ -108,16 +107,13 @@ class Clock:
         self.pauses[name] = self.pauses.get(name, 0.0) + seconds
         self.totals[name] = self.totals.get(name, 0.0) + seconds
 
-    def training_seconds(self) -> float:
-        return time.perf_counter() - self.started - sum(self.pauses.values())
-
 
 def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
     """Tokens a second of the whole job since the clock's last restart, and derived values; MFU only with a `peak`.
 
     step_tokens: of a global batch; devices: of the whole job; flops: a token's; peak: of `peak_flops`.
     """
-    seconds = clock.training_seconds()
+    seconds = time.perf_counter() - clock.started - sum(clock.pauses.values())  # of training
     per_second = clock.steps * step_tokens / seconds
     per_device = per_second / devices
     values = {

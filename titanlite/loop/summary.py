@@ -33,9 +33,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     cfg = config.activation_checkpoint
     detail = {"selective": f": {cfg.selective_ac_option}", "memory_budget": f": {cfg.memory_budget:g}"}.get(cfg.mode, "")
     parts = ["blocks" if part == "model" else part for part in config.compile.components]
-    compiled = f"{' and '.join(parts)} by {config.compile.backend}"
-    compiled = compiled if config.compile.enable else "nothing"
-    recomputed = "nothing" if cfg.mode == "none" else cfg.mode + detail
+    compiled = f"{' and '.join(parts)} by {config.compile.backend}" if config.compile.enable else "nothing"
     float32_products = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]
     decay = schedule.total_steps - schedule.decay_start
     stable = schedule.decay_start - schedule.warmup_steps
@@ -50,7 +48,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
         "attention": attention_sentence(model, config),
         "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
-        "recomputed": recomputed,
+        "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
         "compiled": compiled,
         "parameters": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
         if isinstance(model, FSDPModule)
