@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
-from titanlite.config.read import configuration_file, read_config
+from titanlite.config.read import read_words
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
@@ -227,14 +227,6 @@ _PATIENCE = 3.0
 _RECORDER_PATIENCE = 10.0
 
 
-def read_and_check(words: list[str], world: int) -> Config:
-    """The configuration that the words of a command name. Raises UserError for its faults."""
-    path = configuration_file(words, "titanlite train CONFIG.toml [--section.key value ...]")
-    config = read_config(path, words[1:])
-    check(config, path, world, open_files=False)
-    return config
-
-
 def main(config: Config | None = None) -> None:
     """Trains, and exits: 0 when done, 2 for a UserError, 1 for any other.
 
@@ -247,7 +239,9 @@ def main(config: Config | None = None) -> None:
         children.end_with_parent()  # no rank goes on without the launcher
     patience = _PATIENCE
     try:
-        config = config or read_and_check(sys.argv[1:], world)
+        if config is None:
+            path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
+            check(config, path, world, open_files=False)
         degrees = resolve_degrees(config.parallelism, world)
         _lock = lock_run(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
         profiling.record_collectives(config)

@@ -63,7 +63,7 @@ CASES = {
     "option in place of the file": case("--training.steps 3", "give a configuration first"),
     "missing file": case("rum.toml", "rum.toml: no such configuration file", "did you mean run.toml?"),
     "folder in place of the file": case("a_folder.toml", "a_folder.toml: cannot be read"),
-    "not TOML": case("not_toml.toml", "not_toml.toml: not valid TOML", "line 12"),
+    "not TOML": case("not_toml.toml", "not_toml.toml: cannot be read as TOML", "line 12"),
     "circle of bases": case("circle_a.toml", "closes a circle: circle_a.toml -> circle_b.toml -> circle_a.toml"),
     "missing base": case("missing_base.toml", "nowhere.toml: no such configuration file (named as base by missing_base.toml)"),
     "fault in the base": case(

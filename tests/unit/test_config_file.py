@@ -209,8 +209,8 @@ def test_a_misspelt_file_name_gets_a_suggestion(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps = \n", "not valid TOML"),
-        ("[training]\nsteps = 1\nsteps = 2\n", "not valid TOML"),
+        ("steps = \n", "cannot be read as TOML"),
+        ("[training]\nsteps = 1\nsteps = 2\n", "cannot be read as TOML"),
         ("base = 3\n", "base = 3: must be the name of a TOML file"),
         ("training = 3\n", "training = 3: must be a table"),
         ("[[training]]\nsteps = 3\n", "must be a table"),

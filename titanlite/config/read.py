@@ -32,14 +32,17 @@ KEYS: dict[str, Any] = {
 }
 
 
-def configuration_file(words: list[str], usage: str) -> str:
-    """The first of a command's words. Raises UserError if it is an option; for --help prints the usage and exits."""
+def read_words(words: list[str], usage: str) -> tuple[str, Config]:
+    """(configuration file, configuration) of a command's words: a file and options, as for `read_config`.
+
+    Raises UserError if the first word is an option. For --help as the first word it prints the usage and exits.
+    """
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {usage}\n       with --help behind CONFIG.toml: every option with its meaning and value")
         sys.exit(0)
     if not words or words[0].startswith("-"):
         raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
-    return words[0]
+    return words[0], read_config(words[0], words[1:])
 
 
 def read_config(path: str | Path, options: list[str]) -> Config:
@@ -118,17 +121,12 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
         close = difflib.get_close_matches(path.stem, nearby, n=1)
         hint = f"; did you mean {path.parent / close[0]}.toml?" if close else ""
         raise UserError(f"{path}: no such configuration file{named_by}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read{named_by}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as TOML{named_by}: {error}") from None
     base = values.pop("base", None)
-    if base is None:
-        merged: dict[str, Any] = {}
-    elif isinstance(base, str) and base:
-        merged = _load_toml(path.parent / base, [*chain, path], origins)
-    else:
+    if base == "" or not isinstance(base, str | None):
         raise UserError(f"{path}: base = {base!r}: must be the name of a TOML file, as a string")
+    merged = _load_toml(path.parent / base, [*chain, path], origins) if base else {}
     for section, table in values.items():
         if isinstance(table, dict) and isinstance(merged.get(section), dict):
             merged[section].update(table)
@@ -150,14 +148,13 @@ def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     while words:
         word = words.pop(0)
         option, assigned, text = word.partition("=")
-        has_value = bool(assigned) or (bool(words) and not words[0].startswith("--"))
+        key = option.removeprefix("--").replace("-", "_")
         if not word.startswith("--"):
             faults.append(f"{word}: belongs to no option; an option reads --section.key value")
-            continue
-        if not assigned and has_value:
-            text = words.pop(0)
-        if has_value:
-            texts[option.removeprefix("--").replace("-", "_")] = text
+        elif assigned:
+            texts[key] = text
+        elif words and not words[0].startswith("--"):
+            texts[key] = words.pop(0)
         else:
             faults.append(f"{option}: has no value; an option reads --section.key value")
     return texts, faults
@@ -236,7 +233,7 @@ def _sentence(section: str, name: str = "", *, origins: dict[str, str], errors: 
     key = f"{section}.{name}" if name else section
     if kind == "extra_forbidden":
         return _unknown_key(section, name, value, origins.get(key))
-    if kind in ("model_type", "model_attributes_type"):
+    if kind == "model_type":
         return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
     return f"{_setting(key, value, origins.get(key))}: must be {_allowed(errors)}"
 

@@ -302,9 +302,7 @@ class Checkpoint(Section):
     initial_load_model_only: Annotated[bool, EffectiveWhen("checkpoint.initial_load_path is set")] = True
     """Load only the weights of initial_load_path and start at step 0. false: also load optimizer state, step and data position,
     so that this run continues the other one."""
-    initial_load_in_hf: Annotated[bool, EffectiveWhen("checkpoint.enable = true", "checkpoint.initial_load_path is set")] = (
-        False
-    )
+    initial_load_in_hf: Annotated[bool, EffectiveWhen("checkpoint.initial_load_path is set")] = False
     """initial_load_path is a folder in Hugging Face's format: safetensors, and a config.json with the model's dimensions. Each
     rank reads its own slices."""
     last_save_in_hf: Annotated[bool, WITH_CHECKPOINTS] = False

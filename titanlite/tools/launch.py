@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.config.read import configuration_file, read_config, to_toml
+from titanlite.config.read import read_words, to_toml
 from titanlite.config.schema import Config
 from titanlite.launch import children, stop
 from titanlite.launch.layout import read_layout
@@ -22,8 +22,8 @@ def main() -> None:
     """The exit code is the run's: 0 done, 2 a fault in configuration or data, 75 stopped, else a failed rank's."""
     os.environ.setdefault(stop.STARTED, str(time.time()))  # run_train.sh has set it
     words = sys.argv[1:]
-    path = configuration_file(words, "titanlite launch CONFIG.toml [--section.key value ...]")
-    config, layout = read_config(path, words[1:]), read_layout()
+    path, config = read_words(words, "titanlite launch CONFIG.toml [--section.key value ...]")
+    layout = read_layout()
 
     import torch.distributed.tensor  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from titanlite.config.read import configuration_file, read_config
+from titanlite.config.read import read_words
 from titanlite.config.schema import Config
 
 
@@ -27,8 +27,7 @@ def read_command(parser: argparse.ArgumentParser, words: list[str] | None = None
     All other options are those of the configuration.
     """
     known, rest = parser.parse_known_args(words)
-    path = configuration_file(rest, f"{parser.prog} CONFIG.toml [--ranks N] [--section.key value ...]")
-    return known, path, read_config(path, rest[1:])
+    return known, *read_words(rest, f"{parser.prog} CONFIG.toml [--ranks N] [--section.key value ...]")
 
 
 def at_least(least: int) -> Callable[[str], int]:
