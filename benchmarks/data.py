@@ -94,7 +94,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
                         out[at] = file.ids[row * length : row * length + length + 1]
 
             def ours(config: Config, data=data, steps=steps, share=share) -> float:
-                source = Batches(config, data, 0, share, (0, 1))
+                source = Batches(StepDataset(config, data, 0, share, (0, 1)))
                 for _ in range(config.dataloader.workers * 4):  # until they have started
                     next(source)
                 begin = time.perf_counter()

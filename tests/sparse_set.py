@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.schema import Config
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.indexed import path_of, write_index
 
 SHARDS, DOCUMENTS, TOKENS = 1000, 10**6, 10**9  # the last two of each shard
@@ -35,7 +35,7 @@ def measure(folder: Path, assets: str, mask: bool) -> dict[str, float]:
     begin = time.perf_counter()
     data = open_data(config)
     opened = time.perf_counter()
-    batch = next(Batches(config, data, (STEP - 1) * 64, 64, (3, 8)))
+    batch = next(Batches(StepDataset(config, data, (STEP - 1) * 64, 64, (3, 8))))
     sought = time.perf_counter()
     assert batch.tokens.numel() == 8 * 8193
     tokens, documents = data.sources[0].tokens, data.sources[0].documents

@@ -23,7 +23,7 @@ from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, tr
 from titanlite.checkpoint.save import Saver
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
@@ -89,7 +89,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
         record_start(config, Path(family.module.__file__ or ""), record)
 
     def batches_from(samples: int) -> Batches:
-        return Batches(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh)), device)
+        return Batches(StepDataset(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh))), device)
 
     first, batches = progress.step + 1, batches_from(progress.samples)
     reporter = Reporter(config, first, active=main_rank)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.compare import Trajectory, record
@@ -85,7 +85,7 @@ def learnable_ids(vocabulary: int) -> np.ndarray:
 def rank_batches(config: Config, mesh: DeviceMesh, consumed: int = 0):
     """This rank's part of each step's batch, from the learnable data."""
     part = data_rank(mesh), data_degree(mesh)
-    return Batches(config, learnable_data(config), consumed, config.training.global_batch_size, part)
+    return Batches(StepDataset(config, learnable_data(config), consumed, config.training.global_batch_size, part))
 
 
 def first_microbatch(config: Config, mesh: DeviceMesh) -> Batch:

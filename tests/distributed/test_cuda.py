@@ -15,7 +15,7 @@ from tests.distributed.scenarios import config_of, learnable_data
 from tests.tiny import FLAVORS
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.errors import UserError
 from titanlite.launch import process
 from titanlite.loop.loss import summed_loss
@@ -53,7 +53,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cuda")
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    source = Batches(config, learnable_data(config), 0, 8, (0, 1), device)
+    source = Batches(StepDataset(config, learnable_data(config), 0, 8, (0, 1)), device)
 
     def step(number: int) -> None:
         forward_backward(model, next(source), mesh)

@@ -21,7 +21,7 @@ from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_
 from tests.token_files import data_of
 from titanlite.checkpoint import manifest
 from titanlite.config.schema import Config
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.loop.divergence import FILE, Steps, read_entries
@@ -66,7 +66,7 @@ def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) ->
     model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     part, training = (data_rank(mesh), data_degree(mesh)), config.training
-    source = Batches(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part)
+    source = Batches(StepDataset(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part))
     norms = []
     for step in range(1, 7):
         batch = next(source)
@@ -153,7 +153,7 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
     model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
     optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
     part = (data_rank(mesh), data_degree(mesh))
-    source = Batches(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part)
+    source = Batches(StepDataset(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part))
 
     def step(number: int) -> None:
         share = forward_backward(model, next(source), mesh)

@@ -33,7 +33,7 @@ FOLDERS = ("tests/unit", "tests/distributed", "tests/end_to_end")  # cheap ones 
 _NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
 # What most tests import and no fault changes.
 _HEAVY = (
-    "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "torchdata", "tokenizers",
+    "pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "tokenizers",
     "safetensors.torch", "pydantic",
 )  # fmt: skip
 _PATIENCE = 900  # seconds for one file of tests

@@ -52,7 +52,7 @@ def sources(tmp_path_factory) -> list:
 
 def global_batches(data: Data, config: Config, ranks: int, steps: int, consumed: int = 0) -> list[Batch]:
     """Steps as all ranks together read them, (sequences, ...) each."""
-    parts = [Batches(config, data, consumed, GLOBAL, (rank, ranks)) for rank in range(ranks)]
+    parts = [Batches(StepDataset(config, data, consumed, GLOBAL, (rank, ranks))) for rank in range(ranks)]
     found = [[next(part) for part in parts] for _ in range(steps)]
     for part in parts:
         part.close()
@@ -153,7 +153,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample(sources, caplog, mon
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     data = mix_of(sources, config_of())
     data.__class__ = Slow
-    source = Batches(config_of(workers=workers, stall=0.4), data, 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config_of(workers=workers, stall=0.4), data, 0, GLOBAL, (0, 1)))
     next(source)
     if workers:
         next(source)
@@ -169,7 +169,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample(sources, caplog, mon
 
 def test_data_that_comes_in_time_is_not_spoken_of(sources, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    source = Batches(config_of(stall=0.2), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config_of(stall=0.2), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
     for _ in range(3):
         next(source)
         time.sleep(0.3)  # a step of the model, which is not waiting for data
@@ -180,7 +180,7 @@ def test_data_that_comes_in_time_is_not_spoken_of(sources, caplog, monkeypatch):
 def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers):
     file = write_file(tmp_path / "other", [np.arange(200)])
     config = config_of(workers=workers)
-    source = Batches(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), 0, GLOBAL, (0, 1)))
     with pytest.raises(UserError) as error:
         for _ in range(3):
             next(source)
@@ -192,7 +192,7 @@ def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers
 @pytest.mark.parametrize("prepared", [(), (0, 1, 2, 3), (1, 3)], ids=["none", "all", "every other"])
 def test_batches_prepared_ahead_are_the_same(sources, prepared):
     def read() -> Batches:
-        return Batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+        return Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
 
     plain, ahead = read(), read()
     for step in range(4):
@@ -205,7 +205,7 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
 def test_what_fails_while_a_batch_is_prepared_is_raised_when_it_is_taken(tmp_path):
     file = write_file(tmp_path / "other", [np.arange(200)])
     data = mix_of([opened(file, foreign=True)], config_of(), vocabulary=0)
-    ahead = Batches(config_of(), data, 0, GLOBAL, (0, 1))
+    ahead = Batches(StepDataset(config_of(), data, 0, GLOBAL, (0, 1)))
     ahead.prepare()  # the step before it is whole, and can be saved
     with pytest.raises(UserError, match="holds the id"):
         next(ahead)
@@ -220,7 +220,7 @@ def workers() -> set[int]:
 
 def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
     before = workers()
-    source = Batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
     next(source)
     (worker,) = workers() - before
     os.kill(worker, signal.SIGKILL)
@@ -231,7 +231,7 @@ def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
 
 def test_workers_do_not_hear_of_a_stop_that_is_asked_of_all_processes_and_end_with_close(sources):
     before = workers()
-    source = Batches(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
     (worker,) = workers() - before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while it starts
         os.kill(worker, number)
@@ -250,12 +250,12 @@ from pathlib import Path
 
 from tests.token_files import mix_of, opened
 from tests.unit.test_batches import GLOBAL, config_of
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.indexed import TokenFile
 
 if __name__ == "__main__":
     config = config_of(workers=2)
-    source = Batches(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), 0, GLOBAL, (0, 1)))
     next(source)
     print("reading", flush=True)
     time.sleep(100)
@@ -293,7 +293,7 @@ def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):
     import threading
 
     before = threading.active_count()
-    source: Batches | None = Batches(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1))
+    source: Batches | None = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
     next(source)
     assert threading.active_count() == before + 1
     source = None
@@ -307,7 +307,7 @@ def test_a_source_is_read_as_often_as_it_may_be_and_not_once_more(tmp_path):
     """What is located ahead of the last step does not count."""
     file = write_file(tmp_path / "once", [np.arange(24 * SEQ_LEN + 1)])
     config = config_of()
-    source = Batches(config, mix_of([opened(file, "once", epochs=1.0)], config), 0, GLOBAL, (0, 1))
+    source = Batches(StepDataset(config, mix_of([opened(file, "once", epochs=1.0)], config), 0, GLOBAL, (0, 1)))
     seen = torch.cat([next(source).tokens[..., 0].flatten() for _ in range(2)])
     assert sorted(seen.tolist()) == list(range(0, 24 * SEQ_LEN, SEQ_LEN))
     with pytest.raises(UserError, match="once is used up: 1 epochs"):

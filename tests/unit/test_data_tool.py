@@ -8,7 +8,7 @@ import pytest
 
 from tests.token_files import write_file
 from titanlite.config.read import read_config
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import open_data
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import train_tokenizer
@@ -60,7 +60,7 @@ def test_show_prints_the_text_that_the_step_reads(config, capsys, monkeypatch, p
     found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *option))
     keys = read_config(config, option)
     data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
-    batch = next(Batches(keys, data, (step - 1) * 4, 4, (0, 1)))
+    batch = next(Batches(StepDataset(keys, data, (step - 1) * 4, 4, (0, 1))))
     tokens = batch.tokens.flatten(0, 1)
     counted = np.ones(tokens.shape, bool) if batch.counted is None else batch.counted.flatten(0, 1).numpy()
     expected = [

@@ -9,15 +9,13 @@ import multiprocessing
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
-from functools import cached_property
 
 import numpy as np
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from titanlite.config.schema import Config, Dataloader
+from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import Data
 from titanlite.errors import UserError
@@ -28,7 +26,7 @@ log = logging.getLogger(__name__)
 _LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's overhead per call
 
 
-class StepDataset:
+class StepDataset(Dataset[Batch | UserError]):
     """A map-style dataset: step -> this rank's part of its global batch. Step 0 is the next one."""
 
     def __init__(self, config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int]):
@@ -38,19 +36,14 @@ class StepDataset:
         """
         rank, degree = part
         self.data, self.global_batch, self.share = data, global_batch, global_batch // degree
-        self.seed, self.local_batch = config.training.seed, config.training.local_batch_size
+        self.cfg, self.seed, self.local_batch = config.dataloader, config.training.seed, config.training.local_batch_size
         assert self.share * degree == global_batch and self.share % self.local_batch == 0
         self.first = consumed + rank * self.share
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         # for each step that may be read at once, its number and the row that was begun last
-        ahead = config.dataloader.workers * config.dataloader.prefetch
+        ahead = self.cfg.workers * self.cfg.prefetch
         self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
         self._block, self._located = -1, (np.zeros(0), np.zeros(0))
-
-    @cached_property
-    def _notes(self) -> np.ndarray:
-        """`latest`, in the process that reads."""
-        return self.latest.numpy()
 
     def __getitem__(self, step: int) -> Batch | UserError:
         """This rank's part of a step, (microbatches, local_batch, ...), or the fault in the data.
@@ -58,7 +51,7 @@ class StepDataset:
         The fault is returned, not raised, since the loader would wrap it in the traceback of a worker process.
         """
         sources, samples = self.located(step)
-        note = self._notes[step % len(self._notes)]
+        note = self.latest.numpy()[step % len(self.latest)]
         note[:] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)
@@ -87,30 +80,21 @@ class StepDataset:
         return f'source "{mixed.source.name}", {rows.file.prefix}.bin, sample {row}'
 
 
-class Batches:
+class Batches(Iterator[Batch]):
     """This rank's part of every global batch, step by step, without end, on the training device. `close` ends the workers.
 
     `prepare` reads the next batch and copies it while the device computes the current step.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        data: Data,
-        consumed: int,
-        global_batch: int,
-        part: tuple[int, int],
-        device: torch.device | str = "cpu",
-    ):
-        """The parameters are those of `StepDataset`."""
-        dataset, cfg = StepDataset(config, data, consumed, global_batch, part), config.dataloader
+    def __init__(self, dataset: StepDataset, device: torch.device | str = "cpu"):
+        cfg = dataset.cfg
         self._device = torch.device(device)
         cuda = self._device.type == "cuda"
         # On the stream of the computation, the copies would wait for all of it, and it for them.
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
-        self._source = _read_ahead(dataset, cfg, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
+        self._source = _read_ahead(dataset, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
         self._step = 0
         self._next: Batch | Exception | None = None
 
@@ -123,9 +107,6 @@ class Batches:
                 self._next = batch.to(self._device, non_blocking=True)
         except Exception as error:
             self._next = error  # the step before is complete and can still be saved
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         """The next batch, prepared or not."""
@@ -162,24 +143,22 @@ class Batches:
     __del__ = close
 
 
-def _read_ahead(dataset: StepDataset, cfg: Dataloader, pin_memory: bool) -> Iterator[Batch | UserError]:
+def _read_ahead(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserError]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
-    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # PyTorch's to torchdata
+    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
         return iter(
-            StatefulDataLoader(
+            DataLoader(
                 dataset,
                 batch_size=None,
                 sampler=itertools.count(),
-                num_workers=cfg.workers,
-                prefetch_factor=cfg.prefetch,
+                num_workers=dataset.cfg.workers,
+                prefetch_factor=dataset.cfg.prefetch,
                 pin_memory=pin_memory,
                 # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
                 # imported what the workers need.
                 multiprocessing_context="forkserver",
                 worker_init_fn=_start_worker,
-                snapshot_every_n_steps=2**62,  # its state is not used: ours is one number
             )
         )
 

@@ -28,7 +28,7 @@ from titanlite.errors import UserError
 from titanlite.files import replace_file
 
 _LOCK = ".lock"
-_PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
+_PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
 def lock_run(folder: Path) -> IO[str]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.launch import process
 from titanlite.loop.divergence import Steps
@@ -112,7 +112,7 @@ class Trajectory(NamedTuple):
 def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
     """Trains `training.steps` steps on `data`; all ranks return the same."""
     part = data_rank(mesh), data_degree(mesh)
-    batches = Batches(config, data, 0, config.global_batch(data_degree(mesh)), part)
+    batches = Batches(StepDataset(config, data, 0, config.global_batch(data_degree(mesh)), part))
     return record_run(begin(config, mesh, device), batches)
 
 

@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import Damaged
 from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Checkpoint, Config, Parallelism, Profiling, Validation
 from titanlite.data.batch import Batch
-from titanlite.data.batches import Batches
+from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
 from titanlite.launch import process
@@ -180,7 +180,7 @@ def replay(
             if source is None or number - 1 in route.jumps:
                 samples = route.jumps.get(number - 1, samples)
                 part = data_rank(mesh), data_degree(mesh)
-                source = Batches(config, data, samples, config.training.global_batch_size, part, device)
+                source = Batches(StepDataset(config, data, samples, config.training.global_batch_size, part), device)
             yield next(source)
             samples += config.training.global_batch_size
 
