@@ -280,6 +280,18 @@ def test_a_failure_in_the_middle_leaves_nothing_that_looks_finished(tmp_path, as
     assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock", ""}
 
 
+@pytest.mark.parametrize("fault", ["killed before the last rename", "damaged"])
+def test_a_folder_of_the_cache_that_is_not_whole_is_made_again(tmp_path, assets, loaded, fault):
+    path = write_jsonl(tmp_path / "a.jsonl")
+    folder = _open(path, assets).files[0].prefix.parent
+    if fault == "damaged":
+        (folder / "manifest.json").write_text("{}")
+    else:
+        folder.rename(folder.with_name(f"{folder.name}.tmp"))
+    assert _documents(_open(path, assets)) == _expected(loaded)
+    assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock", ""}
+
+
 def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_that_names_another(tmp_path, assets, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "file"))

@@ -249,6 +249,8 @@ def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], C
             with contextlib.suppress(Exception):  # another process has made it meanwhile
                 return read(path)
             unfinished = path.with_name(f"{path.name}.tmp")
+            for folder in (unfinished, path):  # of a start that was killed before its last rename; damaged
+                shutil.rmtree(folder, ignore_errors=True)
             try:
                 make(unfinished)
                 publish(unfinished, path)
