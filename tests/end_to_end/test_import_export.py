@@ -133,7 +133,7 @@ initial_load_in_hf = true
 
 
 def _weights(stored: Stored) -> list[str]:
-    return [name.removeprefix("model.") for name in stored.entries() if name.startswith("model.")]
+    return [name.removeprefix("model.") for name in stored.entries if name.startswith("model.")]
 
 
 def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(tmp_path):

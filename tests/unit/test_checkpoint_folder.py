@@ -18,7 +18,7 @@ from titanlite.checkpoint.folder import (
     clean_up,
     list_steps,
     retire,
-    room_fault,
+    room_faults,
     step_folder,
     superfluous,
     try_out,
@@ -205,23 +205,24 @@ def test_there_must_be_room_for_two_checkpoints_or_for_one_where_an_old_one_goes
         monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or shutil._ntuple_diskusage(0, 0, amount))
 
     free(needed * size)
-    assert room_fault(tmp_path, size, keys) == ""
+    assert list(room_faults(tmp_path, size, keys)) == []
     free(needed * size - 1)
-    fault = room_fault(tmp_path, size, keys)
+    [fault] = room_faults(tmp_path, size, keys)
     assert f"{needed} checkpoints of this run need {needed}.00 GiB" in fault and f"{tmp_path} has {needed}.00 GiB free" in fault
     assert "checkpoint.folder" in fault and "job.dump_folder" in fault
     free(0)
-    assert f"{tmp_path} has 0.00 GiB free" in room_fault(tmp_path / "not/there/yet", size, Checkpoint(enable=True))
+    [fault] = room_faults(tmp_path / "not/there/yet", size, Checkpoint(enable=True))
+    assert f"{tmp_path} has 0.00 GiB free" in fault
     assert set(asked) == {tmp_path}
 
 
 def test_what_a_killed_run_has_left_half_written_counts_as_room_since_it_is_deleted_first(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
-    assert room_fault(tmp_path, 1000, Checkpoint(enable=True))
+    assert list(room_faults(tmp_path, 1000, Checkpoint(enable=True)))
     for name in (".step-00000010.unfinished", ".step-00000005.retired"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(bytes(250))
-    assert room_fault(tmp_path, 1000, Checkpoint(enable=True)) == ""
+    assert not list(room_faults(tmp_path, 1000, Checkpoint(enable=True)))
 
 
 def test_a_checkpoint_is_as_large_as_masters_and_moments():

@@ -54,8 +54,8 @@ def list_steps(folder: Path) -> list[int]:
 # -------------------------------------------------------------------------------------------------------------- before a run
 
 
-def room_fault(folder: Path, size: int, cfg: Checkpoint) -> str:
-    """The fault if checkpoints of `size` bytes do not fit on the disk, or "".
+def room_faults(folder: Path, size: int, cfg: Checkpoint) -> Iterator[str]:
+    """A disk on which checkpoints of `size` bytes do not fit.
 
     Retention deletes an old checkpoint only after the new one is complete. A run therefore needs space for two, or for one if
     the folder already has all that retention keeps.
@@ -64,12 +64,11 @@ def room_fault(folder: Path, size: int, cfg: Checkpoint) -> str:
     needed = min(2, max(1, missing))
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free + sum(_size(path) for path in _leftovers(folder))  # clean_up deletes them
-    if free >= needed * size:
-        return ""
-    return (
-        f'checkpoint.folder = "{cfg.folder}": {existing} has {_gib(free)} free, and {needed} checkpoints of this run need '
-        f"{_gib(needed * size)}; free some space, or set job.dump_folder to a folder on another disk"
-    )
+    if free < needed * size:
+        yield (
+            f'checkpoint.folder = "{cfg.folder}": {existing} has {_gib(free)} free, and {needed} checkpoints of this run need '
+            f"{_gib(needed * size)}; free some space, or set job.dump_folder to a folder on another disk"
+        )
 
 
 def _leftovers(folder: Path) -> list[Path]:
@@ -162,11 +161,6 @@ def faults(config: Config) -> Iterator[str]:
     """What prevents a run from saving or resuming as configured."""
     cfg, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
     if not cfg.enable:
-        if config.job.time_limit_minutes:
-            yield (
-                f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: a run that is stopped must have saved a "
-                "checkpoint; set checkpoint.enable = true"
-            )
         if config.training.on_nonfinite == "rollback":
             yield 'training.on_nonfinite = "rollback": needs checkpoints to go back to; set checkpoint.enable = true'
         return

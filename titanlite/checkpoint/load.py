@@ -9,13 +9,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 from titanlite.launch.process import together
 
 log = logging.getLogger(__name__)
@@ -52,13 +52,20 @@ def verified(source: Path) -> Manifest:
     version of titanlite wrote the checkpoint.
     """
     with together():
-        result = manifest.read(source)
-        if step_of(source) not in (None, result.numbers["step"]):  # None: the user renamed a copy
-            raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {result.numbers['step']}")
-        if damage := "\n".join(faults(source, result, dist.get_rank(), dist.get_world_size())):
-            raise Damaged(damage)
-        read_metadata(source, result.files)
-    return result
+        return intact(source, dist.get_rank(), dist.get_world_size())[0]
+
+
+def intact(source: Path, part: int = 0, parts: int = 1) -> tuple[Manifest, Metadata]:
+    """Manifest and metadata of a checkpoint, after the files of one part (see `faults`) were compared with their checksums.
+
+    Raises Damaged, naming each damaged file, or UserError if another version of titanlite wrote the checkpoint.
+    """
+    result = manifest.read(source)
+    if step_of(source) not in (None, result.numbers["step"]):  # None: the user renamed a copy
+        raise Damaged(f"{source / manifest.FILE}: is damaged: it belongs to step {result.numbers['step']}")
+    if damage := "\n".join(faults(source, result, part, parts)):
+        raise Damaged(damage)
+    return result, read_metadata(source, result.files)
 
 
 def faults(source: Path, found: Manifest, part: int = 0, parts: int = 1) -> Iterator[str]:
@@ -80,18 +87,18 @@ def load_tensors(
     with together():  # it may have been damaged after it was verified
         entries = tensor_entries(read_metadata(source, saved.files))
     stored = {name: entry for name, entry in entries.items() if name.startswith(prefix)}
+    targets, known = dict(tensors), stored.keys() | tensors.keys()
     for pattern in exclude:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in [*stored, *tensors]):
+        names = fnmatch.filter(known, pattern)
+        if not names:
             where = f"{source}, of which only the weights are loaded" if prefix else f"{source} or of this run"
             raise UserError(f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of {where}')
-
-    def is_loaded(name: str) -> bool:
-        return not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
-
-    targets = {name: tensor for name, tensor in tensors.items() if is_loaded(name)}
-    if mismatches := list(_mismatches(targets, {name: entry for name, entry in stored.items() if is_loaded(name)})):
+        for name in names:
+            stored.pop(name, None)
+            targets.pop(name, None)
+    if mismatches := list(_mismatches(targets, stored)):
         remedy = "checkpoint.exclude_from_loading can list tensors that keep their initial values or are not loaded"
-        raise UserError("\n".join([f"{source}: does not fit this run:", *mismatches, remedy]))
+        raise UserError(listed(f"{source}: does not fit this run:", mismatches, remedy))
     try:
         dcp.load(targets, storage_reader=Reader(source, saved.files))
     except CheckpointException as error:
@@ -102,8 +109,8 @@ def load_tensors(
 def _mismatches(targets: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> Iterator[str]:
     for name, tensor in targets.items():
         if name not in stored:
-            yield f"  {name}: not in the checkpoint"
+            yield f"{name}: not in the checkpoint"
         elif tuple(stored[name].size) != tuple(tensor.shape):
-            yield f"  {name}: {tuple(stored[name].size)} in the checkpoint, {tuple(tensor.shape)} here"
+            yield f"{name}: {tuple(stored[name].size)} in the checkpoint, {tuple(tensor.shape)} here"
     for name in sorted(stored.keys() - targets.keys()):
-        yield f"  {name}: in the checkpoint, not here"
+        yield f"{name}: in the checkpoint, not here"

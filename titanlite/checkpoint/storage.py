@@ -170,7 +170,7 @@ class Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits few classes. A forged pickle can still give their objects any values, so `_metadata_fault` checks the result."""
+    """Admits few classes. A forged pickle can still give their objects any values, so `_check_metadata` checks the result."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ADMITTED:
@@ -185,13 +185,11 @@ def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
     path = folder / METADATA
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        reason = _metadata_fault(metadata, files)
+        _check_metadata(metadata, files)
     except OSError as error:
         raise Damaged(f"{path}: cannot be read: {error}") from None
     except Exception as error:  # a damaged or forged pickle can raise anything
         raise Damaged(f"{path}: is refused: {error}") from None
-    if reason:
-        raise Damaged(f"{path}: is refused: {reason}")
     return metadata
 
 
@@ -201,21 +199,22 @@ def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _metadata_fault(metadata: Any, files: dict[str, Contents]) -> str:
+def _check_metadata(metadata: Any, files: dict[str, Contents]) -> None:
+    """Raises ValueError for anything but tensors whose bytes are in these files."""
     tensors, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(tensors, dict) or not isinstance(storage, dict):
-        return "it is not the metadata of a checkpoint"
+        raise ValueError("it is not the metadata of a checkpoint")
     for name, entry in tensors.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-            return f"{name!r} is not a tensor"
+            raise ValueError(f"{name!r} is not a tensor")
     for index, location in storage.items():
         if not isinstance(index, MetadataIndex) or not isinstance(location, _StorageInfo):
-            return f"{index!r} has no location"
+            raise ValueError(f"{index!r} has no location")
         file, first, length = location.relative_path, location.offset, location.length
         if file not in files:  # whose names have no path
-            return f"{index.fqn} is in {file!r}, which the manifest does not list"
+            raise ValueError(f"{index.fqn} is in {file!r}, which the manifest does not list")
         if not (0 <= first <= first + length <= files[file].bytes):
-            return f"{index.fqn} is in bytes {first} to {first + length} of {file!r}, which has {files[file].bytes} bytes"
+            place = f"bytes {first} to {first + length} of {file!r}, which has {files[file].bytes} bytes"
+            raise ValueError(f"{index.fqn} is in {place}")
         if location.transform_descriptors:
-            return f"{index.fqn} is transformed by {location.transform_descriptors}"
-    return ""
+            raise ValueError(f"{index.fqn} is transformed by {location.transform_descriptors}")

@@ -66,9 +66,9 @@ class Exported:
             raise UserError(listed(f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", changed))
         self.model = self.family.on_meta()
         self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
-        weights = [name for name in stored.entries() if name.startswith("model.")]
+        weights = [name for name in stored.entries if name.startswith("model.")]
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
-        there = {name.removeprefix("model."): tuple(stored.entries()[name].size) for name in weights}
+        there = {name.removeprefix("model."): tuple(stored.entries[name].size) for name in weights}
         if wrong := [name for name in sorted(there.keys() | self.shapes) if there.get(name) != self.shapes.get(name)]:
             lines = [f"{name}: {there.get(name)} in the checkpoint, {self.shapes.get(name)} in the model" for name in wrong]
             raise UserError(listed(f"{stored.source}: does not have the weights of this model:", lines))
@@ -87,7 +87,7 @@ class Exported:
         return loaded
 
     def dtype_of(self, name: str) -> torch.dtype:
-        stored = self.stored.entries()[f"model.{name}"].properties.dtype
+        stored = self.stored.entries[f"model.{name}"].properties.dtype
         return self._dtype if self._dtype and stored.is_floating_point else stored
 
     def read_tensor(self, name: str) -> Tensor:
