@@ -152,7 +152,7 @@ def test_without_it_nothing_is_changed_and_torchao_is_not_imported(monkeypatch):
 def test_patterns_that_make_no_sense_are_refused(patterns, expected):
     config = config_of({"filter_fqns": patterns})
     model = on_meta(family_of(config.model), config)
-    (fault,) = linear_layers(model, config)[1]
+    (fault,) = linear_layers(model, config, {})[1]
     assert expected in fault
     with pytest.raises(UserError, match=re.escape(fault)):
         convert(model, config)
@@ -162,7 +162,7 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
     config = config_of(model={"name": "tests.tiny_odd", "flavor": "plain"})
     model = nn.Module()
     model.layers = nn.ModuleDict({str(i): nn.ModuleDict({"w": nn.Linear(64, 40), "v": nn.Linear(64, 32)}) for i in range(3)})
-    (line,) = linear_layers(model, config)[1]
+    (line,) = linear_layers(model, config, {})[1]
     assert "layers.*.w is 64 x 40" in line and 'add "layers.*.w" to float8.filter_fqns' in line
 
 
@@ -191,7 +191,7 @@ FAULTS = [
     (
         {},
         {"parallelism": {"tensor_parallel_degree": 4}},
-        ["layers.*.attention.wk", "leaves each rank 8 of 32", "layers.*.ffn.w1"],
+        ["layers.*.attention.wk", "64 x 8 on each of parallelism.tensor_parallel_degree = 4 ranks", "layers.*.ffn.w1"],
     ),
     ({"filter_fqns": ["a"]}, {}, ['"a" matches no linear layer']),
 ]

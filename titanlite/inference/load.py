@@ -14,7 +14,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError, listed
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.parallel.tensor import apply_tensor_parallel, sharding_faults
+from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
@@ -46,8 +46,6 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     model = on_meta(family, config)
     tp = dist.get_world_size()
     if tp > 1:
-        if faults := sharding_faults(model, family, tp):
-            raise UserError("\n".join(faults))
         apply_tensor_parallel(model, family, build_mesh({**dict.fromkeys(DIMENSIONS, 1), "tp": tp}, device.type)["tp"])
     materialize(model.to(DTYPES[dtype or config.training.mixed_precision_param]), device)
     distributions, _ = match_initial(model, family)

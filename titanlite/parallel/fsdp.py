@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.parallel.mesh import fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
 
 
@@ -31,7 +30,8 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     of_block = policy if isinstance(policy, int) else policy != "never"
     of_head = False if policy == "default" else of_block
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": fsdp_mesh(mesh), "mp_policy": precision, "offload_policy": offload}
+    shards = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
     blocks = [fully_shard(block, reshard_after_forward=of_block, **options) for block in model.layers.values()]
     embed, head = model.embed, model.head
     if embed is not None and head is not None and head.output.weight is embed.weight:

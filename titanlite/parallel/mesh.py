@@ -48,11 +48,6 @@ def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
-def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `fully_shard` takes: (dp_shard,), or (dp_replicate, dp_shard) where there are replicas."""
-    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
-
-
 def data_degree(mesh: DeviceMesh) -> int:
     """The number of parts of a global batch."""
     return mesh["dp_replicate"].size() * mesh["dp_shard"].size()

@@ -5,10 +5,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
-from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel, sharding_faults
+from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import float8
 from titanlite.transforms.attention_kernels import choose_attention
@@ -33,10 +32,7 @@ def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.
     if config.training.z_loss and model.head is not None:
         model.head.z_loss = config.training.z_loss
     # FSDP2 shards what tensor parallelism has left to a rank, so that comes before it.
-    if faults := sharding_faults(model, family, mesh["tp"].size()):
-        raise UserError("\n".join(faults))
-    if mesh["tp"].size() > 1:
-        apply_tensor_parallel(model, family, mesh["tp"])
+    apply_tensor_parallel(model, family, mesh["tp"])
     # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
     sharded = needs_fsdp(config, mesh.size())
     if not sharded:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.transforms.float8 import MULTIPLE, linear_layers
+from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
 _SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
@@ -50,10 +50,6 @@ def _wrap_tokens(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, tp, [Replicate()], run_check=False)
 
 
-def _unwrap(x: DTensor, tp: DeviceMesh) -> Tensor:
-    return x.to_local()
-
-
 def _scatter_sequence(x: DTensor, tp: DeviceMesh) -> Tensor:
     return x.redistribute(tp, [Shard(_SEQUENCE)]).to_local()
 
@@ -69,7 +65,7 @@ def _gather_sequence(x: Tensor, tp: DeviceMesh) -> Tensor:
 
 STYLES: dict[str, Style] = {
     # Linear, output features split; reads the whole sequence, returns this rank's features
-    "column": Style(Shard(0), Shard(0), (nn.Linear,), before=_expect_gathered, after=_unwrap),
+    "column": Style(Shard(0), Shard(0), (nn.Linear,), before=_expect_gathered, after=lambda x, tp: x.to_local()),
     # Linear, input features split; reads this rank's features, sums over ranks, returns this rank's slice of the sequence
     "row": Style(Shard(1), Replicate(), (nn.Linear,), before=_wrap_features, after=_scatter_sequence),
     # Embedding or output projection, vocabulary split, evenly or not
@@ -116,7 +112,14 @@ def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[st
 
 
 def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> None:
-    """Makes each parameter a DTensor on the tp mesh, and hooks each style's redistributions to its module."""
+    """Makes each parameter a DTensor on the tp mesh, and hooks each style's redistributions to its module, unless tp is 1.
+
+    Raises UserError for the faults of the family's sharding table.
+    """
+    if faults := sharding_faults(model, family, tp.size()):
+        raise UserError("\n".join(faults))
+    if tp.size() == 1:
+        return
     for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)
         style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
@@ -172,7 +175,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     # the matrices' widths follow from the dimensions: one fault is enough
     yield from sharding_faults(model, family, 1 if undivided else tensor)
     if config.float8.enable and not config.lora.enable:
-        yield from _float8_faults(config, family, model)
+        yield from linear_layers(model, config, styles_of(model, family)[0])[1]
     if not config.parallelism.enable_async_tensor_parallel or tensor == 1:
         return
     key = "parallelism.enable_async_tensor_parallel = true"
@@ -183,23 +186,3 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             f'{key}: needs inductor, which does the overlap: compile.enable = true, "model" among compile.components and '
             'compile.backend = "inductor"'
         )
-
-
-def _float8_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
-    """Layers whose share on a tensor-parallel rank is no size for float8, and patterns that match no layer."""
-    tensor, styles = config.parallelism.tensor_parallel_degree, styles_of(model, family)[0]
-    layers, faults = linear_layers(model, config)
-    if faults or tensor == 1:
-        yield from faults
-        return
-    shares = {
-        every_layer(name): each.out_features if styles.get(name) == "column" else each.in_features
-        for name, each in layers.items()
-        if styles.get(name) in ("column", "row")
-    }
-    for name, size in shares.items():
-        if size % (MULTIPLE * tensor):
-            yield (
-                f"float8: of {name} parallelism.tensor_parallel_degree = {tensor} leaves each rank {size // tensor} of {size}; "
-                f'float8 multiplies multiples of {MULTIPLE}; add "{name}" to float8.filter_fqns'
-            )

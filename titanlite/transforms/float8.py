@@ -20,21 +20,27 @@ from titanlite.transforms.registry import block_linears, every_layer
 MULTIPLE = 16  # every dimension of a float8 product is a multiple of this
 
 
-def linear_layers(model: nn.Module, config: Config) -> tuple[dict[str, nn.Linear], list[str]]:
+def linear_layers(model: nn.Module, config: Config, styles: dict[str, str]) -> tuple[dict[str, nn.Linear], list[str]]:
     """The linear layers of the blocks that multiply in float8, by name; and the faults: a pattern of `float8.filter_fqns` that
     matches nothing, layers of sizes that float8 products do not take.
 
-    The head is excluded: small differences of its logits decide the loss.
+    The head is excluded: small differences of its logits decide the loss. styles: of the modules in the family's sharding
+    table, where tensor parallelism will split the layers; {} for their whole sizes.
     """
     every, patterns = block_linears(model), config.float8.filter_fqns
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in every)]
     faults = [f'float8.filter_fqns: "{pattern}" matches no linear layer of a block' for pattern in idle]
     chosen = {name: each for name, each in every.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+    tensor = config.parallelism.tensor_parallel_degree if styles else 1
+    where = f" on each of parallelism.tensor_parallel_degree = {tensor} ranks" if tensor > 1 else ""
     for name, each in chosen.items():
-        if each.in_features % MULTIPLE or each.out_features % MULTIPLE:
-            kind, size = every_layer(name), f"{each.in_features} x {each.out_features}"
+        inputs = each.in_features // (tensor if styles.get(name) == "row" else 1)
+        outputs = each.out_features // (tensor if styles.get(name) == "column" else 1)
+        if inputs % MULTIPLE or outputs % MULTIPLE:
+            kind = every_layer(name)
             faults.append(
-                f'float8: {kind} is {size}, and float8 multiplies multiples of {MULTIPLE}; add "{kind}" to float8.filter_fqns'
+                f"float8: {kind} is {inputs} x {outputs}{where}, and float8 multiplies multiples of {MULTIPLE}; "
+                f'add "{kind}" to float8.filter_fqns'
             )
     if not chosen:
         faults.append("float8.filter_fqns: leaves no linear layer to multiply in float8")
@@ -45,7 +51,7 @@ def convert(model: nn.Module, config: Config) -> None:
     """Replaces these layers of a meta-device model by torchao's, whose parameters have the same names. Raises UserError."""
     if not config.float8.enable:
         return
-    layers, faults = linear_layers(model, config)
+    layers, faults = linear_layers(model, config, {})  # the check of the configuration has seen the sizes of shards
     if faults:
         raise UserError("\n".join(faults))
     logging.getLogger("torchao").setLevel(logging.ERROR)  # its import warns of libraries that this machine cannot use

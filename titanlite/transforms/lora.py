@@ -6,9 +6,8 @@ meta device, before anything is sharded: code that splits, initialises or saves 
 layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weight".
 """
 
-import difflib
+import fnmatch
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import Constant, Normal
+from titanlite.config.read import suggest
 from titanlite.config.schema import Lora
 from titanlite.errors import UserError
 from titanlite.transforms.registry import A, B, block_linears, every_layer, is_adapter
@@ -55,29 +55,21 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
         raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
     linears = block_linears(model)  # a head multiplies by its weight in chunks and never calls its projection
-    if faults := [_fault(pattern, linears) for pattern in cfg.modules if not _matches(pattern, linears)]:
-        raise UserError("\n".join(faults))
+    chosen = {pattern: fnmatch.filter(linears, pattern) for pattern in cfg.modules}
+    if unused := [pattern for pattern, names in chosen.items() if not names]:
+        kinds = list(dict.fromkeys(every_layer(name) for name in linears))
+        lines = [f'lora.modules: "{p}" matches no nn.Linear of the layers{suggest(every_layer(p), kinds)}' for p in unused]
+        raise UserError("\n".join(lines))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(frozen)
-    for name in {name for pattern in cfg.modules for name in _matches(pattern, linears)}:
+    for name in set().union(*chosen.values()):
         module = linears[name]
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)
         module.scale = cfg.alpha / cfg.rank
         module.lora_a = nn.Parameter(torch.empty(cfg.rank, module.in_features, device="meta"))
         module.lora_b = nn.Parameter(torch.empty(module.out_features, cfg.rank, device="meta"))
-
-
-def _matches(pattern: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if fnmatchcase(name, pattern)]
-
-
-def _fault(pattern: str, names: Iterable[str]) -> str:
-    known = list(dict.fromkeys(every_layer(name) for name in names))
-    close = difflib.get_close_matches(every_layer(pattern), known, 1)
-    meant = f"did you mean {close[0]}?" if close else f"there are: {', '.join(known) or 'none'}"
-    return f'lora.modules: "{pattern}" matches no nn.Linear of the layers; {meant}'
 
 
 # ------------------------------------------------------------------------------------------------------------- checkpoints
