@@ -8,6 +8,7 @@ import torch
 from titanlite.config import effects
 from titanlite.config.schema import Config
 from titanlite.optim import build
+from titanlite.transforms import compile
 
 MUON, BFLOAT16 = {"optimizer.name": "Muon"}, {"training.dtype": "bfloat16"}
 
@@ -61,7 +62,7 @@ def test_every_optimizer_goes_with_every_rounding(name, rounding):
 
 
 def test_the_compiled_kernel_needs_a_compiler_where_parameters_are_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(build, "has_compiler", lambda: False)
+    monkeypatch.setattr(compile, "has_compiler", lambda: False)
     (fault,) = faults(BFLOAT16)
     assert 'optimizer.implementation = "fused": with training.dtype = "bfloat16" its kernel is compiled' in fault
     assert faults(BFLOAT16 | {"optimizer.implementation": "for-loop"}) == []

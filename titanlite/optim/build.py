@@ -13,7 +13,7 @@ from titanlite.config.schema import Config, Optimizer
 from titanlite.errors import UserError
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
-from titanlite.transforms.compile import has_compiler
+from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.shards import local_part
 
 
@@ -141,12 +141,10 @@ def faults(config: Config) -> Iterator[str]:
             'optimizer.ns_steps a step; use "AdamW", or no offload'
         )
     on_cpu = offload or not torch.cuda.is_available()
-    if (narrow or cfg.name == "Muon") and cfg.implementation == "fused" and on_cpu and not has_compiler():
+    if (narrow or cfg.name == "Muon") and cfg.implementation == "fused" and on_cpu:
         which = 'optimizer.name = "Muon"' if cfg.name == "Muon" else 'training.dtype = "bfloat16"'
-        yield (
-            f"{implementation}: with {which} its kernel is compiled, which needs a C++ compiler on a CPU, and none is found; "
-            'install g++ or clang, or set it to "for-loop"'
-        )
+        instead = 'optimizer.implementation = "for-loop"'
+        yield from compiler_faults(f"{implementation}: with {which} its kernel is compiled, which", instead)
     if narrow and training.mixed_precision_param != "bfloat16":
         yield (
             f'training.mixed_precision_param = "{training.mixed_precision_param}": with training.dtype = "bfloat16" the '

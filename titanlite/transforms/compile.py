@@ -80,11 +80,14 @@ def faults(config: Config) -> Iterator[str]:
         return
     if cfg.backend not in torch._dynamo.list_backends(exclude_tags=()):
         yield f'compile.backend = "{cfg.backend}": no such backend; there are: {", ".join(torch._dynamo.list_backends())}'
-    elif cfg.backend == "inductor" and not torch.cuda.is_available() and not has_compiler():
-        yield (
-            'compile.backend = "inductor": needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set '
-            "compile.enable = false"
-        )
+    elif cfg.backend == "inductor" and not torch.cuda.is_available():
+        yield from compiler_faults('compile.backend = "inductor":', "compile.enable = false")
+
+
+def compiler_faults(what: str, instead: str) -> Iterator[str]:
+    """That `what`, which inductor compiles for the CPU, cannot be compiled; instead: a setting without it."""
+    if not has_compiler():
+        yield f"{what} needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set {instead}"
 
 
 def has_compiler() -> bool:
