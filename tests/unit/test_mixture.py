@@ -12,6 +12,7 @@ import pytest
 from tests.token_files import TEXTS, mix_of, opened, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.mixture import USED_UP, check_epochs, open_data
+from titanlite.data.order import drawn
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
 from titanlite.errors import UserError
@@ -38,7 +39,7 @@ def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
     limited = opened(write_file(tmp_path / "limited", [[1] * 81]), "limited", weight=1, epochs=1.5)  # 10 samples
     free = opened(write_file(tmp_path / "free", [[1] * 81]), "free", weight=1)
     data = mix_of([free, limited], config)
-    allowed = next(samples for samples in range(100) if data.draws(samples)[1] > 15) - 1
+    allowed = next(samples for samples in range(100) if drawn(samples, data.shares)[1] > 15) - 1
     assert allowed in (30, 31)
     check_epochs(data, allowed)
     with pytest.raises(UserError, match=r"limited: 1\.60 epochs"):

@@ -12,6 +12,7 @@ from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
 from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import PADDING, Data
+from titanlite.data.order import drawn
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
 
@@ -317,8 +318,8 @@ def test_without_weights_every_source_is_read_once_in_the_same_time(tmp_path, po
     sources = [opened(write_file(tmp_path / name, _numbered([12] * count)), name) for name, count in lengths.items()]
     data = mix_of(sources, _config(policy))
     counts = [mixed.count for mixed in data.sources]
-    draws = data.draws(sum(counts))
-    assert all(abs(drawn - count) <= 1 for drawn, count in zip(draws, counts, strict=True))
+    draws = drawn(sum(counts), data.shares)
+    assert all(abs(draw - count) <= 1 for draw, count in zip(draws, counts, strict=True))
     assert len(set(counts)) == 3
 
 

@@ -57,16 +57,20 @@ def path_of(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
-class TokenFile:
+class Mapped:
+    """Maps files at their first read. Pickled, it leaves the arrays out: each process maps the files that it reads."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not isinstance(value, np.ndarray)}
+
+
+class TokenFile(Mapped):
     """NAME.bin with NAME.idx, each mapped at its first read.
 
-    A pickled TokenFile holds sizes and offsets only. Another process of this machine maps the files that it reads; it neither
-    opens nor checks the others.
-    """
+    tokens, documents: how many it holds. has_loss: whether NAME.loss exists.
 
-    tokens: int
-    documents: int
-    has_loss: bool
+    A pickled TokenFile holds sizes and offsets: another process of this machine neither opens nor checks what it does not read.
+    """
 
     def __init__(self, prefix: Path):
         """Raises UserError that names the faulty file: missing, of another format, truncated, or longer than the index says.
@@ -78,9 +82,6 @@ class TokenFile:
             self._read_sizes()
         except OSError as error:
             raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror}") from None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not isinstance(value, np.ndarray)}
 
     def _read_sizes(self) -> None:
         """Reads the header of the index and the ends of its tables, and checks them against the sizes of the files.

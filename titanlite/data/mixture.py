@@ -16,7 +16,7 @@ from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
 from titanlite.data.samples import Arrays, Rows, fill, rows_of
 from titanlite.data.sources import TokenSource, key_of, open_packing, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 from titanlite.launch import process
 from titanlite.transforms.registry import family_of
 
@@ -108,7 +108,7 @@ class Data:
     def derived_values(self, samples: int) -> dict[str, str]:
         """What a run of that many samples reads of each source, for the start of the log: name -> sentence."""
         lines = {}
-        for mixed, share, draws in zip(self.sources, self.shares, self.draws(samples), strict=True):
+        for mixed, share, draws in zip(self.sources, self.shares, drawn(samples, self.shares), strict=True):
             padding, unused = self.waste(mixed)
             lines["data" if len(self.sources) == 1 else f"data: {mixed.source.name}"] = (
                 f"{mixed.tokens:,} tokens in {mixed.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
@@ -119,10 +119,6 @@ class Data:
     def waste(self, mixed: MixtureSource) -> tuple[float, float]:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
         return 1 - mixed.kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - mixed.kept / mixed.tokens)
-
-    def draws(self, samples: int) -> list[int]:
-        """How many of a run's first `samples` samples come from each source."""
-        return drawn(samples, self.shares)
 
     def locate(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample of it) at each position of the run; positions (n,) int64 -> two (n,) int64.
@@ -236,14 +232,12 @@ def _shares(sources: list[MixtureSource], key: str) -> list[int]:
 def check_epochs(data: Data, samples: int) -> None:
     """Raises UserError that names every source that a run of that many samples would read beyond its `epochs`."""
     faults = []
-    for mixed, draws in zip(data.sources, data.draws(samples), strict=True):
+    for mixed, draws in zip(data.sources, drawn(samples, data.shares), strict=True):
         allowed = mixed.source.cfg.epochs
         if allowed is not None and draws > allowed * mixed.count:
             faults.append(
-                f"  {mixed.source.name}: {draws / mixed.count:.2f} epochs of {mixed.count:,} samples, allowed are {allowed:g}"
+                f"{mixed.source.name}: {draws / mixed.count:.2f} epochs of {mixed.count:,} samples, allowed are {allowed:g}"
             )
     if faults:
-        raise UserError(
-            "\n".join([f"{data.key}: the run would read more epochs than allowed", *faults])
-            + "\nLower training.steps or the weight of these sources, or raise their epochs"
-        )
+        remedy = "Lower training.steps or the weight of these sources, or raise their epochs"
+        raise UserError(listed(f"{data.key}: the run would read more epochs than allowed", faults, remedy))

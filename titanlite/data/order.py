@@ -3,9 +3,9 @@
 Nothing is stored: sample i of a run is a function of the seed and i.
 """
 
-import hashlib
-
 import numpy as np
+
+from titanlite.transforms.shards import key_of
 
 MIXTURE = 2**20  # the unit in which shares of a mixture are counted
 MAX_POSITION = 2**42
@@ -70,7 +70,7 @@ def permute(index: np.ndarray, count: int, key: str) -> np.ndarray:
     """
     assert ((index >= 0) & (index < count)).all()
     half = max(1, ((count - 1).bit_length() + 1) // 2)
-    keys = [_round_key(key, number) for number in range(_ROUNDS)]
+    keys = np.array([key_of(f"{key}/{number}") for number in range(_ROUNDS)]).view(np.uint64)
     values = index.astype(np.uint64)
     outside = np.ones(len(values), bool)
     while outside.any():
@@ -79,7 +79,7 @@ def permute(index: np.ndarray, count: int, key: str) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half: int, keys: list[np.uint64]) -> np.ndarray:
+def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -92,7 +92,3 @@ def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * _M1
     z = (z ^ (z >> np.uint64(27))) * _M2
     return z ^ (z >> np.uint64(31))
-
-
-def _round_key(key: str, number: int) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest(), "little"))

@@ -7,17 +7,16 @@ a part is the first input of the next, so that no label is lost.
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from titanlite.data.indexed import TokenFile
+from titanlite.data.indexed import Mapped, TokenFile
 
 _HEADER = 5  # numbers before the tables
 
 
-class Packing:
-    """The rows of one token file: the pieces of documents in each, in order. Mapped, in each process at its first read."""
+class Packing(Mapped):
+    """The rows of one token file: the pieces of documents in each, in order."""
 
     def __init__(self, path: Path, file: TokenFile):
         """path: what `pack_file` wrote for `file`. Raises ValueError, or EOFError, for anything else."""
@@ -32,9 +31,6 @@ class Packing:
     @cached_property
     def _table(self) -> np.ndarray:
         return np.load(self.path, mmap_mode="r").view(np.ndarray)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_table"}
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """(first token in the file, tokens) of each piece of a row."""

@@ -24,9 +24,8 @@ class Schedule(NamedTuple):
             return self.lr * step / self.warmup_steps
         if step <= self.decay_start or self.decay_start == self.total_steps:
             return self.lr
-        if step > self.total_steps:
-            return self.lr * self.min_factor
         progress = (step - 1 - self.decay_start) / (self.total_steps - self.decay_start)  # 0 in the first decaying step
+        progress = min(1.0, progress)  # after the last step
         left = {
             "linear": 1 - progress,
             "sqrt": 1 - math.sqrt(progress),

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, MixtureSource, open_data
+from titanlite.data.order import drawn
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
@@ -102,7 +103,7 @@ def _stats(words: list[str]) -> Iterator[str]:
         f"{samples:,} samples of {config.training.seq_len:,} tokens in {config.training.steps:,} steps, "
         f"{config.training.document_policy}, documents {'kept apart' if data.mask else 'not kept apart'}"
     )
-    for mixed, draws in zip(data.sources, data.draws(samples), strict=True):
+    for mixed, draws in zip(data.sources, drawn(samples, data.shares), strict=True):
         padding, unused = data.waste(mixed)
         limit = mixed.source.cfg.epochs
         yield f"\n{mixed.source.name}: {mixed.source.cfg.path}"
