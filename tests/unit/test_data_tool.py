@@ -123,7 +123,7 @@ def test_stats_reads_and_checks_the_whole_index(config, capsys, monkeypatch, tmp
         (["show", "run.toml"], "--step None: must be from 1 to training.steps = 5"),
         (["show", "run.toml", "--step", "6"], "--step 6: must be from 1 to training.steps = 5"),
         (["show", "run.toml", "--step", "1", "--rank", "1"], "--rank 1: must be from 0 to 0; --ranks N sets"),
-        (["stats", "run.toml", "--training.seq_lenn", "3"], "did you mean --training.seq_len?"),
+        (["stats", "run.toml", "--training.seq_lenn", "3"], "did you mean training.seq_len?"),
         (["stats", "run.toml", "--training.dataset_path", "nowhere"], 'training.dataset_path = "nowhere"'),
         (["stats"], "give a configuration first"),
     ],

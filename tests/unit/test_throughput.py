@@ -277,7 +277,7 @@ def test_a_wrong_option_of_titanlite_is_told_before_anything_starts(monkeypatch,
     monkeypatch.setattr(throughput, "Process", None)
     tiny = ["--device", "cpu", "--peers", "plain", "--model", TINY, "--vocab", "100"]
     assert throughput.main([*tiny, "--variant", "x=--compile.enabel true"]) == 1
-    assert "--compile.enable" in capsys.readouterr().err
+    assert "did you mean compile.enable?" in capsys.readouterr().err
 
 
 def test_the_share_of_blocks_that_titanlite_computes_again_follows_its_options(tmp_path):

@@ -83,7 +83,7 @@ class Saver:
         try:
             done.result()
         except (CheckpointException, OSError) as error:
-            self.failure = f"{final}: could not be saved{_free_space(self._folder)}: {_cause(error)}"
+            self.failure = f"{final}: could not be saved{_free_space(self._folder)}: {cause(error)}"
             if dist.get_rank() == 0:
                 log.error("%s", self.failure)
                 shutil.rmtree(unfinished_folder(self._folder, step), ignore_errors=True)
@@ -149,6 +149,6 @@ def _free_space(folder: Path) -> str:
         return ""
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """The last line of an error, without DCP's traceback."""
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, empty
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.save import cause
 from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.errors import UserError
@@ -85,7 +86,7 @@ def _import(_: torch.device, source: Path, output: Path, unfinished: Path, model
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError) as error:
-        raise UserError(f"{output}: cannot be written: {str(error).strip().splitlines()[-1]}") from None
+        raise UserError(f"{output}: cannot be written: {cause(error)}") from None
     local = sum(tensor.to_local().nbytes for tensor in tensors.values())
     held: list[Held] = [Held(0, 0)] * dist.get_world_size()
     dist.all_gather_object(held, Held(local / 2**30, peak_memory_gib(torch.device("cpu"))), group=group)
