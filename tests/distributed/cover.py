@@ -37,7 +37,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 
 
 EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2"})
-SEED = 3
+SEED = 12  # the cheapest table of the seeds up to 60
 PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
 
 

@@ -55,7 +55,7 @@ def bytes_between_passes(fsdp: bool, keep_casts: bool = False, **sections: Any) 
     return kept_bytes(model, batch.inputs())
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "budget"])
 def test_no_more_is_kept_for_the_backward_pass_than_fsdp_keeps(pools, mode, backend):
     sections = {"activation_checkpoint": MODES[mode], "compile": {"enable": backend is not None, "backend": backend or "eager"}}

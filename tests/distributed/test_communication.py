@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, mesh_of, rank_batches
+from tests.repetitions import slow_but
 from tests.traffic_cases import CASES, COUNTED
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward, update
@@ -114,10 +115,17 @@ ON_GLOO = {name: CASES[name] for name in (
     "tp 2, norms behind sublayers",
     "vocabulary 515, 2 x 2",
 )} | COUNTED  # fmt: skip
-LONG_HALF = {"2 x 2, tied", "tp 2, norms behind sublayers", "vocabulary 515, 2 x 2"}
+# A table by shapes, accumulation, and what only counting can say: Muon, gathers in float8, weights of features.
+SHORT = [
+    "hybrid, accumulation, reduced once",
+    "2 x 2, bfloat16, full recomputation",
+    "2 x 2, Muon",
+    "tp 2, weights of features",
+    "shard 2, gathers in float8",
+]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG_HALF else n for n in ON_GLOO])
+@pytest.mark.parametrize("name", slow_but(SHORT, ON_GLOO))
 def test_a_step_sends_what_is_predicted(pools: dict[int, Pool], name):
     case = ON_GLOO[name]
     config = case.config()

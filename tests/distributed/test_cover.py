@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed import cells, cover
 from tests.distributed.cover import EIGHT_RANKS, PLAIN, Cell
+from tests.repetitions import one_of_each
 from titanlite.tools.compare import Trajectory, compare
 
 CELLS = {cover.name(cell): cell for cell in cover.cover(without=EIGHT_RANKS)}
@@ -92,17 +93,7 @@ def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
 
 # ------------------------------------------------------------------------------------------------- in `make test-all` alone
 
-
-def one_of_each(cells: dict[str, Cell]) -> list[str]:
-    """Names of cells that together show every value that any of them shows; `make campaign PART=cells` runs all cells."""
-    seen: set[tuple[str, str]] = set()
-    names = []
-    for name, cell in cells.items():
-        if not seen.issuperset(cell.items()):
-            seen.update(cell.items())
-            names.append(name)
-    return names
-
+# `make campaign PART=cells` runs all cells.
 
 COMPILED = {name: cell for name, cell in CELLS.items() if cell["compile"] != "no"}
 WIDER = {

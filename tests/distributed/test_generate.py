@@ -39,7 +39,7 @@ MODULES = ["tests.tiny", "tests.tiny_gemma3", "tests.tiny_olmo2"]
 @pytest.mark.parametrize(
     ("module", "degrees"),
     [
-        *((module, {"tp": 2}) for module in MODULES),
+        *(pytest.param(module, {"tp": 2}, marks=pytest.mark.slow) for module in MODULES),
         ("tests.tiny_gemma3", {"dp_shard": 2}),
         ("tests.tiny", {"dp_shard": 2, "tp": 2}),
         ("tests.tiny_olmo2", {"tp": 4}),

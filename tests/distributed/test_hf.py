@@ -14,6 +14,7 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees, stored
 from tests.hf_folders import CASES, tensors_of
+from tests.repetitions import slow_but
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
@@ -63,7 +64,7 @@ def export_together(source: Path, output: Path, failing: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.parametrize("mesh", RANKS)
+@pytest.mark.parametrize("mesh", slow_but(["one", "2 x 2", "shard 4"], RANKS))
 @pytest.mark.parametrize(("name", "flavor"), CASES)
 def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pools, tmp_path, name, flavor, mesh):
     degrees, ranks = RANKS[mesh]

@@ -9,6 +9,7 @@ from torch import Tensor
 from models.blocks import Normal
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
+from tests.repetitions import slow_but
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.schema import Config
 from titanlite.hf.export import Exported
@@ -141,7 +142,7 @@ def held(degrees: dict[str, int], config: Config) -> tuple[int, int]:
     return memory["parameters"], memory["optimizer state"] - counts
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "compensated", "float32"])
+@pytest.mark.parametrize("rounding", slow_but(["compensated"], ["stochastic", "compensated", "float32"]))
 def test_the_estimate_counts_what_is_held(pools, rounding):
     for degrees in (ONE, TWO_BY_TWO):
         split = {"parallelism": {"tensor_parallel_degree": degrees.get("tp", 1)}}

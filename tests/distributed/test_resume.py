@@ -89,7 +89,13 @@ def test_a_model_that_draws_random_numbers_resumes_bit_for_bit(pools, tmp_path, 
 
 @pytest.mark.parametrize(
     ("degrees", "flavor"),
-    [(ONE, "frozen"), (ONE, "unused"), ({"tp": 2}, "frozen"), ({"dp_shard": 2}, "unused"), (TWO_BY_TWO, "counting")],
+    [
+        pytest.param(ONE, "frozen", marks=pytest.mark.slow),
+        pytest.param(ONE, "unused", marks=pytest.mark.slow),
+        ({"tp": 2}, "frozen"),
+        ({"dp_shard": 2}, "unused"),
+        (TWO_BY_TWO, "counting"),
+    ],
     ids=str,
 )
 def test_frozen_and_unused_parameters_and_buffers_resume_bit_for_bit(pools, tmp_path, degrees, flavor):

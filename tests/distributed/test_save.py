@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.checkpoint_runs import HERE, SHARD, assert_same, assert_sound, names, ranks_of, resumed, saved, train
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, stored
+from tests.repetitions import slow_but
 from titanlite.checkpoint.folder import step_folder
 
 root_on_linux = pytest.mark.skipif(
@@ -56,7 +57,7 @@ def test_a_rank_with_nothing_to_write_is_no_fault(pools, tmp_path):
 # ----------------------------------------------------------------------------------------------------------- saves that fail
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", slow_but(["async"], ["disabled", "async"]))
 @pytest.mark.parametrize(
     ("trouble", "cause"),
     [

@@ -249,8 +249,9 @@ def use_flex_attention(monkeypatch) -> None:
     monkeypatch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("compiled", [False, True])
 @torch.no_grad()
 def test_flex_attentions_compiled_forward_pass_gives_what_the_dense_mask_gives(monkeypatch, compiled):
     """Its kernel for the CPU stands for the one of a GPU; it has no backward pass."""

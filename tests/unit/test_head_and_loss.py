@@ -212,7 +212,7 @@ def test_chunks_are_equal_where_that_costs_little(most, size):
     assert chunk_of(31, _VOCABULARY, Sizes(7 * _VOCABULARY, 1)) == 7  # a prime number of tokens has no equal chunks
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_z_loss_and_softcap_are_what_their_formulas_say_compiled_or_not(compiled, softcap, z_loss):

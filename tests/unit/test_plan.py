@@ -7,6 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.distributed.scenarios import MODES
+from tests.repetitions import one_of_each, slow_but
 from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HYBRID, LATE, MUON, SHARD, TP, Case
 from titanlite.plan import predict as module
 from titanlite.plan.predict import Depths, Prediction, predict
@@ -19,7 +20,7 @@ def predicted(case: Case) -> Prediction:
     return predict(case.config(), case.ranks, "cpu")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(one_of_each({name: case._asdict() for name, case in CASES.items()}), CASES))
 def test_a_step_sends_what_its_shapes_require(name):
     """EXPECTED was computed from shapes and degrees, by formulas that agreed with what gloo ranks sent."""
     calls, sizes = Counter(), Counter()
@@ -40,10 +41,7 @@ SEVEN = {
 }
 
 
-# In `make test` those in which layers differ, or gather ahead of each other.
-@pytest.mark.parametrize(
-    "name", [n if "second" in n or "ahead" in n else pytest.param(n, marks=pytest.mark.slow) for n in SEVEN]
-)
+@pytest.mark.parametrize("name", slow_but(["hybrid, two gathered ahead"], SEVEN))
 def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
     if "float8" in name:
         pytest.importorskip("torchao", reason="needs torchao")
