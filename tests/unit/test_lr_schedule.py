@@ -6,7 +6,7 @@ import math
 import pytest
 
 from titanlite.config.schema import Config, LRScheduler, Optimizer, Training
-from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
 
 _SHAPES = {
     "linear": lambda progress: 1 - progress,
@@ -20,19 +20,30 @@ def _schedule(steps: int, lr: float = 1.0, **keys) -> Schedule:
     return build_schedule(config)
 
 
-# Warm-up 4 steps, stable 2, decay 4; at progress 0, 1/4, 1/2, 3/4 of the decay, then the end.
+# Warm-up 4 steps, stable 2, decay 4 to 0.2: a quarter, half, three quarters and all of the way.
 @pytest.mark.parametrize(
-    ("decay_type", "decay"),
+    ("decay_type", "left"),
     [
-        ("linear", [1.0, 0.75, 0.5, 0.25]),
-        ("sqrt", [1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
-        ("cosine", [1.0, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+        ("linear", [0.75, 0.5, 0.25]),
+        ("sqrt", [0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+        ("cosine", [0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
     ],
 )
-def test_each_decay_type_follows_its_table(decay_type, decay):
-    schedule = _schedule(10, warmup_steps=4, decay_ratio=0.4, decay_type=decay_type)
-    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, *decay, 0.0, 0.0]
+def test_each_decay_type_follows_its_table_down_to_the_minimum_in_the_last_step(decay_type, left):
+    schedule = _schedule(10, warmup_steps=4, decay_ratio=0.4, decay_type=decay_type, min_lr_factor=0.2)
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, *(0.2 + 0.8 * share for share in left), 0.2, 0.2, 0.2]
     assert [schedule.at(step) for step in range(1, 13)] == pytest.approx(expected, abs=1e-15)
+    assert schedule.at(10) == 0.2
+
+
+@pytest.mark.parametrize("decay_type", _SHAPES)
+def test_a_decay_of_one_step_decays(decay_type):
+    def last_rates(least: float) -> list[float]:
+        schedule = _schedule(10, warmup_steps=0, decay_ratio=0.1, decay_type=decay_type, min_lr_factor=least)
+        return [schedule.at(step) for step in (9, 10, 11)]
+
+    assert last_rates(0.1) == [1.0, 0.1, 0.1]
+    assert last_rates(0.0) == [1.0, pytest.approx(_SHAPES[decay_type](0.5)), 0.0]
 
 
 @pytest.mark.parametrize("decay_type", _SHAPES)
@@ -46,13 +57,14 @@ def test_every_step_equals_an_independent_formula(decay_type, warmup_steps, deca
     )
     decay_steps = total - warmup_steps if decay_ratio is None else round(total * decay_ratio)
     for step in range(1, 131):
-        done = step - 1 - (total - decay_steps)
+        done = step - (total - decay_steps)
         if step <= warmup_steps:
             factor = step / warmup_steps
         elif done < 0 or decay_steps == 0:
             factor = 1.0
         else:
-            factor = min_lr_factor + (1 - min_lr_factor) * _SHAPES[decay_type](min(1.0, done / decay_steps))
+            way = decay_steps + (min_lr_factor == 0)  # 0 comes after the last step
+            factor = min_lr_factor + (1 - min_lr_factor) * _SHAPES[decay_type](min(1.0, done / way))
         assert schedule.at(step) == pytest.approx(lr * factor, rel=1e-12, abs=1e-18), step
 
 
@@ -69,12 +81,12 @@ def test_rate_is_positive_while_training_and_never_below_the_minimum_once_warm(d
 
 def test_boundaries():
     schedule = _schedule(100, lr=0.5, warmup_steps=10, decay_ratio=0.2, min_lr_factor=0.1)
-    assert schedule == Schedule(0.5, 10, 80, 100, "linear", 0.1)
+    assert schedule == Schedule(0.5, 10, 80, 100, "linear", 0.1, 100)
     assert schedule.at(1) == 0.05
-    assert schedule.at(10) == schedule.at(11) == schedule.at(80) == schedule.at(81) == 0.5
-    assert schedule.at(82) < 0.5
-    assert schedule.at(100) == pytest.approx(0.5 * (0.1 + 0.9 / 20))
-    assert schedule.at(101) == schedule.at(10**9) == pytest.approx(0.05)
+    assert schedule.at(10) == schedule.at(11) == schedule.at(80) == 0.5
+    assert schedule.at(81) == pytest.approx(0.5 * (1 - 0.9 / 20))
+    assert schedule.at(99) == pytest.approx(0.5 * (0.1 + 0.9 / 20))
+    assert schedule.at(100) == schedule.at(101) == schedule.at(10**9) == 0.05
 
 
 def test_no_warm_up_begins_at_the_full_rate():
@@ -83,9 +95,9 @@ def test_no_warm_up_begins_at_the_full_rate():
 
 def test_without_a_decay_ratio_the_decay_follows_the_warm_up():
     schedule = _schedule(100, warmup_steps=10)
-    assert schedule.decay_start == 10
-    assert schedule.at(11) == 1.0
-    assert schedule.at(12) == pytest.approx(89 / 90)
+    assert (schedule.decay_start, schedule.decay_end) == (10, 101)
+    assert schedule.at(10) == 1.0
+    assert schedule.at(11) == pytest.approx(90 / 91)
 
 
 def test_a_schedule_that_does_not_decay_keeps_the_full_rate_for_good():
@@ -98,3 +110,17 @@ def test_total_steps_decides_the_length_whatever_training_steps_is():
     planned, stopped_early = _schedule(100, **keys), _schedule(30, total_steps=100, **keys)
     assert planned == stopped_early
     assert [planned.at(step) for step in range(1, 101)] == [stopped_early.at(step) for step in range(1, 101)]
+
+
+@pytest.mark.parametrize("decay_type", _SHAPES)
+@pytest.mark.parametrize(("decay_start", "min_factor"), [(6, 0.1), (6, 0.0), (9, 0.1), (10, 0.1)])
+def test_a_checkpoint_of_version_0_1_keeps_the_formula_that_it_began_with(decay_type, decay_start, min_factor):
+    """There progress was 0 in the first decaying step, and 1 after the last one."""
+    values = {"lr": 1.0, "warmup_steps": 2, "total_steps": 10, "decay_type": decay_type}
+    schedule = stored_schedule(values | {"decay_start": decay_start, "min_factor": min_factor})
+    for step in range(3, 15):
+        way = min(1.0, (step - 1 - decay_start) / max(1, 10 - decay_start))
+        decays = step > decay_start != 10
+        expected = min_factor + (1 - min_factor) * _SHAPES[decay_type](way) if decays else 1.0
+        assert schedule.at(step) == pytest.approx(expected, abs=1e-15), step
+    assert stored_schedule(schedule._asdict()) == schedule

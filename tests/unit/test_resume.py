@@ -244,7 +244,13 @@ def test_other_data_needs_its_own_word():
 
 @pytest.mark.parametrize(
     "foreign",
-    [{"config": {}}, {"config": {"checkpoint": 3}}, {"config": {"training": {}}}, {"data": {}}, {"schedule": {}}],
+    [
+        {"config": {}},
+        {"config": {"checkpoint": 3}},
+        {"config": {"training": {}}},
+        {"data": {}},
+        {"schedule": {"total_steps": 9}},
+    ],
     ids=str,
 )
 def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
@@ -318,6 +324,15 @@ def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
     schedule = resume(STABLE | {STEPS: steps}, stored(STABLE))
     assert schedule == began and schedule.total_steps == 20 and schedule.decay_start == 10
     assert schedule.at(1000) == pytest.approx(0.1 * schedule.lr)
+
+
+def test_a_run_of_version_0_1_keeps_its_formula_until_a_key_of_its_schedule_changes():
+    found = stored(STABLE)
+    del found.numbers["schedule"]["decay_end"]  # it had no such field
+    old = resume(STABLE | {STEPS: 40}, found)
+    assert old.at(11) == old.lr and old.at(20) > 0.1 * old.lr and old.at(21) == 0.1 * old.lr
+    assert resume(STABLE | {STEPS: 60}, stored(STABLE, schedule=old)) == old
+    assert resume(STABLE | {TOTAL: 40, ALLOW: [TOTAL]}, found) == build_schedule(configuration(STABLE | {TOTAL: 40}))
 
 
 def test_a_schedule_that_was_kept_once_is_kept_by_the_run_after_that():

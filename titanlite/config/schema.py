@@ -275,7 +275,7 @@ class LRScheduler(Section):
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
-    """The decay ends at this fraction of lr."""
+    """The decay ends at this fraction of lr, in the last step. With 0 the last step is the last one above 0."""
 
 
 class Checkpoint(Section):

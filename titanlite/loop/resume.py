@@ -26,7 +26,7 @@ from titanlite.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.transforms.registry import Family, is_adapter
 
@@ -182,8 +182,9 @@ def _refuse_foreign(source: Path, found: Manifest) -> None:
             f"{source}: holds weights alone, made by import-hf, without optimizer state, step or data position; begin "
             "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
         )
-    needed = config.get("checkpoint"), config.get("training"), data.get("sources"), schedule.get("total_steps")
-    if None in needed or not all(isinstance(table, dict) for table in config.values()):
+    needed = config.get("checkpoint"), config.get("training"), data.get("sources")
+    known = set(Schedule._fields) - {"decay_end"} <= schedule.keys() <= set(Schedule._fields)
+    if None in needed or not known or not all(isinstance(table, dict) for table in config.values()):
         raise UserError(f"{source}: its manifest is sound, but does not describe a run of titanlite")
 
 
@@ -234,7 +235,10 @@ def check_changes(run: Setting, source: Path, found: Manifest) -> Schedule:
         raise UserError(listed(f"{source}: later steps would be computed differently from the earlier ones:", refused, remedy))
     for change in different:
         log.info("changed since the checkpoint, as allowed: %s", change)
-    schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
+    if any(change.key.startswith("lr_scheduler.") or change.key == "optimizer.lr" for change in different):
+        schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
+    else:
+        schedule = stored_schedule(numbers["schedule"])
     if config.training.steps > schedule.total_steps and schedule.at(schedule.total_steps + 1) == 0.0:
         raise UserError(
             f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, with a "

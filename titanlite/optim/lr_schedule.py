@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.config.schema import Config
 
@@ -12,20 +12,20 @@ class Schedule(NamedTuple):
 
     lr: float
     warmup_steps: int
-    decay_start: int  # the last step before the decay
+    decay_start: int  # the last step at the full rate
     total_steps: int
     decay_type: str
     min_factor: float
+    decay_end: int  # the first step at the minimum; equal to decay_start where nothing decays
 
     def at(self, step: int) -> float:
-        """The learning rate of a step. Step `warmup_steps` has the full rate. After `total_steps` it stays at the minimum,
+        """The learning rate of a step. Step `warmup_steps` has the full rate. From `decay_end` on it stays at the minimum,
         or at the full rate where nothing decays."""
         if step <= self.warmup_steps:
             return self.lr * step / self.warmup_steps
-        if step <= self.decay_start or self.decay_start == self.total_steps:
+        if step <= self.decay_start or self.decay_start == self.decay_end:
             return self.lr
-        progress = (step - 1 - self.decay_start) / (self.total_steps - self.decay_start)  # 0 in the first decaying step
-        progress = min(1.0, progress)  # after the last step
+        progress = min(1.0, (step - self.decay_start) / (self.decay_end - self.decay_start))
         left = {
             "linear": 1 - progress,
             "sqrt": 1 - math.sqrt(progress),
@@ -38,10 +38,24 @@ def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
     """The schedule of a configuration that has passed `titanlite.loop.checks`.
 
     total_steps: its length, where that differs from the configuration's, as in an extended run.
+
+    The last step has the minimum. A minimum of 0 comes one step later: a step at rate 0 changes no weight.
     """
     cfg, total = config.lr_scheduler, total_steps or config.schedule_steps
     start = cfg.warmup_steps if cfg.decay_ratio is None else total - round(total * cfg.decay_ratio)
-    return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, cfg.min_lr_factor)
+    end = total + 1 if cfg.min_lr_factor == 0 and start < total else total
+    return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, cfg.min_lr_factor, end)
+
+
+def stored_schedule(values: dict[str, Any]) -> Schedule:
+    """The schedule of a checkpoint, from `Schedule._asdict()`.
+
+    One of titanlite 0.1 has no decay_end: the full rate lasted one step longer, and the minimum followed the last step.
+    """
+    if "decay_end" not in values:
+        start, total = values["decay_start"], values["total_steps"]
+        values = values | ({"decay_start": start + 1, "decay_end": total + 1} if start < total else {"decay_end": start})
+    return Schedule(**values)
 
 
 def faults(config: Config) -> Iterator[str]:
