@@ -36,12 +36,15 @@ class Head(nn.Module):
 
     softcap: a logit x becomes softcap x tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2). z_loss: the loss of each
     label gets z_loss x logsumexp(logits)^2 added, which keeps the log-sum-exp near 0 (PaLM, arXiv:2204.02311, section 5).
+    scale: float16's loss scale, () float32. The slopes of the logits get it before they are rounded, since a softmax over a
+    large vocabulary has values below float16's smallest normal number, 6.1e-5; the backward pass divides by it.
     """
 
     def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None):
         super().__init__()
         self.vocab_size, self.softcap, self.z_loss = vocab_size, softcap, 0.0
         self.sizes: Sizes | None = None  # None: SIZES[device]
+        self.scale: Tensor | None = None
         self.kernels = Kernels(logsumexp_and_target, to_gradient, accumulate)
         self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
@@ -68,7 +71,8 @@ class Head(nn.Module):
             weight = weight.to_local(grad_placements=[Shard(0)])
         sizes = self.sizes or SIZES[hidden.device.type]
         chunk = chunk_of(labels.numel(), self.vocab_size, sizes)
-        options = _Options(first, group, chunk, sizes.product, self.softcap, self.z_loss, self.kernels, torch.is_grad_enabled())
+        of_loss = self.softcap, self.z_loss, self.scale
+        options = _Options(first, group, chunk, sizes.product, *of_loss, self.kernels, torch.is_grad_enabled())
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
 
@@ -132,6 +136,7 @@ class _Options(NamedTuple):
     product: int  # as in Sizes
     softcap: float | None
     z_loss: float
+    scale: Tensor | None  # of the gradients that the forward pass computes
     kernels: Kernels
     training: bool  # whether autograd records; inside a Function is_grad_enabled() is always False
 
@@ -164,12 +169,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight.add(logits, part)
         if with_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight and grad_weight.total)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
         return loss
 
     @staticmethod
     def backward(ctx, scale: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
+        if ctx.scale is not None:
+            scale = scale / ctx.scale  # 1 where the loss gets the same scale
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
         if grad_weight is not None:  # in place: autograd refuses a second backward pass, so nothing reads it again
             grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
@@ -192,9 +199,10 @@ def _loss_and_gradient(logits: Tensor, label: Tensor, options: _Options, with_gr
         loss = loss + options.z_loss * logsumexp.square()
         factor = factor * (1 + 2 * options.z_loss * logsumexp)
     if with_gradient:
-        options.kernels.to_gradient(logits, logsumexp, factor, options.softcap)
+        scale = 1.0 if options.scale is None else options.scale
+        options.kernels.to_gradient(logits, logsumexp, factor * scale, options.softcap)
         # The gradient of the target logit is recomputed: softmax - 1 of a rounded softmax loses all digits near 1.
-        gradient = (local_target - logsumexp).exp() * factor - 1
+        gradient = ((local_target - logsumexp).exp() * factor - 1) * scale
         if options.softcap is not None:
             gradient = gradient * (1 - (local_target / options.softcap).square())
         where = (torch.arange(len(logits), device=logits.device), column)  # not scatter_: on CPU it copies all logits

@@ -113,8 +113,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
             with clock.phase(step, "reading data"):
                 batch = next(batches)
             with clock.phase(step, "forward and backward"):
-                scale = loss_scale.scale if loss_scale else None
-                share = forward_backward(model, batch, mesh, scale, config.parallelism.reduce_every_microbatch)
+                share = forward_backward(model, batch, mesh, loss_scale, config.parallelism.reduce_every_microbatch)
             if step == first:
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):
@@ -134,7 +133,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
             with clock.phase(step, "metrics"):  # the only place where the host waits for the device
                 steps = unread.read()
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
-                rollback = incidents.judge(steps, newest)
+                rollback = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
             if rollback:
                 set_timeout(config.comm.init_timeout_seconds)  # loading takes longer than a step
                 with clock.phase(step, "going back"):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
-from titanlite.loop.step import build_model, forward_backward, update
-from titanlite.optim.build import build_optimizer
-from titanlite.optim.loss_scale import LossScale
+from titanlite.loop import step as step_module
+from titanlite.loop.step import begin_training, forward_backward, update
+from titanlite.optim.loss_scale import FIRST, LossScale
 from titanlite.transforms.registry import load_family
 from titanlite.transforms.shards import local_part
 
@@ -20,14 +20,14 @@ def steps_with_scale(degrees: dict[str, int], first_scale: float, steps: int) ->
     """(scale before the step, whether its norm was finite, whether any weight changed, optimizer's step) of each step."""
     config = config_of(degrees, training={"mixed_precision_param": "float16"})
     mesh = mesh_of(degrees)
-    model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
-    optimizer, source, loss_scale = build_optimizer(model, config.optimizer), rank_batches(config, mesh), LossScale(CPU)
+    model, optimizer, loss_scale = begin_training(load_family("tests.tiny", "plain"), config, mesh, CPU)
+    source = rank_batches(config, mesh)
     loss_scale.scale.fill_(first_scale)
     happened = []
     for _ in range(steps):
         before = [local_part(p).clone() for p in model.parameters()]
         scale = loss_scale.scale.item()
-        forward_backward(model, next(source), mesh, loss_scale.scale)
+        forward_backward(model, next(source), mesh, loss_scale)
         norm = update(model, optimizer, 1e-3, 1.0, loss_scale)
         changed = any(not torch.equal(local_part(p), old) for p, old in zip(model.parameters(), before, strict=True))
         count = next(iter(optimizer.state.values()))["step"].item()
@@ -37,7 +37,7 @@ def steps_with_scale(degrees: dict[str, int], first_scale: float, steps: int) ->
 
 @pytest.mark.parametrize("degrees", [{}, TWO_BY_TWO], ids=["one process", "2 x 2"])
 def test_steps_that_overflow_are_skipped_by_all_ranks_and_halve_the_scale(pools, degrees):
-    ranks = pools[4 if degrees else 1].run(f"{HERE}:steps_with_scale", degrees=degrees, first_scale=2.0**25, steps=12)
+    ranks = pools[4 if degrees else 1].run(f"{HERE}:steps_with_scale", degrees=degrees, first_scale=2.0**20, steps=12)
     for happened in ranks:
         assert [entry[:2] for entry in happened] == [entry[:2] for entry in ranks[0]]
         assert not happened[0][1], "the first scale was to overflow"
@@ -54,7 +54,33 @@ def test_the_scale_doubles_after_many_good_steps():
     loss_scale = LossScale(CPU)
     for _ in range(2000):
         loss_scale.update(torch.zeros(()))
-    assert loss_scale.report() == {"loss_scale": 2.0**17, "skipped_steps": 0}
+    assert loss_scale.report() == {"loss_scale": 2 * FIRST, "skipped_steps": 0}
+
+
+def gradients_at(precision: str, labels: float, scale: float = FIRST) -> dict[str, torch.Tensor]:
+    """The gradients of one step, float64, as if its global batch had so many labels; the model has a vocabulary of 4,096."""
+    config = config_of({}, "large", training={"mixed_precision_param": precision})
+    mesh, family = mesh_of({}), load_family("tests.tiny", "large")
+    model, _, loss_scale = begin_training(family, config, mesh, CPU)
+    if loss_scale is not None:
+        loss_scale.scale.fill_(scale)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_module, "count_labels", lambda *_: torch.tensor(labels))
+        forward_backward(model, next(rank_batches(config, mesh)), mesh, loss_scale)
+    divisor = 1.0 if loss_scale is None else loss_scale.divisor.double()
+    return {name: p.grad.double() / divisor for name, p in model.named_parameters()}
+
+
+def worst_error(labels: float, scale: float = FIRST) -> float:
+    """The largest relative error of a parameter's gradient in float16."""
+    found, expected = gradients_at("float16", labels, scale), gradients_at("float32", labels)
+    return max(((found[name] - wanted).norm() / wanted.norm()).item() for name, wanted in expected.items())
+
+
+def test_gradients_in_float16_are_as_exact_for_four_million_labels_as_for_eight_thousand(pools):
+    errors = [pools[1].run(f"{HERE}:worst_error", labels=labels)[0] for labels in (2.0**13, 5e5, 4e6)]
+    assert max(errors) < 1.5e-3
+    assert errors == pytest.approx(errors[:1] * 3, rel=1e-3)
 
 
 def test_float16_follows_float32_and_a_resumed_run_keeps_its_scale(pools, tmp_path):

@@ -354,3 +354,12 @@ def test_in_float16_an_overflow_is_no_incident_and_a_loss_that_is_not_a_number_i
     run(pools, {"tp": 2}, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
     assert [step for step, _, norm in reports(tmp_path) if norm is None][-2:] == [8, 10]
     assert [(e["step"], e["action"]) for e in read_entries(tmp_path / FILE)] == [(8, "skipped")]
+
+
+def test_in_float16_a_run_whose_gradients_are_never_finite_ends_although_its_losses_are(pools, tmp_path):
+    bad, half = dict.fromkeys(range(1, 31), tiny_poison.OF_GRADIENT), {"mixed_precision_param": "float16"}
+    with pytest.raises(
+        WorkerFailure, match=r"UserError: step 21: loss \d\.\d+, gradient norm nan.* 21 steps in a row were not"
+    ):
+        run(pools, {}, tmp_path, "stop", bad, steps=30, log_freq=10, training=half)
+    assert [(e["step"], e["action"]) for e in read_entries(tmp_path / FILE)] == [(21, "stop")]

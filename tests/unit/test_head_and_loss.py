@@ -99,6 +99,36 @@ def test_gradients_accumulate_over_passes():
     torch.testing.assert_close(twice, [2 * gradient for gradient in once])
 
 
+@pytest.mark.parametrize("scale", [2.0**-3, 2.0**8, 3.0])
+def test_with_a_loss_scale_the_gradients_of_any_loss_are_those_without(scale):
+    head, (hidden, labels) = _head(7), _inputs()
+    wanted = _reference(head, hidden, labels, 1 / 24)
+    head.scale = torch.tensor(scale)
+    _assert_equal(_run(head, hidden, labels, 1 / 24), wanted, tolerance=3e-6)
+
+
+def test_in_float16_the_slopes_of_a_large_vocabulary_are_normal_numbers_where_the_loss_has_a_scale():
+    """Of Llama's 128,256 softmax values each is about 8e-6, and float16's smallest normal number is 6.1e-5."""
+    vocabulary, scale = 128_256, 2.0**10
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(vocabulary, _DIM) * 0.1, torch.randn(1, 6, _DIM)
+    labels = torch.arange(6)[None]
+
+    def error(with_scale: bool) -> float:
+        """Of the weight's gradient, in rows of the vocabulary that are no label."""
+        head = Head(torch.nn.Identity(), _DIM, vocabulary)
+        head.output.weight.data = weight.half().float()
+        head.scale = torch.tensor(scale) if with_scale else None
+        (head(hidden.half(), labels) * scale).backward()
+        exact = hidden.half().double()[0]
+        softmax = (exact @ weight.half().double().T).softmax(-1)
+        wanted = (softmax.T @ exact)[6:]
+        return ((head.output.weight.grad[6:] / scale - wanted).norm() / wanted.norm()).item()
+
+    assert error(with_scale=True) < 5e-4
+    assert error(with_scale=False) > 4 * error(with_scale=True)
+
+
 @pytest.mark.parametrize("chunk", [4, 30])
 def test_nothing_to_predict_gives_zero_loss_and_zero_gradients(chunk):
     head, (hidden, labels) = _head(chunk), _inputs()

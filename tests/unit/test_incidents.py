@@ -25,7 +25,8 @@ def bad(*numbers: int, loss: float = NAN, norm: float = NAN) -> list[Step]:
 
 def incidents_of(folder: Path, policy: str, first_step: int = 1, **sections) -> Incidents:
     folder.mkdir(exist_ok=True)
-    values = {"job": {"dump_folder": str(folder)}, "training": {"on_nonfinite": policy}, **sections}
+    training = {"on_nonfinite": policy, **sections.pop("training", {})}
+    values = {"job": {"dump_folder": str(folder)}, "training": training, **sections}
     return Incidents(Config.model_validate(values), BATCH, first_step, active=True)
 
 
@@ -46,32 +47,74 @@ def test_with_a_loss_scale_only_the_loss_counts(loss, norm, plain, scaled):
 
 def test_without_a_bad_step_nothing_is_decided():
     for policy in ("stop", "skip", "rollback"):
-        assert decide(good(1, 2), policy, False, 3, None, 0) == ([], "", "", 0)
+        assert decide(good(1, 2), policy, None, 3, None, 0) == ([], "", "", 0)
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])
 def test_of_several_bad_steps_the_first_decides_however_many_are_read_at_once(policy):
     steps = good(11) + bad(12) + good(13) + bad(14, 15)
     for end in (2, 3, 4, 5):
-        decision = decide(steps[:end], policy, False, 0, 10, 0)
+        decision = decide(steps[:end], policy, None, 0, 10, 0)
         assert decision.bad == steps[1:2] and decision.action == policy
 
 
 def test_ten_steps_in_a_row_are_skipped_and_not_eleven_wherever_readings_fall():
     steps = good(1) + bad(*range(2, 12)) + good(12) + bad(*range(13, 24)) + good(24)
     for cut in range(1, len(steps)):
-        first = decide(steps[:cut], "skip", False, 0, None, 0)
-        second = decide(steps[cut:], "skip", False, first.streak, None, 0)
+        first = decide(steps[:cut], "skip", None, 0, None, 0)
+        second = decide(steps[cut:], "skip", None, first.streak, None, 0)
         assert len(first.bad) + len(second.bad) == 21
         assert [first.action, second.action].count("stop") == 1
         assert "11 steps in a row" in (first.reason or second.reason) or cut in range(13, 24)
-    assert decide(steps[:12], "skip", False, 0, None, 0).action == "skip"
+    assert decide(steps[:12], "skip", None, 0, None, 0).action == "skip"
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_with_a_loss_scale_twenty_overflows_in_a_row_are_skipped_and_not_twenty_one_wherever_readings_fall(policy):
+    """The losses are finite, so that no step is an incident by itself."""
+    steps = good(1) + bad(*range(2, 22), loss=3.0) + good(22) + bad(*range(23, 44), loss=3.0, norm=INF) + good(44)
+    for cut in range(1, len(steps)):
+        first = decide(steps[:cut], policy, 1.0, 0, 10, 0)
+        second = decide(steps[cut:], policy, 1.0, first.streak, 10, 0)
+        assert (first.bad + second.bad)[:1] == steps[42:43]
+        assert [first.action, second.action] == (["", "stop"] if cut < 43 else ["stop", ""])
+        assert "21 steps in a row were not finite" in first.reason or cut < 43
+    assert decide(steps[:42], policy, 1.0, 0, 10, 0).action == ""
+
+
+@pytest.mark.parametrize(("scale", "action"), [(2.0**-14, ""), (2.0**-15, "stop"), (0.0, "stop")])
+def test_a_loss_scale_below_the_smallest_normal_number_ends_the_run_at_an_overflow(scale, action):
+    steps = good(1, 2) + bad(3, loss=3.0) + good(4)
+    decision = decide(steps, "rollback", scale, 0, 2, 0)
+    assert (decision.action, decision.bad) == (action, steps[2:3] if action else [])
+    assert decide(good(1, 2), "rollback", scale, 0, 2, 0).action == ""
+
+
+def test_of_a_bad_loss_and_too_many_overflows_the_first_decides():
+    overflows = bad(*range(1, 22), loss=3.0)
+    assert decide([*overflows, *bad(22)], "rollback", 1.0, 0, 10, 0).action == "stop"
+    decision = decide([*bad(0), *good(1), *overflows], "rollback", 1.0, 0, 10, 0)
+    assert (decision.action, decision.bad) == ("rollback", bad(0))
+
+
+def test_overflows_without_end_stop_the_run_with_a_sentence_that_names_the_remedies(tmp_path):
+    incidents = incidents_of(tmp_path, "stop", training={"mixed_precision_param": "float16"})
+    for step in range(1, 21):
+        assert incidents.judge(bad(step, loss=3.0, norm=INF), None, 2.0 ** (10 - step)) is None
+    with pytest.raises(UserError) as caught:
+        incidents.judge(bad(21, loss=3.0, norm=INF), None, 2.0**-11)
+    text = str(caught.value)
+    assert text.startswith(
+        "step 21: loss 3.0000, gradient norm inf, samples 160 to 167: training has diverged; 21 steps in a row"
+    )
+    assert "checkpoint.load_step" in text and 'training.mixed_precision_param = "bfloat16" or "float32"' in text
+    assert entries_of(tmp_path) == [("nonfinite", 21, "stop", False)]
 
 
 def test_a_rollback_needs_a_checkpoint_and_is_tried_three_times():
-    assert decide(bad(5), "rollback", False, 0, None, 0).reason == "there is no checkpoint yet to go back to"
-    assert decide(bad(5), "rollback", False, 0, 4, 2).action == "rollback"
-    decision = decide(bad(5), "rollback", False, 0, 4, 3)
+    assert decide(bad(5), "rollback", None, 0, None, 0).reason == "there is no checkpoint yet to go back to"
+    assert decide(bad(5), "rollback", None, 0, 4, 2).action == "rollback"
+    decision = decide(bad(5), "rollback", None, 0, 4, 3)
     assert decision.action == "stop" and "back to step 4 3 times" in decision.reason
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests import tiny
 from tests.distributed.scenarios import learnable_data
 from tests.token_files import data_of
+from titanlite.checkpoint import load
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
@@ -30,6 +32,7 @@ from titanlite.loop.resume import (
     load_run,
     numbers_of,
 )  # fmt: skip
+from titanlite.optim.loss_scale import FIRST
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.transforms.registry import Family, load_family
 
@@ -380,3 +383,20 @@ def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
     schedule = resume(decay | {ALLOW: ["lr_scheduler.*"]}, stored(flat))
     assert (schedule.decay_start, schedule.total_steps) == (15, 25)
     assert schedule.at(15) == build_schedule(configuration(flat)).at(15)
+
+
+# ------------------------------------------------------------------------------------------------------------- the loss scale
+
+
+def test_the_scale_of_version_0_1_which_was_for_the_divided_loss_begins_again(monkeypatch):
+    monkeypatch.setattr(load, "load_tensors", lambda *_: None)
+    found = stored()
+
+    def scale_after(found: Manifest) -> tuple[float, int]:
+        tensors = {"loss_scale.scale": torch.tensor(2.0**16), "loss_scale.good_steps": torch.tensor(7)}
+        load_run(SOURCE, found, setting(configuration()), tensors)
+        return tuple(tensor.item() for tensor in tensors.values())
+
+    assert scale_after(found) == (2.0**16, 7)
+    del found.numbers["scaled"]  # it had no such entry
+    assert scale_after(found) == (FIRST, 0)

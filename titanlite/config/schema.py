@@ -107,7 +107,8 @@ class Training(Section):
     """What happens after a step whose loss or gradient norm is infinite or NaN. With the fused optimizer that step changes no
     weight. "stop": the run ends. "skip": training continues with the next batch, unless more than ten steps in a row are bad.
     "rollback": training continues from the newest checkpoint without the bad batch, at most three times from the same one.
-    With float16 only a non-finite loss counts, since gradients overflow occasionally."""
+    With float16 only a non-finite loss counts, since gradients overflow occasionally; but more than 20 steps in a row that are
+    not finite, or an overflow with a loss scale below 2^-14, end the run."""
     z_loss: NonNegative = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss of each token; it keeps the logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""

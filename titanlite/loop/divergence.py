@@ -25,6 +25,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file
 from titanlite.loop.metrics import read_lines
+from titanlite.optim.loss_scale import LEAST
 from titanlite.parallel.mesh import data_degree
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ FILE = "incidents.jsonl"
 
 # At most this many steps in a row are skipped. After that the batches are not the cause: the weights give no finite gradient.
 _SKIPS_IN_A_ROW = 10
+# With a loss scale, steps are also skipped while it is too large. So many halvings lead from its first value to 1/1024.
+_OVERFLOWS_IN_A_ROW = 20
 # At most this many rollbacks to one checkpoint. PaLM (arXiv:2204.02311, section 5.1) found that a spike does not recur when
 # its batches are skipped; one that recurs has another cause.
 _ROLLBACKS = 3
@@ -94,10 +97,10 @@ def finite(value: float) -> float | None:
 class Decision(NamedTuple):
     """What to do about the steps of one reading."""
 
-    bad: list[Step]  # under "skip" all of them, else the first: it may have caused the later ones
+    bad: list[Step]  # under "skip" all of them, else the first: it may have caused the later ones. "stop" is about the last
     action: str  # "": none was bad; "stop", "skip" or "rollback"
     reason: str  # why the run stops, unless `training.on_nonfinite` is the reason
-    streak: int  # bad steps in a row up to the last one
+    streak: int  # steps in a row that were not finite, up to the last one
 
 
 def is_bad(step: Step, scaled: bool) -> bool:
@@ -105,33 +108,52 @@ def is_bad(step: Step, scaled: bool) -> bool:
     return not math.isfinite(step.loss) or not (scaled or math.isfinite(step.norm))
 
 
-def decide(steps: list[Step], policy: str, scaled: bool, streak: int, newest: int | None, rollbacks: int) -> Decision:
+def decide(steps: list[Step], policy: str, scale: float | None, streak: int, newest: int | None, rollbacks: int) -> Decision:
     """What to do about the bad steps among `steps`.
 
-    policy: training.on_nonfinite. streak: bad steps in a row before these. newest: the step of the newest checkpoint, None
-    where there is none. rollbacks: how often the run has gone back to it.
+    policy: training.on_nonfinite. scale: the loss scale after the steps, None without one. streak: steps in a row before these
+    that were not finite. newest: the step of the newest checkpoint, None where there is none. rollbacks: how often the run has
+    gone back to it.
 
     Later bad steps matter under "skip" only. The target of a rollback therefore does not depend on how many steps are read at
     once, a number that differs in a resumed run.
     """
-    longest = 0
-    for step in steps:
-        streak = streak + 1 if is_bad(step, scaled) else 0
-        longest = max(longest, streak)
-    bad = [step for step in steps if is_bad(step, scaled)]
+    bad = [step for step in steps if is_bad(step, scale is not None)]
+    last, reason, streak = _hopeless(steps, policy, scale, streak)
+    if last is not None and (policy == "skip" or not bad or last.number <= bad[0].number):
+        before = [step for step in bad if step.number < last.number]
+        return Decision([*before, last], "stop", reason, streak)
     if not bad:
         return Decision(bad, "", "", streak)
-    reason = ""
-    if policy == "skip" and longest > _SKIPS_IN_A_ROW:
-        reason = (
-            f"{longest} steps in a row were not finite, so the weights are the cause, not the batches; "
-            "checkpoint.load_step goes back to earlier weights"
-        )
-    elif policy == "rollback" and newest is None:
+    if policy == "rollback" and newest is None:
         reason = "there is no checkpoint yet to go back to"
     elif policy == "rollback" and rollbacks >= _ROLLBACKS:
         reason = f"the run has gone back to step {newest} {rollbacks} times without success"
+    else:
+        reason = ""
     return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
+
+
+def _hopeless(steps: list[Step], policy: str, scale: float | None, streak: int) -> tuple[Step | None, str, int]:
+    """(the step that shows that skipping does not help, why, steps in a row that were not finite up to the last one).
+
+    With a loss scale, steps are skipped under every policy: the loss may be finite for ever beside gradients that never are.
+    """
+    most = _OVERFLOWS_IN_A_ROW if scale is not None else _SKIPS_IN_A_ROW if policy == "skip" else math.inf
+    found, reason = None, ""
+    for step in steps:
+        streak = streak + 1 if is_bad(step, scaled=False) else 0
+        if streak > most and found is None:
+            found = step
+            reason = f"{streak} steps in a row were not finite, so the weights are the cause, not the batches"
+    overflowed = [step for step in steps if is_bad(step, scaled=False)]
+    if found is None and overflowed and scale is not None and scale < LEAST:
+        found, reason = overflowed[-1], f"gradients overflow with a loss scale of {scale:g}, which leaves float16 no digits"
+    if reason:
+        reason += "; checkpoint.load_step goes back to earlier weights"
+    if reason and scale is not None:
+        reason += ', and training.mixed_precision_param = "bfloat16" or "float32" has the range that float16 lacks'
+    return found, reason, streak
 
 
 # ------------------------------------------------------------------------------------------------------------------- spikes
@@ -243,13 +265,14 @@ class Incidents:
         """Whether one of these steps is not finite, so that `judge` may end the run or roll back."""
         return any(is_bad(step, self.scaled) for step in steps)
 
-    def judge(self, steps: list[Step], newest: int | None) -> Rollback | None:
+    def judge(self, steps: list[Step], newest: int | None, scale: float | None = None) -> Rollback | None:
         """Reports the incidents of one reading; returns the rollback to make, or None to continue.
 
-        newest: the step of this run's newest checkpoint, None where there is none. Raises UserError where the run ends.
+        newest: the step of this run's newest checkpoint, None where there is none. scale: the loss scale after the steps.
+        Raises UserError where the run ends.
         """
         rollbacks = self.rollbacks if newest == self.last_target else 0
-        decision = decide(steps, self.policy, self.scaled, self.streak, newest, rollbacks)
+        decision = decide(steps, self.policy, scale, self.streak, newest, rollbacks)
         self.streak = decision.streak
         spikes = self.spikes.find(steps)
         if not decision.bad and not spikes:
@@ -262,7 +285,7 @@ class Incidents:
             if entry["action"] not in ("stop", "rollback"):  # these two are reported below
                 self._log(entry)
         if decision.action == "stop":
-            step = decision.bad[0]
+            step = decision.bad[-1]
             why = decision.reason or (
                 'training.on_nonfinite = "stop" ends the run; "skip" continues without the batch, "rollback" from the '
                 "newest checkpoint with the batch after it"

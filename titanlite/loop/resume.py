@@ -25,7 +25,7 @@ from titanlite.data.mixture import Data
 from titanlite.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
-from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.loss_scale import SCALED, LossScale, restart
 from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.transforms.registry import Family, is_adapter
@@ -102,6 +102,7 @@ def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str
         "schedule": schedule._asdict(),
         "architecture": run.family.dimensions(),
         "config": run.config.model_dump(),
+        "scaled": SCALED,
     }
 
 
@@ -171,6 +172,8 @@ def load_run(source: Path, found: Manifest, run: Setting, tensors: dict[str, Ten
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
         exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
     load.load_tensors(source, found, tensors, exclude)
+    if found.numbers.get("scaled") != SCALED:
+        restart(tensors)
     return Progress(found.numbers["step"], found.numbers["samples"]), schedule
 
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from models.decoder import Decoder
+from models.head import Head
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
@@ -35,25 +36,31 @@ def begin_training(
     """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
     optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
-    return model, optimizer, LossScale(device) if precision == "float16" else None
+    loss_scale = LossScale(device) if precision == "float16" else None
+    if loss_scale is not None and isinstance(model.head, Head):
+        model.head.scale = loss_scale.scale  # updated in place
+    return model, optimizer, loss_scale
 
 
 def forward_backward(
-    model: Decoder, batch: Batch, mesh: DeviceMesh, scale: Tensor | None = None, reduce_every_microbatch: bool = True
+    model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, reduce_every_microbatch: bool = True
 ) -> Tensor:
     """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
 
     batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
-    scale: factor of the loss for the gradients (float16).
+    loss_scale: of float16; the gradients are then those of the loss times `loss_scale.divisor`.
     """
     labels = count_labels(batch, mesh)
+    if loss_scale is not None:
+        loss_scale.divisor = loss_scale.scale * labels
     share = torch.zeros((), device=batch.tokens.device)
     microbatches = batch.microbatches()
     for number, microbatch in enumerate(microbatches, 1):
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
-        loss = summed_loss(model, microbatch) / labels
-        (loss if scale is None else loss * scale).backward()
+        summed = summed_loss(model, microbatch)
+        loss = summed / labels
+        (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
     return share
 
@@ -66,7 +73,7 @@ def update(
     Where that norm is not finite, a fused optimizer skips the step on the device, without a host sync, and the loss scale
     shrinks.
     """
-    norm = clip_gradients(optimizer, max_norm, loss_scale.scale if loss_scale else None)
+    norm = clip_gradients(optimizer, max_norm, loss_scale.divisor if loss_scale else None)
     set_lr(optimizer, lr)
     overflow = (~norm.isfinite()).float()
     if optimizer.defaults["fused"]:

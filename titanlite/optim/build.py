@@ -79,11 +79,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Tensor | None = None) -> Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, multiple: Tensor | None = None) -> Tensor:
     """Scales the gradients down to a global L2 norm of `max_norm` at most; returns the norm before that, () float32.
 
-    scale: the factor of the loss; gradients and norm are divided by it first. A fused optimizer receives the divisor and
-    applies it within its step; for other optimizers the gradients are divided here.
+    multiple: what the gradients are multiples by (`LossScale.divisor`); they and the norm are divided by it first. A fused
+    optimizer receives the divisor and applies it within its step; for other optimizers the gradients are divided here.
 
     Every rank sums the squares of its shards, divided by their replication factors; one all-reduce over the whole mesh gives
     the norm of the whole model's gradient. There is no host sync.
@@ -95,10 +95,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, scale: Ten
                 by_replication.setdefault(replication_factor(p.grad), []).append(local_part(p.grad))
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_replication.items()]).sum()
     dist.all_reduce(total)
-    norm = total.sqrt() if scale is None else total.sqrt() / scale
+    norm = total.sqrt() if multiple is None else total.sqrt() / multiple
     divisor = ((norm + 1e-6) / max_norm).clamp(min=1.0)
-    if scale is not None:
-        divisor = divisor * scale
+    if multiple is not None:
+        divisor = divisor * multiple
     if optimizer.defaults["fused"]:
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
     else:

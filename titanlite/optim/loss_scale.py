@@ -1,21 +1,32 @@
 """Loss scaling for float16 (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2).
 
-float16 has few exponents: small gradients underflow. The loss is multiplied by a scale before the backward pass, and gradients
-are divided by it before the step. A step whose gradients overflow is skipped and the scale halved; after many good steps the
-scale is doubled. All of this stays on the device. It depends on the gradient's global norm, so all ranks decide alike.
+float16 has few exponents: small gradients underflow. The backward pass begins with the summed loss times a scale: divided by
+the number of labels it would begin with a slope that is the smaller, the larger the batch. The optimizer divides gradients by
+scale and labels. A step whose gradients overflow is skipped and the scale halved; after many good steps the scale is doubled.
+All of this stays on the device. It depends on the gradient's global norm, so all ranks decide alike.
 """
 
 import torch
 from torch import Tensor
 
-_FIRST, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+# The slope of a label's loss is at most 1, and a weight's gradient is a sum over the tokens of a microbatch. float16 ends at
+# 65,504, so 2**10 is seldom much too large; below it, halving takes a step each.
+FIRST = 2.0**10
+# With a smaller scale a slope of 1 is below float16's smallest normal number, and all gradients lose digits.
+LEAST = torch.finfo(torch.float16).smallest_normal
+SCALED = "summed loss"  # what a checkpoint's scale is for; those of titanlite 0.1 name nothing and scaled the divided loss
+_GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0, 0.5, 2000
 
 
 class LossScale:
-    """The scale and its number of good steps, as tensors for checkpoints."""
+    """The scale and its number of good steps, as tensors for checkpoints.
+
+    divisor: of this step's gradients, scale x labels; `forward_backward` sets it.
+    """
 
     def __init__(self, device: torch.device):
-        self.scale = torch.full((), _FIRST, device=device)
+        self.scale = torch.full((), FIRST, device=device)
+        self.divisor = self.scale
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self.skipped = torch.zeros((), device=device)
 
@@ -31,3 +42,10 @@ class LossScale:
     def report(self) -> dict[str, float]:
         """For the metrics; a host sync."""
         return {"loss_scale": self.scale.item(), "skipped_steps": int(self.skipped.item())}
+
+
+def restart(tensors: dict[str, Tensor]) -> None:
+    """Begins again with the first scale, where a run's tensors have one."""
+    if "loss_scale.scale" in tensors:
+        tensors["loss_scale.scale"].fill_(FIRST)
+        tensors["loss_scale.good_steps"].zero_()

@@ -50,11 +50,11 @@ class Run(NamedTuple):
     steps: Steps  # losses and gradient norms of the steps taken
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient without the loss scale) of each parameter that has one."""
-        scale = self.loss_scale.scale.item() if self.loss_scale else 1.0
+        """(name, gradient of the loss, without the divisor of float16) of each parameter that has one."""
+        divisor = self.loss_scale.divisor.item() if self.loss_scale else 1.0
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                yield name, parameter.grad / scale
+                yield name, parameter.grad / divisor
 
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
@@ -85,11 +85,11 @@ def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 
 def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: range) -> Iterator[tuple[int, Batch]]:
     """Takes these steps as the training loop does. Yields (step, batch) after each backward pass, before the update."""
-    training, scale = run.config.training, run.loss_scale.scale if run.loss_scale else None
+    training = run.config.training
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
-        share = forward_backward(run.model, batch, run.mesh, scale, run.config.parallelism.reduce_every_microbatch)
+        share = forward_backward(run.model, batch, run.mesh, run.loss_scale, run.config.parallelism.reduce_every_microbatch)
         yield number, batch
         norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale)
         run.steps.add(number, 0, share, norm)
