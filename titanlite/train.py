@@ -122,7 +122,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()
         unread.add(step, sample, share, norm)
-        progress = Progress(step, sample + global_batch)
+        progress = progress._replace(step=step, samples=sample + global_batch)
         clock.steps += 1
 
         stopping = None if last else stop.agreed()
@@ -137,12 +137,13 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
             if rollback:
                 set_timeout(config.comm.init_timeout_seconds)  # loading takes longer than a step
                 with clock.phase(step, "going back"):
-                    progress = go_back(rollback, load()[0].step, model, incidents, reporter, saves)
+                    progress = go_back(rollback, load()[0], model, incidents, reporter, saves)
                     batches.close()
                     batches = batches_from(progress.samples)
                 set_timeout(config.comm.train_timeout_seconds)
                 clock.restart()
                 continue
+            progress = progress.with_losses(steps, config.metrics.log_freq)
         measured: dict[str, float] = {}
         if validation and validating:
             with clock.phase(step, "validation"):
@@ -151,7 +152,8 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
                 with clock.phase(step, "writing samples"):
                     reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
         if reporting:
-            values = {"loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm), "lr": schedule.at(step), **measured}
+            values = {"loss_mean": progress.loss_mean, "loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm)}
+            values |= {"lr": schedule.at(step), **measured}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed()}
             values |= {"peak_memory_gib": peak_memory_gib(device)}
@@ -197,13 +199,15 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
         save_in_hf(saves, progress.step, saver)
 
 
-def go_back(rollback: Rollback, step: int, model: nn.Module, incidents: Incidents, reporter: Reporter, saves: Path) -> Progress:
-    """After the checkpoint of `step` was restored: later reports and checkpoints are set aside, the bad samples skipped."""
+def go_back(
+    rollback: Rollback, restored: Progress, model: nn.Module, incidents: Incidents, reporter: Reporter, saves: Path
+) -> Progress:
+    """After a checkpoint was restored: later reports and checkpoints are set aside, the bad samples skipped."""
     float8.measure_weights(model)
-    incidents.went_back(rollback, step)
-    clean_up(saves, step)
-    reporter.begin(step + 1)
-    return Progress(step, rollback.next_sample)
+    incidents.went_back(rollback, restored.step)
+    clean_up(saves, restored.step)
+    reporter.begin(restored.step + 1)
+    return restored._replace(samples=rollback.next_sample)
 
 
 def save_in_hf(saves: Path, step: int, saver: Saver) -> None:

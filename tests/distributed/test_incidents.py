@@ -246,6 +246,12 @@ def reports(folder: Path) -> list[tuple[int, float, float]]:
     return [(report["step"], report["loss"], report["grad_norm"]) for report in map(json.loads, lines)]
 
 
+def means(folder: Path) -> dict[int, float]:
+    """Step -> the mean loss that was reported there."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {report["step"]: report["loss_mean"] for report in map(json.loads, lines)}
+
+
 def checksums(folder: Path, step: int) -> dict[str, str]:
     """Of the tensors of a checkpoint."""
     files = manifest.read(folder / f"checkpoint/step-{step:08d}").files
@@ -291,9 +297,22 @@ def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(p
     assert checksums(tmp_path / "run", 12) == checksums(tmp_path / "expected", 12)
     if log_freq == 1:
         assert reports(tmp_path / "run") == reports(tmp_path / "expected")
+    assert means(tmp_path / "run")[12] == means(tmp_path / "expected")[12]
     assert manifest.read(tmp_path / "run/checkpoint/step-00000012").numbers["samples"] == 64 + 7 * 8
     last = read_entries(tmp_path / "run" / FILE)[-1]
     assert [last[key] for key in ("kind", "step", "to_step", "next_sample")] == ["rollback", 8, 5, 64]
+
+
+def test_a_resumed_run_reports_the_mean_losses_of_the_uninterrupted_one(pools, tmp_path):
+    run(pools, {}, tmp_path / "every", "stop", {})
+    losses = {step: loss for step, loss, _ in reports(tmp_path / "every")}
+    for name, lengths in {"whole": [12], "parts": [6, 7, 12]}.items():  # 6 and 7 are no multiples
+        for steps in lengths:
+            run(pools, {}, tmp_path / name, "stop", {}, steps=steps, log_freq=4)
+    found, whole = means(tmp_path / "parts"), means(tmp_path / "whole")
+    assert whole == {1: losses[1], **{last: sum(losses[last - n] for n in range(4)[::-1]) / 4 for last in (4, 8, 12)}}
+    assert {step: found[step] for step in whole} == whole
+    assert found[7] == (losses[5] + losses[6] + losses[7]) / 3
 
 
 def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall(pools, tmp_path):

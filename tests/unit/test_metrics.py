@@ -9,7 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
+from titanlite.loop.divergence import Step
 from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.loop.resume import Progress
 
 
 class _Time:
@@ -195,11 +197,26 @@ def test_without_tensorboard_there_are_no_event_files(tmp_path):
 
 
 def test_console_line_shows_what_was_measured_and_nothing_else():
-    values = {"loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "peak_memory_gib": 1.5}
-    assert console_line(7, 100, values) == "step   7/100  loss 2.3457  grad norm 0.500  lr 3.00e-04  memory 1.50 GiB"
+    values = {"loss_mean": 2.5, "loss": 2.34567, "grad_norm": 0.5, "lr": 3e-4, "peak_memory_gib": 1.5}
+    line = "step   7/100  mean loss 2.5000  loss 2.3457  grad norm 0.500  lr 3.00e-04  memory 1.50 GiB"
+    assert console_line(7, 100, values) == line
+    nothing = dict.fromkeys(("loss_mean", "loss", "grad_norm"))
+    assert console_line(7, 100, nothing).startswith("step   7/100  mean loss not finite  loss not finite  grad norm not finite")
     values |= {"tokens_per_second": 12345.6, "data_wait_fraction": 0.012, "save_seconds": 1.234}
     values |= {"mfu_causal": 0.4, "mfu_palm": 0.45}
     line = console_line(7, 100, values)
     assert all(
         part in line for part in ("12,346 tokens/s", "data wait 1.2%", "MFU 40.0% causal", "MFU 45.0% PaLM", "save 1.23 s")
     )
+
+
+def test_the_mean_loss_is_over_the_finite_losses_since_the_last_multiple_wherever_readings_fall():
+    losses = [5.0, 4.0, math.nan, 3.0, 2.5, math.inf, math.nan, math.nan, 2.0, 1.0]
+    steps = [Step(number, 0, loss, 1.0) for number, loss in enumerate(losses, 1)]
+    expected = {1: 5.0, 2: 4.5, 3: 4.5, 4: 4.0, 5: 2.5, 8: 2.5, 9: 2.0, 10: 1.5}
+    for step, mean in expected.items():
+        for cut in range(step + 1):
+            read = Progress().with_losses(steps[:cut], 4).with_losses(steps[cut:step], 4)
+            assert read.loss_mean == mean
+    assert Progress().with_losses(steps[5:8], 10).loss_mean is None
+    assert Progress().loss_mean is None

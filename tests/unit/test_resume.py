@@ -385,7 +385,17 @@ def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
     assert schedule.at(15) == build_schedule(configuration(flat)).at(15)
 
 
-# ------------------------------------------------------------------------------------------------------------- the loss scale
+# ------------------------------------------------------------------------------------------------- numbers of the loss, its scale
+
+
+def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):
+    monkeypatch.setattr(load, "load_tensors", lambda *_: None)
+    found = stored()
+    found.numbers.update(loss_sum=7.5, loss_count=3)
+    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, 7.5, 3)
+    for name in ("loss_sum", "loss_count"):
+        del found.numbers[name]
+    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80)
 
 
 def test_the_scale_of_version_0_1_which_was_for_the_divided_loss_begins_again(monkeypatch):

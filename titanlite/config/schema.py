@@ -320,7 +320,8 @@ class Metrics(Section):
     """What is reported, and how often."""
 
     log_freq: Count = 10
-    """Steps between reports; the first and the last step are also reported."""
+    """Steps between reports. Also reported are the first and the last step of a start, and steps with a validation. `loss_mean` is
+    the mean of the finite losses since the last multiple of log_freq, `loss` the loss of the one step."""
     enable_tensorboard: bool = True
     """Write TensorBoard event files besides metrics.jsonl, which is always written."""
     save_tb_folder: str = "tb"

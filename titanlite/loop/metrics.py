@@ -198,6 +198,7 @@ def read_lines(path: Path, keys: set[str]) -> list[dict[str, Any]]:
 
 # What a line of the console shows, if the report has it. The report has None for a number that is not finite.
 _CONSOLE = {
+    "loss_mean": "mean loss {:.4f}",
     "loss": "loss {:.4f}",
     "grad_norm": "grad norm {:.3f}",
     "lr": "lr {:.2e}",
@@ -209,7 +210,11 @@ _CONSOLE = {
     "mfu_palm": "MFU {:.1%} PaLM",
     "peak_memory_gib": "memory {:.2f} GiB",
 }
-_NOT_FINITE = {"loss": "loss not finite", "grad_norm": "grad norm not finite, step skipped"}
+_NOT_FINITE = {
+    "loss_mean": "mean loss not finite",
+    "loss": "loss not finite",
+    "grad_norm": "grad norm not finite, step skipped",
+}
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ change no later step, some do and must be allowed by name, a few cannot be combi
 import fnmatch
 import itertools
 import logging
+import math
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from titanlite.data.mixture import Data
 from titanlite.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
+from titanlite.loop.divergence import Step
 from titanlite.optim.loss_scale import SCALED, LossScale, restart
 from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
 from titanlite.optim.state import run_tensors
@@ -76,10 +78,29 @@ class Setting(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """A run's position in data and schedule."""
+    """A run's position in data and schedule, and the losses of which the next report shows the mean."""
 
     step: int = 0
     samples: int = 0
+    # Those that are finite, since the last multiple of metrics.log_freq. A checkpoint of titanlite 0.1 has none: then the first
+    # mean after it is over the steps after it.
+    loss_sum: float = 0.0
+    loss_count: int = 0
+
+    @property
+    def loss_mean(self) -> float | None:
+        """The mean of these losses; None where there are none."""
+        return self.loss_sum / self.loss_count if self.loss_count else None
+
+    def with_losses(self, steps: list[Step], log_freq: int) -> "Progress":
+        """Adds the losses of the next steps; the step after a multiple of log_freq begins a new mean."""
+        total, count = self.loss_sum, self.loss_count
+        for step in steps:
+            if (step.number - 1) % log_freq == 0:
+                total, count = 0.0, 0
+            if math.isfinite(step.loss):
+                total, count = total + step.loss, count + 1
+        return self._replace(loss_sum=total, loss_count=count)
 
 
 class Change(NamedTuple):
@@ -174,7 +195,7 @@ def load_run(source: Path, found: Manifest, run: Setting, tensors: dict[str, Ten
     load.load_tensors(source, found, tensors, exclude)
     if found.numbers.get("scaled") != SCALED:
         restart(tensors)
-    return Progress(found.numbers["step"], found.numbers["samples"]), schedule
+    return Progress(**{name: found.numbers[name] for name in Progress._fields if name in found.numbers}), schedule
 
 
 def _refuse_foreign(source: Path, found: Manifest) -> None:
