@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama3
 from titanlite.config.schema import Optimizer as Keys
-from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
+from titanlite.optim.build import _of_all_at_once, _row_by_row, build_optimizer, clip_gradients, set_lr
 from titanlite.optim.state import named_state
 
 _CONFIG = llama3.Config(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
@@ -199,3 +200,28 @@ def test_the_norm_of_a_large_gradient_is_right_to_float32(group_of_one):
     parameter.grad = torch.randn(4096, 1024) * 1e-3
     expected = parameter.grad.double().norm().item()
     assert clip_gradients(_optimizer([parameter]), 1e9).item() == pytest.approx(expected, rel=1e-6)
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_norm_on_gpus_takes_as_many_operations_for_many_parameters_as_for_one():
+    torch.manual_seed(0)
+    shapes = [(8, 16), (5,), (0, 4), (2, 3, 4)] * 10
+    tensors = [torch.randn(shape, dtype=[torch.float32, torch.bfloat16][n % 2]) for n, shape in enumerate(shapes)]
+    expected = sum(tensor.double().square().sum() for tensor in tensors).item()
+    for function in (_of_all_at_once, _row_by_row):
+        assert function(tensors).item() == pytest.approx(expected, rel=1e-6)
+    counts = []
+    for number in (1, len(tensors)):
+        with _Operations() as operations:
+            _of_all_at_once(tensors[:number])
+        counts.append(operations.count)
+    assert counts[0] == counts[1]

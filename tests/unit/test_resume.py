@@ -385,7 +385,7 @@ def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
     assert schedule.at(15) == build_schedule(configuration(flat)).at(15)
 
 
-# ------------------------------------------------------------------------------------------------- numbers of the loss, its scale
+# ------------------------------------------------------------------------------------------- sums of losses, the loss scale
 
 
 def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):

@@ -108,7 +108,17 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, multiple: 
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """Row by row, then over rows: one float32 sum over a matrix, as in `_foreach_norm`, is off by 6e-4 on a CPU."""
+    """The sum of all squares, () float32."""
+    return _of_all_at_once(tensors) if tensors[0].is_cuda else _row_by_row(tensors)
+
+
+def _of_all_at_once(tensors: list[Tensor]) -> Tensor:
+    """By as many operations for a hundred tensors as for one. A GPU adds up a tensor in blocks."""
+    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).square().sum()
+
+
+def _row_by_row(tensors: list[Tensor]) -> Tensor:
+    """One float32 sum over a matrix, as in the CPU's `_foreach_norm`, is off by 6e-4."""
     rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32).flatten() for tensor in tensors]
     return torch.cat(rows).square().sum()
 
