@@ -119,7 +119,7 @@ ON_GLOO = {name: CASES[name] for name in (
 )} | COUNTED  # fmt: skip
 # A table by shapes, accumulation, and what only counting can say: Muon, gathers in float8, weights of features.
 SHORT = [
-    "hybrid, accumulation, reduced once",
+    "hybrid, accumulation",
     "2 x 2, bfloat16, full recomputation",
     "2 x 2, Muon",
     "tp 2, weights of features",

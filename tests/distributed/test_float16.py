@@ -9,6 +9,7 @@ from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.loop import step as step_module
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import FIRST, LossScale
+from titanlite.tools.compare import whole
 from titanlite.transforms.registry import load_family
 from titanlite.transforms.shards import local_part
 
@@ -57,30 +58,29 @@ def test_the_scale_doubles_after_many_good_steps():
     assert loss_scale.report() == {"loss_scale": 2 * FIRST, "skipped_steps": 0}
 
 
-def gradients_at(precision: str, labels: float, scale: float = FIRST) -> dict[str, torch.Tensor]:
+def gradients_at(precision: str, labels: float, degrees: dict[str, int]) -> dict[str, torch.Tensor]:
     """The gradients of one step, float64, as if its global batch had so many labels; the model has a vocabulary of 4,096."""
-    config = config_of({}, "large", training={"mixed_precision_param": precision})
-    mesh, family = mesh_of({}), load_family("tests.tiny", "large")
+    config = config_of(degrees, "large", training={"mixed_precision_param": precision})
+    mesh, family = mesh_of(degrees), load_family("tests.tiny", "large")
     model, _, loss_scale = begin_training(family, config, mesh, CPU)
-    if loss_scale is not None:
-        loss_scale.scale.fill_(scale)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "count_labels", lambda *_: torch.tensor(labels))
         forward_backward(model, next(rank_batches(config, mesh)), mesh, loss_scale)
     divisor = 1.0 if loss_scale is None else loss_scale.divisor.double()
-    return {name: p.grad.double() / divisor for name, p in model.named_parameters()}
+    return {name: whole(p.grad).double() / divisor for name, p in model.named_parameters()}
 
 
-def worst_error(labels: float, scale: float = FIRST) -> float:
+def worst_error(labels: float, degrees: dict[str, int]) -> float:
     """The largest relative error of a parameter's gradient in float16."""
-    found, expected = gradients_at("float16", labels, scale), gradients_at("float32", labels)
+    found, expected = (gradients_at(precision, labels, degrees) for precision in ("float16", "float32"))
     return max(((found[name] - wanted).norm() / wanted.norm()).item() for name, wanted in expected.items())
 
 
 def test_gradients_in_float16_are_as_exact_for_four_million_labels_as_for_eight_thousand(pools):
-    errors = [pools[1].run(f"{HERE}:worst_error", labels=labels)[0] for labels in (2.0**13, 5e5, 4e6)]
+    errors = [pools[1].run(f"{HERE}:worst_error", labels=labels, degrees={})[0] for labels in (2.0**13, 5e5, 4e6)]
     assert max(errors) < 1.5e-3
     assert errors == pytest.approx(errors[:1] * 3, rel=1e-3)
+    assert max(pools[2].run(f"{HERE}:worst_error", labels=4e6, degrees=TP)) < 1.5e-3
 
 
 def test_float16_follows_float32_and_a_resumed_run_keeps_its_scale(pools, tmp_path):
