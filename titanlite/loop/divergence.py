@@ -34,7 +34,7 @@ FILE = "incidents.jsonl"
 
 # At most this many steps in a row are skipped. After that the batches are not the cause: the weights give no finite gradient.
 _SKIPS_IN_A_ROW = 10
-# With a loss scale, steps are also skipped while it is too large. So many halvings lead from its first value to 1/1024.
+# With a loss scale, steps are also skipped while it is too large. So many halvings lead from its first value to 1/4096.
 _OVERFLOWS_IN_A_ROW = 20
 # At most this many rollbacks to one checkpoint. PaLM (arXiv:2204.02311, section 5.1) found that a spike does not recur when
 # its batches are skipped; one that recurs has another cause.

@@ -9,9 +9,9 @@ All of this stays on the device. It depends on the gradient's global norm, so al
 import torch
 from torch import Tensor
 
-# The slope of a label's loss is at most 1, and a weight's gradient is a sum over the tokens of a microbatch. float16 ends at
-# 65,504, so 2**10 is seldom much too large; below it, halving takes a step each.
-FIRST = 2.0**10
+# A label's slope is at most 1, a weight's gradient is a sum over the tokens of a microbatch, and float16 ends at 65,504: with
+# 2,048 tokens a microbatch, the debug recipe's first steps overflow with 2**9. Each halving costs a step.
+FIRST = 2.0**8
 # With a smaller scale a slope of 1 is below float16's smallest normal number, and all gradients lose digits.
 LEAST = torch.finfo(torch.float16).smallest_normal
 SCALED = "summed loss"  # what a checkpoint's scale is for; those of titanlite 0.1 name nothing and scaled the divided loss
