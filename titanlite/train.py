@@ -83,16 +83,18 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     if progress.step >= training.steps:
         finished_already(config, progress, saves, saver)
         return False
+    check_epochs(data, progress.origin, progress.end(training.steps, global_batch))
     if saver:
         clean_up(saves, progress.step)
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
         record_start(config, Path(family.module.__file__ or ""), record)
 
-    def batches_from(samples: int) -> Batches:
-        return Batches(StepDataset(config, data, samples, global_batch, (data_rank(mesh), data_degree(mesh))), device)
+    def batches_from(at: Progress) -> Batches:
+        part = data_rank(mesh), data_degree(mesh)
+        return Batches(StepDataset(config, data, at.samples, global_batch, part, at.origin), device)
 
-    first, batches = progress.step + 1, batches_from(progress.samples)
+    first, batches = progress.step + 1, batches_from(progress)
     reporter = Reporter(config, first, active=main_rank)
     peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config, model)
     measure_speed = functools.partial(speed, clock, global_batch * training.seq_len, mesh.size(), flops, peak)
@@ -138,9 +140,9 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
             if rollback:
                 set_timeout(config.comm.init_timeout_seconds)  # loading takes longer than a step
                 with clock.phase(step, "going back"):
-                    progress = go_back(rollback, load()[0], model, incidents, reporter, saves)
+                    progress = go_back(rollback, load()[0], setting, model, incidents, reporter, saves)
                     batches.close()
-                    batches = batches_from(progress.samples)
+                    batches = batches_from(progress)
                 set_timeout(config.comm.train_timeout_seconds)
                 clock.restart()
                 continue
@@ -201,14 +203,23 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
 
 
 def go_back(
-    rollback: Rollback, restored: Progress, model: nn.Module, incidents: Incidents, reporter: Reporter, saves: Path
+    rollback: Rollback,
+    restored: Progress,
+    run: Setting,
+    model: nn.Module,
+    incidents: Incidents,
+    reporter: Reporter,
+    saves: Path,
 ) -> Progress:
-    """After a checkpoint was restored: later reports and checkpoints are set aside, the bad samples skipped."""
+    """After a checkpoint was restored: later reports and checkpoints are set aside, and the samples left out are replaced."""
     float8.measure_weights(model)
     incidents.went_back(rollback, restored.step)
     clean_up(saves, restored.step)
     reporter.begin(restored.step + 1)
-    return restored._replace(samples=rollback.next_sample)
+    progress, plan = restored._replace(samples=rollback.next_sample), (run.config.training.steps, run.global_batch)
+    progress = progress._replace(origin=run.data.extended(progress.origin, restored.end(*plan), progress.end(*plan)))
+    check_epochs(run.data, progress.origin, progress.end(*plan))
+    return progress
 
 
 def save_in_hf(saves: Path, step: int, saver: Saver) -> None:
@@ -254,7 +265,6 @@ def main(config: Config | None = None) -> None:
         device = process.start(config)
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config)
-        check_epochs(data, config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"]))
         mesh = build_mesh(degrees, device.type)
         stopped = train(config, data, validation, mesh, device, started)
         dist.destroy_process_group()

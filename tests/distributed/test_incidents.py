@@ -315,6 +315,37 @@ def test_a_resumed_run_reports_the_mean_losses_of_the_uninterrupted_one(pools, t
     assert found[7] == (losses[5] + losses[6] + losses[7]) / 3
 
 
+def run_within_epochs(config: Config, steps: dict[int, int], epochs: float) -> None:
+    """As `run_poisoned` on one process; of its single source so many epochs are allowed."""
+    data = poisoned(config, steps)
+    source = data.sources[0].source
+    limited = source._replace(cfg=source.cfg.model_copy(update={"epochs": epochs}))
+    data.sources[0] = dataclasses.replace(data.sources[0], source=limited)
+    train(config, data, None, mesh_of({}), CPU, 0.0)
+
+
+def test_a_rollback_leaves_the_allowed_epochs_to_the_rest_of_the_run_and_to_later_starts(pools, tmp_path):
+    """12 steps of 8 samples use them up; a rollback leaves 24 samples out."""
+    config = config_of(
+        {},
+        model={"name": "tests.tiny_poison"},
+        job={"dump_folder": str(tmp_path)},
+        training={"steps": 12, "on_nonfinite": "rollback"},
+        lr_scheduler={"total_steps": 20},
+        metrics={"log_freq": 1, "enable_tensorboard": False},
+        checkpoint={"enable": True, "interval": 5},
+    )
+    allowed = {"steps": BAD, "epochs": 96.5 / 625}
+    pools[1].run(f"{HERE}:run_within_epochs", config=config, **allowed)
+    found = manifest.read(tmp_path / "checkpoint/step-00000012").numbers
+    assert (found["samples"], found["mixture"]["sources"][0]["replaced"]) == (120, 24)
+    (tmp_path / "checkpoint/step-00000012").rename(tmp_path / "lost")
+    pools[1].run(f"{HERE}:run_within_epochs", config=config, **allowed)
+    again = config.model_copy(update={"training": config.training.model_copy(update={"steps": 13})})
+    with pytest.raises(WorkerFailure, match=r"UserError: .*more epochs than allowed\n  tests: 0.17 epochs of 625 samples"):
+        pools[1].run(f"{HERE}:run_within_epochs", config=again, **allowed)
+
+
 def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall(pools, tmp_path):
     bad = {7: tiny_poison.OF_LOSS, 9: tiny_poison.OF_GRADIENT}  # both before the reading of step 10
     for log_freq in (1, 6, 100):

@@ -2,16 +2,24 @@
 
 import json
 import warnings
+from collections import defaultdict
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.distributed.pool import Pool, WorkerFailure
-from tests.distributed.scenarios import config_of
+from tests.distributed.scenarios import CPU, config_of, learnable_ids, mesh_of
+from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
+from titanlite.data.mixture import Data
+from titanlite.data.order import sample_at
+from titanlite.data.samples import Arrays
+from titanlite.train import train
 
 Degrees = dict[str, int]
 STEPS = 12  # of a whole run
@@ -161,3 +169,39 @@ def test_a_checkpoint_of_another_seed_length_or_model_is_refused(pools, tmp_path
     run(pools, ONE, tmp_path, 5)
     with pytest.raises(WorkerFailure, match=f"(?s){message}"):
         run(pools, ONE, tmp_path, 10, **change)
+
+
+def mixed_run(degrees: Degrees, config: Config, data: Data) -> list[tuple[str, int]]:
+    """(source, sample) of all that this rank reads in a whole run."""
+    rows, real = [], Data.read
+
+    def read(self: Data, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
+        names = [self.sources[source].source.name for source in sources.tolist()]
+        rows.extend(zip(names, samples.tolist(), strict=True))
+        return real(self, sources, samples, note)
+
+    with patch.object(Data, "read", read):
+        train(config, data, None, mesh_of(degrees), CPU, 0.0)
+    torch.distributed.barrier()
+    return rows
+
+
+def test_after_a_change_of_weights_each_source_continues_with_its_next_sample_on_other_ranks_too(pools, tmp_path):
+    """The run, its checkpoints and its resumes; the rules are those of tests/unit/test_mixture.py."""
+    numbers = {"a": 0, "b": 1}
+    files = {name: write_file(tmp_path / name, [learnable_ids(510) + n]) for name, n in numbers.items()}  # 625 samples
+    seen = defaultdict(list)
+    phases = [(ONE, 5, (1, 1)), ({"dp_shard": 2}, 8, (9, 1)), (ONE, 10, (9, 1)), ({"dp_shard": 2}, STEPS, (1, 3))]
+    for degrees, steps, weights in phases:
+        config = run_config(degrees, tmp_path / "run", steps, checkpoint={"allow_changes": ["data"]})
+        pairs = zip(files.items(), weights, strict=True)
+        data = mix_of([opened(file, name, weight=weight) for (name, file), weight in pairs], config)
+        arguments = {"degrees": degrees, "config": config, "data": data}
+        ranks = pools[2 if degrees else 1].run("tests.distributed.test_resume:mixed_run", **arguments)
+        per_step = [rows[at : at + 8 // len(ranks)] for at in range(0, len(ranks[0]), 8 // len(ranks)) for rows in ranks]
+        for name, sample in (pair for part in per_step for pair in part):
+            seen[name].append(sample)
+    assert sum(map(len, seen.values())) == STEPS * 8
+    for name, number in numbers.items():
+        assert seen[name] == sample_at(np.arange(len(seen[name])), 625, f"0/{number}").tolist()
+    assert len(losses(tmp_path / "run")) == STEPS

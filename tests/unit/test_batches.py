@@ -301,14 +301,3 @@ def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() == before
-
-
-def test_a_source_is_read_as_often_as_it_may_be_and_not_once_more(tmp_path):
-    """What is located ahead of the last step does not count."""
-    file = write_file(tmp_path / "once", [np.arange(24 * SEQ_LEN + 1)])
-    config = config_of()
-    source = Batches(StepDataset(config, mix_of([opened(file, "once", epochs=1.0)], config), 0, GLOBAL, (0, 1)))
-    seen = torch.cat([next(source).tokens[..., 0].flatten() for _ in range(2)])
-    assert sorted(seen.tolist()) == list(range(0, 24 * SEQ_LEN, SEQ_LEN))
-    with pytest.raises(UserError, match="once is used up: 1 epochs"):
-        next(source)

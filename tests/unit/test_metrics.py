@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
+from titanlite.data.origin import Origin
 from titanlite.loop.divergence import Step
 from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.loop.resume import Progress
@@ -210,13 +211,16 @@ def test_console_line_shows_what_was_measured_and_nothing_else():
     )
 
 
+BEGINNING = Progress(0, 0, Origin(0, ()))
+
+
 def test_the_mean_loss_is_over_the_finite_losses_since_the_last_multiple_wherever_readings_fall():
     losses = [5.0, 4.0, math.nan, 3.0, 2.5, math.inf, math.nan, math.nan, 2.0, 1.0]
     steps = [Step(number, 0, loss, 1.0) for number, loss in enumerate(losses, 1)]
     expected = {1: 5.0, 2: 4.5, 3: 4.5, 4: 4.0, 5: 2.5, 8: 2.5, 9: 2.0, 10: 1.5}
     for step, mean in expected.items():
         for cut in range(step + 1):
-            read = Progress().with_losses(steps[:cut], 4).with_losses(steps[cut:step], 4)
+            read = BEGINNING.with_losses(steps[:cut], 4).with_losses(steps[cut:step], 4)
             assert read.loss_mean == mean
-    assert Progress().with_losses(steps[5:8], 10).loss_mean is None
-    assert Progress().loss_mean is None
+    assert BEGINNING.with_losses(steps[5:8], 10).loss_mean is None
+    assert BEGINNING.loss_mean is None

@@ -91,7 +91,7 @@ def stored(keys: dict[str, Any] | None = None, global_batch: int = 8, schedule: 
     """What a run with these keys has written at step 10."""
     config, family = configuration(keys), load_family("tests.tiny", "plain")
     run = Setting(config, family, DATA, global_batch)
-    numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, 80))
+    numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, 80, DATA.beginning()))
     return Manifest(json.loads(json.dumps(numbers)), {})
 
 
@@ -289,7 +289,8 @@ def test_dimensions_that_json_writes_in_another_way_are_no_change():
         kind: type = int
 
     run = setting(configuration())._replace(family=Family(tiny, Own()))
-    found = Manifest(json.loads(json.dumps(numbers_of(run, build_schedule(run.config), Progress(10, 80)))), {})
+    numbers = numbers_of(run, build_schedule(run.config), Progress(10, 80, DATA.beginning()))
+    found = Manifest(json.loads(json.dumps(numbers)), {})
     check_changes(run, SOURCE, found)
     with pytest.raises(UserError, match=r"windows = \[1, 3\], was \[1, 2\]"):
         check_changes(run._replace(family=Family(tiny, Own((1, 3)))), SOURCE, found)
@@ -392,10 +393,10 @@ def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):
     monkeypatch.setattr(load, "load_tensors", lambda *_: None)
     found = stored()
     found.numbers.update(loss_sum=7.5, loss_count=3)
-    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, 7.5, 3)
+    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning(), 7.5, 3)
     for name in ("loss_sum", "loss_count"):
         del found.numbers[name]
-    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80)
+    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning())
 
 
 def test_the_scale_of_version_0_1_which_was_for_the_divided_loss_begins_again(monkeypatch):

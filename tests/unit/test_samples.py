@@ -11,7 +11,7 @@ import pytest
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
 from titanlite.data.indexed import TokenFile
-from titanlite.data.mixture import PADDING, Data
+from titanlite.data.mixture import PADDING, Data, check_shares
 from titanlite.data.order import drawn
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
@@ -281,8 +281,8 @@ def test_padding_and_unused_tokens_are_what_counting_gives(tmp_path, policy, see
 def test_the_start_of_the_log_tells_epochs_shares_and_waste_of_each_source(tmp_path):
     half = opened(write_file(tmp_path / "half", [[1] * 5] * 40), "half", weight=1)  # 5 of 9 places
     long = opened(write_file(tmp_path / "long", [[1] * 18] * 10), "long", weight=1.8)  # half of each document
-    lines = mix_of([half, long], _config("truncate")).derived_values(100)
-    assert lines == {
+    data = mix_of([half, long], _config("truncate"))
+    assert data.derived_values(data.beginning(), 100) == {
         "data: half": "200 tokens in 40 documents, 50.0% of samples, 1.25 epochs; 44.4% padding, 0.0% of tokens unused",
         "data: long": "180 tokens in 10 documents, 50.0% of samples, 5.00 epochs; 0.0% padding, 50.0% of tokens unused",
     }
@@ -298,7 +298,7 @@ def test_weights_are_of_tokens_and_not_of_samples(tmp_path, policy):
     long = opened(write_file(tmp_path / "long", [[2] * 9] * 100), "long", weight=1)
     data = mix_of([short, long], _config(policy))
     assert data.waste(data.sources[0])[0] > 0.1  # else samples would be as good a measure
-    tokens = data.read(*data.locate(np.arange(20_000), seed=0)).tokens
+    tokens = data.read(*data.locate(np.arange(20_000), 0, data.beginning())).tokens
     assert (tokens == 1).sum() / (tokens == 2).sum() == pytest.approx(3, rel=0.01)
 
 
@@ -323,11 +323,16 @@ def test_without_weights_every_source_is_read_once_in_the_same_time(tmp_path, po
     assert len(set(counts)) == 3
 
 
-def test_a_weight_too_small_to_be_kept_is_refused_with_the_name_of_its_source(tmp_path):
-    files = [opened(write_file(tmp_path / n, _numbered([90])), n, weight=w) for n, w in (("all", 1.0), ("next to none", 1e-7))]
-    with pytest.raises(UserError, match=r"training.sources: the weight of next to none is below a millionth of all; leave it"):
-        mix_of(files, _config())
-    assert mix_of([files[0], files[1]._replace(cfg=files[1].cfg.model_copy(update={"weight": 2e-6}))], _config())
+def test_weights_and_sizes_too_small_to_be_counted_are_refused_all_at_once_with_the_names_of_their_sources(tmp_path):
+    weights = {"all": 1.0, "next to none": 1e-7, "less": 1e-9}
+    files = [opened(write_file(tmp_path / name, _numbered([90])), name, weight=weight) for name, weight in weights.items()]
+    with pytest.raises(UserError) as refused:
+        check_shares(mix_of(files, _config()))
+    assert str(refused.value) == (
+        "training.sources: sources that a mixture cannot hold\n  next to none: its weight is below a millionth of all\n"
+        "  less: its weight is below a millionth of all\nLeave them out, or give larger weights"
+    )
+    check_shares(mix_of([files[0], files[1]._replace(cfg=files[1].cfg.model_copy(update={"weight": 2e-6}))], _config()))
 
 
 def test_an_index_that_is_out_of_order_where_a_row_is_read_is_refused(tmp_path):

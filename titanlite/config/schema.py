@@ -72,7 +72,8 @@ class Source(Section):
     """The share of this source in all training tokens, relative to the other weights. Unset for all sources: proportional to
     their sizes."""
     epochs: Positive | None = None
-    """How often the source may be read at most, such as 0.5 or 4. A run that needs more is refused. Unset: no limit."""
+    """How often the source may be read at most, such as 0.5 or 4. A run that needs more is refused. Samples that a rollback
+    leaves out do not count. Unset: no limit."""
 
 
 class Training(Section):

@@ -1,6 +1,7 @@
 """Each rank's part of the global batches, read by this process or ahead of it by worker processes.
 
-The position in the data is one number: samples consumed so far. There is no other state to save, also with workers.
+The position in the data is one number, the samples consumed so far; it refers to the origin of the mixture. There is no other
+state to save, also with workers.
 """
 
 import itertools
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import Data
+from titanlite.data.origin import Origin
 from titanlite.errors import UserError
 from titanlite.launch import children
 
@@ -30,16 +32,25 @@ _LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's o
 class StepDataset(Dataset[Batch | UserError]):
     """A map-style dataset: step -> this rank's part of its global batch. Step 0 is the next one."""
 
-    def __init__(self, config: Config, data: Data, consumed: int, global_batch: int, part: tuple[int, int]):
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        consumed: int,
+        global_batch: int,
+        part: tuple[int, int],
+        origin: Origin | None = None,
+    ):
         """consumed: samples of earlier steps; the next step has the samples `consumed` .. `consumed + global_batch - 1`.
 
-        part: (data rank, data degree); each rank takes a run of neighbouring samples.
+        part: (data rank, data degree); each rank takes a run of neighbouring samples. origin: of the mixture; None: the first
+        sample of the run.
         """
         rank, degree = part
         self.data, self.global_batch, self.share = data, global_batch, global_batch // degree
         self.cfg, self.seed, self.local_batch = config.dataloader, config.training.seed, config.training.local_batch_size
         assert self.share * degree == global_batch and self.share % self.local_batch == 0
-        self.first = consumed + rank * self.share
+        self.first, self.origin = consumed + rank * self.share, origin or data.beginning()
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         # for each step that may be read at once, its number and the row that was begun last
         ahead = self.cfg.workers * self.cfg.prefetch
@@ -70,7 +81,7 @@ class StepDataset(Dataset[Batch | UserError]):
         if block != self._block:
             steps = np.arange(block * self.steps, (block + 1) * self.steps)
             positions = self.first + steps[:, None] * self.global_batch + np.arange(self.share)
-            self._located = self.data.locate(positions.ravel(), self.seed)
+            self._located = self.data.locate(positions.ravel(), self.seed, self.origin)
             self._block = block
         here = slice(inside * self.share, (inside + 1) * self.share)
         return self._located[0][here], self._located[1][here]

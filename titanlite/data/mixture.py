@@ -1,18 +1,22 @@
 """The data of a run: its sources mixed by weight, in an order that is a function of the seed and a sample's position.
 
-Nothing here has state. The next samples follow from the number of samples consumed, which is all that a checkpoint keeps.
+Nothing here has state. The next samples follow from the number of samples consumed and from the origin of the mixture, which
+is all that a checkpoint keeps.
 """
 
 import bisect
 import itertools
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from titanlite.config.schema import Config, Training
+from titanlite.data import origin
 from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
+from titanlite.data.origin import Origin
 from titanlite.data.samples import Arrays, Rows, fill, rows_of
 from titanlite.data.sources import TokenSource, key_of, open_packing, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
@@ -22,7 +26,7 @@ from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
 
-PADDING, USED_UP = -1, -2  # instead of a sample's number: a row of padding; a sample beyond a source's `epochs`
+PADDING = -1  # instead of a sample's number: a row of padding
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,10 @@ class Data:
         """tokenizer: its digest. byte_lengths (vocabulary,) int64: bytes of text that each id stands for.
 
         vocabulary: of the model, an upper bound of the ids. key: names the sources in messages. Raises UserError for a source
-        without a single sample, or with a weight that is too small.
+        without a single sample.
         """
         self.sources = [_with_rows(source, training, key) for source in sources]
-        self.shares = _shares(self.sources, key)
+        self.shares = _shares(self.sources)
         self.byte_lengths, self.key = byte_lengths, key
         self.seq_len, self.mask = training.seq_len, training.document_mask
         self._padded = training.document_policy != "pack"
@@ -105,10 +109,26 @@ class Data:
         parts = (f"{mixed.source.fingerprint} {share}" for mixed, share in zip(self.sources, self.shares, strict=True))
         return digest(self._tokenizer, *parts)
 
-    def derived_values(self, samples: int) -> dict[str, str]:
-        """What a run of that many samples reads of each source, for the start of the log: name -> sentence."""
+    def beginning(self) -> Origin:
+        """The origin of a run that begins with these sources."""
+        return origin.beginning(mixed.source.fingerprint for mixed in self.sources)
+
+    def drawn(self, began: Origin, position: int) -> list[int]:
+        """How many samples of each source come before a position of the run, which is not before the origin of its mixture."""
+        since = drawn(position - began.position, self.shares)
+        return [reached.drawn + count for reached, count in zip(began.sources, since, strict=False)]
+
+    def extended(self, began: Origin, end: int, later_end: int) -> Origin:
+        """The origin of a run that ends at a later position, because a rollback left samples out."""
+        counts = zip(self.drawn(began, end), self.drawn(began, later_end), strict=True)
+        more = [after - before for before, after in counts] + [0] * len(began.sources)
+        replaced = (reached._replace(replaced=reached.replaced + n) for reached, n in zip(began.sources, more, strict=False))
+        return began._replace(sources=tuple(replaced))
+
+    def derived_values(self, began: Origin, end: int) -> dict[str, str]:
+        """What a run that ends at a position reads of each source, for the start of the log: name -> sentence."""
         lines = {}
-        for mixed, share, draws in zip(self.sources, self.shares, drawn(samples, self.shares), strict=True):
+        for mixed, share, draws in zip(self.sources, self.shares, self.drawn(began, end), strict=True):
             padding, unused = self.waste(mixed)
             lines["data" if len(self.sources) == 1 else f"data: {mixed.source.name}"] = (
                 f"{mixed.tokens:,} tokens in {mixed.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
@@ -120,25 +140,19 @@ class Data:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
         return 1 - mixed.kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - mixed.kept / mixed.tokens)
 
-    def locate(self, positions: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample of it) at each position of the run; positions (n,) int64 -> two (n,) int64.
-
-        A sample beyond the `epochs` of its source is USED_UP, which is an error only when it is read.
-        """
-        source, index = interleave(positions, self.shares)
-        for number, mixed in enumerate(self.sources):
+    def locate(self, positions: np.ndarray, seed: int, began: Origin) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample of it) at each position of the run; positions (n,) int64 -> two (n,) int64."""
+        source, index = interleave(positions - began.position, self.shares)
+        for number, (mixed, reached) in enumerate(zip(self.sources, began.sources, strict=False)):
             here = source == number
-            drawn_before = index[here]
-            index[here] = sample_at(drawn_before, mixed.count, f"{seed}/{number}")
-            if (allowed := mixed.source.cfg.epochs) is not None:
-                index[here] = np.where(drawn_before < allowed * mixed.count, index[here], USED_UP)
+            index[here] = sample_at(reached.drawn + index[here], mixed.count, f"{seed}/{reached.order}")
         return source, index
 
     def read(self, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
         """Samples of some sources, (n,) each, as n rows; a row of PADDING has no labels.
 
         note: (1,) int64, receives the number of each row before it is read.
-        Raises UserError for an id that is not in the vocabulary, and for a sample that is USED_UP.
+        Raises UserError for an id that is not in the vocabulary.
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
@@ -152,9 +166,6 @@ class Data:
                 note[0] = at
             if sample == PADDING:
                 continue
-            if sample == USED_UP:
-                name, allowed = self.sources[source].source.name, self.sources[source].source.cfg.epochs
-                raise UserError(f"{self.key}: {name} is used up: {allowed:g} epochs of it are allowed")
             rows, row = self.sources[source].locate(sample)
             fill(arrays, at, rows, row)
         if self._foreign:
@@ -201,7 +212,10 @@ def open_data(config: Config, section: str = "training") -> Data:
     sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
     lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)
     lengths[: loaded.vocabulary] = byte_lengths(loaded)
-    return Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key)
+    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key)
+    if section == "training":  # validation measures each source by itself
+        check_shares(data)
+    return data
 
 
 def _with_rows(source: TokenSource, training: Training, key: str) -> MixtureSource:
@@ -216,28 +230,40 @@ def _with_rows(source: TokenSource, training: Training, key: str) -> MixtureSour
     return mixed
 
 
-def _shares(sources: list[MixtureSource], key: str) -> list[int]:
+def _shares(sources: list[MixtureSource]) -> list[int]:
     """The share of samples of each source, in parts of MIXTURE, such that its *tokens* have their weight."""
     rates = []
     for mixed in sources:
         weight = mixed.source.cfg.weight
         rates.append(mixed.count if weight is None else weight * mixed.count / mixed.kept)
-    shares = [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
-    if 0 in shares:
-        source = sources[shares.index(0)].source
-        raise UserError(f"{key}: the weight of {source.name} is below a millionth of all; leave it out or raise it")
-    return shares
+    return [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
 
 
-def check_epochs(data: Data, samples: int) -> None:
-    """Raises UserError that names every source that a run of that many samples would read beyond its `epochs`."""
+def check_shares(data: Data) -> None:
+    """Raises UserError that names every source whose share of a mixture is too small to be counted."""
+    small = [mixed.source for mixed, share in zip(data.sources, data.shares, strict=True) if share == 0]
+    if small:
+        why = "its size, which is its weight," if small[0].cfg.weight is None else "its weight"
+        faults = [f"{source.name}: {why} is below a millionth of all" for source in small]
+        remedy = "Leave them out, or give larger weights"
+        raise UserError(listed(f"{data.key}: sources that a mixture cannot hold", faults, remedy))
+
+
+def check_epochs(data: Data, began: Origin, end: int) -> None:
+    """Raises UserError that names every source that a run that ends at a position would read beyond its `epochs`.
+
+    Samples that replace those of rollbacks do not count; the log names them where they are of another epoch.
+    """
     faults = []
-    for mixed, draws in zip(data.sources, drawn(samples, data.shares), strict=True):
-        allowed = mixed.source.cfg.epochs
-        if allowed is not None and draws > allowed * mixed.count:
-            faults.append(
-                f"{mixed.source.name}: {draws / mixed.count:.2f} epochs of {mixed.count:,} samples, allowed are {allowed:g}"
-            )
+    for mixed, reached, draws in zip(data.sources, began.sources, data.drawn(began, end), strict=False):
+        name, allowed = mixed.source.name, mixed.source.cfg.epochs
+        if allowed is None or draws <= allowed * mixed.count:
+            continue
+        if (read := draws - reached.replaced) > allowed * mixed.count:
+            faults.append(f"{name}: {read / mixed.count:.2f} epochs of {mixed.count:,} samples, allowed are {allowed:g}")
+        else:
+            more = draws - math.floor(allowed * mixed.count)
+            log.info("%s: reads %d samples beyond its %g epochs, instead of those that rollbacks left out", name, more, allowed)
     if faults:
         remedy = "Lower training.steps or the weight of these sources, or raise their epochs"
         raise UserError(listed(f"{data.key}: the run would read more epochs than allowed", faults, remedy))

@@ -23,6 +23,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import KEYS, suggest
 from titanlite.config.schema import Checkpoint, Config
 from titanlite.data.mixture import Data
+from titanlite.data.origin import Origin, continued
 from titanlite.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
@@ -80,8 +81,9 @@ class Setting(NamedTuple):
 class Progress(NamedTuple):
     """A run's position in data and schedule, and the losses of which the next report shows the mean."""
 
-    step: int = 0
-    samples: int = 0
+    step: int
+    samples: int
+    origin: Origin  # of the mixture of sources
     # Those that are finite, since the last multiple of metrics.log_freq. A checkpoint of titanlite 0.1 has none: then the first
     # mean after it is over the steps after it.
     loss_sum: float = 0.0
@@ -102,6 +104,10 @@ class Progress(NamedTuple):
                 total, count = total + step.loss, count + 1
         return self._replace(loss_sum=total, loss_count=count)
 
+    def end(self, steps: int, global_batch: int) -> int:
+        """The samples consumed at the end of a run of this many steps."""
+        return self.samples + max(0, steps - self.step) * global_batch
+
 
 class Change(NamedTuple):
     """A key whose value differs from the checkpoint's."""
@@ -117,7 +123,8 @@ class Change(NamedTuple):
 def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str, Any]:
     """The state of a run that is not a tensor, for a checkpoint's manifest."""
     return {
-        **progress._asdict(),
+        **{name: value for name, value in progress._asdict().items() if name != "origin"},
+        "mixture": progress.origin.numbers(),
         "global_batch": run.global_batch,
         "data": run.data.describe(),
         "schedule": schedule._asdict(),
@@ -158,7 +165,7 @@ def restore(
     elif run.config.lora.enable:
         # no error: speed, memory and the comparisons of `titanlite verify` do not depend on the weights
         log.warning("lora.enable = true: the weights that are adapted are RANDOM, set checkpoint.initial_load_path")
-    return Progress(), build_schedule(run.config)
+    return Progress(0, 0, run.data.beginning()), build_schedule(run.config)
 
 
 def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
@@ -195,7 +202,17 @@ def load_run(source: Path, found: Manifest, run: Setting, tensors: dict[str, Ten
     load.load_tensors(source, found, tensors, exclude)
     if found.numbers.get("scaled") != SCALED:
         restart(tensors)
-    return Progress(**{name: found.numbers[name] for name in Progress._fields if name in found.numbers}), schedule
+    return _progress(run.data, found.numbers), schedule
+
+
+def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
+    """The position from which a run continues; the log says where each source continues if the mixture has changed."""
+    began = continued(numbers, data.describe()["sources"])
+    if began.position == numbers["samples"] > 0:
+        for mixed, reached in zip(data.sources, began.sources, strict=False):
+            log.info("data: another mixture: %s continues after %s of its samples", mixed.source.name, f"{reached.drawn:,}")
+    losses = {name: numbers[name] for name in ("loss_sum", "loss_count") if name in numbers}
+    return Progress(numbers["step"], numbers["samples"], began, **losses)
 
 
 def _refuse_foreign(source: Path, found: Manifest) -> None:

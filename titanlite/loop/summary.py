@@ -55,7 +55,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         else "whole",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
-        **data.derived_values(training.steps * global_batch),
+        **data.derived_values(progress.origin, progress.end(training.steps, global_batch)),
         "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
         f"{schedule.min_factor:g} x {schedule.lr:g}",
         "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",

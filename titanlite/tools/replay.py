@@ -180,7 +180,8 @@ def replay(
             if source is None or number - 1 in route.jumps:
                 samples = route.jumps.get(number - 1, samples)
                 part = data_rank(mesh), data_degree(mesh)
-                source = Batches(StepDataset(config, data, samples, config.training.global_batch_size, part), device)
+                size = config.training.global_batch_size
+                source = Batches(StepDataset(config, data, samples, size, part, progress.origin), device)
             yield next(source)
             samples += config.training.global_batch_size
 
