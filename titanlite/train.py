@@ -46,6 +46,7 @@ from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.meta import training_flops
 from titanlite.transforms.registry import family_of
+from titanlite.transforms.source import source_of
 
 log = logging.getLogger("titanlite")
 
@@ -88,7 +89,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
         clean_up(saves, progress.step)
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
-        record_start(config, Path(family.module.__file__ or ""), record)
+        record_start(config, record | {"model_source": source_of(family.module)})
 
     def batches_from(at: Progress) -> Batches:
         part = data_rank(mesh), data_degree(mesh)

@@ -1,5 +1,6 @@
 """Steps done again: bit for bit on the same mesh, within rounding on one process, and by the right way after rollbacks."""
 
+import logging
 import math
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, mesh_of
 from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, ranks_of, reports, run
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.whole import Stored
+from titanlite.hf.export import Exported
+from titanlite.inference.load import open_checkpoint
 from titanlite.loop.divergence import FILE, read_entries
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 
@@ -188,3 +193,54 @@ def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
     assert (split.training.local_batch_size, split.parallelism.reduce_every_microbatch) == (2, True)
     alone = replay_config(split, 8, None)
     assert (alone.parallelism.tensor_parallel_degree, alone.training.local_batch_size) == (1, 2)
+
+
+def rewrite(folder: Path, step: int, **numbers) -> None:
+    """Changes numbers of a checkpoint's manifest."""
+    path = folder / f"checkpoint/step-{step:08d}"
+    found = manifest.read(path)
+    manifest.write(path, found._replace(numbers=found.numbers | numbers))
+
+
+def other_code(folder: Path, step: int) -> dict[str, dict[str, str]]:
+    """The code of a checkpoint as if one file had been edited since."""
+    code = manifest.read(folder / f"checkpoint/step-{step:08d}").numbers["model_source"]
+    return code | {"tests.tiny_poison": {"hash": "of then", "text": "SCALE = 1\n"}}
+
+
+def warnings_of(source: Path) -> list[str]:
+    """What is logged when the weights of a checkpoint are opened for generation and for an export."""
+    logger, handler, messages = logging.getLogger("titanlite"), logging.Handler(), []
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        open_checkpoint(source, CPU)
+        Exported(Stored(source))
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+def test_with_other_code_no_step_is_repeated_and_generation_and_exports_warn(pools, tmp_path):
+    run(pools, {}, tmp_path, "stop", {})
+    newest = tmp_path / "checkpoint/step-00000012"
+    assert pools[1].run(f"{HERE}:warnings_of", source=newest) == [[]]
+    rewrite(tmp_path, 12, model_source=other_code(tmp_path, 12))
+    replays(pools, {}, tmp_path, {}, 8)
+    with pytest.raises(WorkerFailure, match=r"--step 11: the code of the model has changed since .*\n.*tests.tiny_poison then"):
+        replays(pools, {}, tmp_path, {}, 11)
+    (messages,) = pools[1].run(f"{HERE}:warnings_of", source=newest)
+    assert len(messages) == 2 and all("has changed since: tests.tiny_poison" in message for message in messages)
+    rewrite(tmp_path, 10, model_source=other_code(tmp_path, 12))
+    newest.rename(tmp_path / "lost")
+    with pytest.raises(WorkerFailure, match=r"\n  model.source = 'tests.tiny_poison \w+', was 'tests.tiny_poison of then'"):
+        run(pools, {}, tmp_path, "stop", {})
+
+
+def test_a_step_after_a_change_of_the_mixture_is_not_repeated_from_before_it(pools, tmp_path):
+    run(pools, {}, tmp_path, "stop", {})
+    rewrite(tmp_path, 12, mixture={"position": 80, "sources": []})
+    with pytest.raises(
+        WorkerFailure, match=r"--step 12: sources or weights changed after 80 samples, and the checkpoint there is"
+    ):
+        replays(pools, {}, tmp_path, {}, 12)

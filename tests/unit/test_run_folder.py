@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -64,9 +63,9 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
 def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp_path):
     first = Config(job=Job(dump_folder=str(tmp_path), description='a "quoted" name'), training=Training(steps=5))
     second = Config(job=Job(dump_folder=str(tmp_path)), training=Training(steps=7, seq_len=33))
-    record_start(first, Path(__file__), {"resumed_step": 0, "values": {"mesh": "one process"}})
+    record_start(first, {"resumed_step": 0, "values": {"mesh": "one process"}})
     assert read_config(tmp_path / "config.toml", []) == first
-    record_start(second, Path(__file__), {"resumed_step": 5})
+    record_start(second, {"resumed_step": 5})
     assert read_config(tmp_path / "config.toml", []) == second
 
     starts = json.loads((tmp_path / "provenance.json").read_text())

@@ -315,7 +315,7 @@ class Checkpoint(Section):
     loaded, unless that checkpoint was written with the same patterns."""
     allow_changes: Annotated[list[str], WITH_CHECKPOINTS] = []
     """Patterns of keys, such as "optimizer.lr" or "lr_scheduler.*", that may differ from the checkpoint's although they change
-    the mathematics. "data" stands for the text and its tokenizer."""
+    the mathematics. "data" stands for the text, its tokenizer and the mixture, "model.source" for the code of the model."""
 
 
 class Metrics(Section):

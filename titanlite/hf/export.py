@@ -19,9 +19,10 @@ from titanlite.errors import UserError, listed
 from titanlite.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
-from titanlite.launch.process import together
+from titanlite.launch.process import rank_and_world, together
 from titanlite.transforms.lora import merged
 from titanlite.transforms.registry import load_family
+from titanlite.transforms.source import warn_of_changes
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # The files of a tokenizer, and the defaults of generation.
@@ -64,6 +65,8 @@ class Exported:
         self.family = load_family(cfg["name"], cfg["flavor"], self.assets)
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
             raise UserError(listed(f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", changed))
+        if rank_and_world()[0] == 0:
+            warn_of_changes(stored.source, stored.manifest.numbers.get("model_source"), self.family.module)
         self.model = self.family.on_meta()
         self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries if name.startswith("model.")]

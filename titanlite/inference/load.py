@@ -13,12 +13,14 @@ from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError, listed
+from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
+from titanlite.transforms.source import warn_of_changes
 
 
 class LoadedModel(NamedTuple):
@@ -42,6 +44,8 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
     family = family_of(cfg)
     if changed := family.changes_since(manifest.numbers["architecture"]):
         raise UserError(listed(f"{source}: {cfg.name} {cfg.flavor} has changed since it was saved:", changed))
+    if rank_and_world()[0] == 0:
+        warn_of_changes(source, manifest.numbers.get("model_source"), family.module)
     tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(cfg.hf_assets_path)
     model = on_meta(family, config)
     tp = dist.get_world_size()

@@ -66,11 +66,8 @@ def other_run(folder: Path) -> str:
     return ""
 
 
-def record_start(config: Config, model_file: Path, facts: dict[str, Any]) -> None:
-    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`.
-
-    model_file: the module that defines the model, which may be the user's own and in no repository.
-    """
+def record_start(config: Config, facts: dict[str, Any]) -> None:
+    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.toml", to_toml(config))
@@ -85,7 +82,6 @@ def record_start(config: Config, model_file: Path, facts: dict[str, Any]) -> Non
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": sys.argv,
             "git": _git_state(),
-            "model_source": model_file.read_text(encoding="utf-8"),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),

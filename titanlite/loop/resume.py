@@ -32,6 +32,7 @@ from titanlite.optim.loss_scale import SCALED, LossScale, restart
 from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.transforms.registry import Family, is_adapter
+from titanlite.transforms.source import Source, changed_modules, diff, source_of
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ IMPOSSIBLE = {
     **dict.fromkeys(("lora.enable", "lora.rank", "lora.modules"), "the optimizer's state is that of other parameters"),
 }
 _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
+_SOURCE = "model.source"  # the code of the model, there
 
 
 class Setting(NamedTuple):
@@ -115,9 +117,10 @@ class Change(NamedTuple):
     key: str
     before: Any
     now: Any
+    diff: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.now!r}, was {self.before!r}"
+        return f"{self.key} = {self.now!r}, was {self.before!r}" + (f"\n{self.diff}" if self.diff else "")
 
 
 def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str, Any]:
@@ -129,6 +132,7 @@ def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str
         "data": run.data.describe(),
         "schedule": schedule._asdict(),
         "architecture": run.family.dimensions(),
+        "model_source": source_of(run.family.module),
         "config": run.config.model_dump(),
         "scaled": SCALED,
     }
@@ -307,6 +311,18 @@ def changes(run: Setting, numbers: dict[str, Any]) -> Iterator[Change]:
         if key in before and before[key] != value and not _matches(key, HARMLESS):
             yield Change(key, before[key], value)
     yield from _data_changes(numbers["data"], run.data.describe())
+    yield from _source_changes(numbers.get("model_source"), source_of(run.family.module))
+
+
+def _source_changes(before: Source | None, now: Source) -> Iterator[Change]:
+    """The difference in the model's code. before: None for a checkpoint of a version that did not keep it."""
+    if before is None or not (names := changed_modules(before, now)):
+        return
+    then, here = (
+        ", ".join(f"{name} {source[name]['hash'][:12]}" if name in source else f"no {name}" for name in names)
+        for source in (before, now)
+    )
+    yield Change(_SOURCE, then, here, diff(before, now))
 
 
 def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Change]:
@@ -329,7 +345,7 @@ def _source_sentence(source: dict[str, Any] | None) -> str:
 
 def changeable() -> list[str]:
     """The keys that checkpoint.allow_changes can name."""
-    return [*(key for key in KEYS if key not in IMPOSSIBLE and not _matches(key, HARMLESS)), _DATA]
+    return [*(key for key in KEYS if key not in IMPOSSIBLE and not _matches(key, HARMLESS)), _DATA, _SOURCE]
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:

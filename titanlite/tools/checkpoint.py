@@ -89,7 +89,8 @@ def verify(sources: list[Path]) -> int:
 def show(sources: list[Path]) -> int:
     source = sources[-1]
     stored = manifest.read(source)
-    for name, value in _leaves(stored.numbers):
+    hashes = {module: entry["hash"] for module, entry in stored.numbers.get("model_source", {}).items()}  # without the texts
+    for name, value in _leaves(stored.numbers | {"model_source": hashes}):
         print(f"{name} = {value!r}")
     for name, entry in sorted(tensor_entries(read_metadata(source, stored.files)).items()):
         print(f"{name}  {tuple(entry.size)}  {str(entry.properties.dtype).removeprefix('torch.')}")

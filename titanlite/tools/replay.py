@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of
 from titanlite.transforms.shards import local_part
+from titanlite.transforms.source import changed_modules, diff, source_of
 
 log = logging.getLogger(__name__)
 
@@ -99,20 +101,41 @@ def setting_of(run: Path, step: int) -> tuple[Config, int]:
     if not (run / "config.toml").is_file():
         raise UserError(f"{run}: there is no config.toml: not the folder of a run")
     config = read_config(str(run / "config.toml"), [])
-    saves = run / config.checkpoint.folder
-    for later in (number for number in list_steps(saves) if number >= step):
-        try:
-            numbers = manifest.read(step_folder(saves, later)).numbers
-        except UserError as error:
-            log.warning("not used: %s", error)
-            continue
+    if numbers := saved_after(step, run / config.checkpoint.folder):
         return stored_config(numbers["config"]), numbers["global_batch"]
     if config.training.global_batch_size > 0:
         return config, config.training.global_batch_size
     try:
-        return config, json.loads((run / "provenance.json").read_text())[-1]["global_batch"]
-    except (OSError, ValueError, LookupError, TypeError):
+        return config, latest_start(run)["global_batch"]
+    except KeyError:
         raise UserError(f"{run / 'provenance.json'}: does not contain the global batch size") from None
+
+
+def saved_after(step: int, saves: Path) -> dict[str, Any]:
+    """The numbers of the first readable checkpoint at or after a step; empty if there is none."""
+    for later in (number for number in list_steps(saves) if number >= step):
+        try:
+            return manifest.read(step_folder(saves, later)).numbers
+        except UserError as error:
+            log.warning("not used: %s", error)
+    return {}
+
+
+def latest_start(run: Path) -> dict[str, Any]:
+    """The last entry of a run's provenance.json; empty if it has none."""
+    try:
+        return dict(json.loads((run / "provenance.json").read_text())[-1])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def check_source(step: int, run: Path, numbers: dict[str, Any], module: ModuleType) -> None:
+    """Raises UserError where a step was done with other code. numbers: of `saved_after`; empty: the latest start counts."""
+    before = (numbers or latest_start(run)).get("model_source")
+    if isinstance(before, dict) and changed_modules(before, source_of(module)):  # older versions kept a text, or nothing
+        remedy = "Restore that code: the repeated step would differ from that of the run"
+        title = f"--step {step}: the code of the model has changed since the run did this step:"
+        raise UserError(f"{title}\n{diff(before, source_of(module))}\n{remedy}")
 
 
 def replay_config(config: Config, global_batch: int, ranks: int | None) -> Config:
@@ -164,7 +187,14 @@ def replay(
 
     config: of `replay_config`. Raises UserError where the data or the model are not those of the run.
     """
+    later = saved_after(step, folder / config.checkpoint.folder)
+    check_source(step, folder, later, family_of(config.model).module)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
+    if (mixture := later.get("mixture")) and mixture["position"] != progress.origin.position:
+        raise UserError(
+            f"--step {step}: sources or weights changed after {mixture['position']:,} samples, and the checkpoint there is "
+            "gone or damaged; from an earlier one, other samples would be read"
+        )
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
         raise UserError(f"--step {step}: this run started after step {progress.step}, as a branch of {given}")

@@ -1,0 +1,207 @@
+"""The code of a model: which modules it is, that only changes of what it does count, and what a resume says about them."""
+
+import ast
+import importlib
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from models import llama3
+from tests.unit.test_resume import DATA, SOURCE, configuration
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.errors import UserError
+from titanlite.loop.resume import Progress, Setting, check_changes, numbers_of
+from titanlite.optim.lr_schedule import build_schedule
+from titanlite.transforms.registry import Family
+from titanlite.transforms.source import changed_modules, diff, hash_of, source_of, warn_of_changes
+
+TEXT = '''
+"""What this is."""
+
+import math as m
+
+@property
+def scaled(x, *, by: float = 1e-5, **more):
+    """Docstring."""
+    note = f"{x!r:>{by}} {m.pi:.3f}" "tail"  # a comment
+    match x:
+        case [first, *_] | {"key": first}: return (lambda: -first)()
+    return x ** 2 if (y := by) > 0 else [each for each in more if each is not None]
+
+
+class A:
+    x: int = 3
+
+    async def nothing(self): pass
+'''
+
+
+def hash_of_text(text: str) -> str:
+    return hash_of(ast.parse(text))
+
+
+def test_the_hash_of_a_text_is_the_same_on_every_version_of_python():
+    """Made with 3.11; 3.10, 3.12 and 3.13 make the same ones, also of all files of titanlite and of torch.nn."""
+    assert hash_of_text(TEXT) == "a4ce7164ea14d4c55fae3e620206c5e8"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"""What this is."""', "# nothing"),
+        ('    """Docstring."""\n', ""),
+        ("  # a comment", ""),
+        ("(self): pass", '(self):\n        """Now with a docstring."""'),
+        ("*, by: float = 1e-5, **more", "\n    *,\n    by: float = 0.00001,\n    **more,\n"),
+        ('" "tail"', 'tail"'),
+    ],
+)
+def test_comments_docstrings_and_layout_do_not_count(old, new):
+    assert old in TEXT and hash_of_text(TEXT.replace(old, new)) == hash_of_text(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *(("1e-5", "1e-6"), ("** 2", "* 2"), ("-first", "+first"), ("is not None", "is None"), ("x: int = 3", "x: int")),
+        *(
+            ("m.pi", "m.e"),
+            ("!r", "!s"),
+            ('"tail"', '"tale"'),
+            ("> 0", ">= 0"),
+            ("@property\n", ""),
+            ("async ", ""),
+            ("*_", "_"),
+        ),
+    ],
+)
+def test_what_a_model_does_counts(old, new):
+    assert old in TEXT and hash_of_text(TEXT.replace(old, new)) != hash_of_text(TEXT)
+
+
+# ------------------------------------------------------------------------------------------------------------- modules
+
+
+FILES = {
+    "own/__init__.py": "",
+    "own/model.py": "import math\nimport torch\nfrom . import layers\nfrom .parts.norms import EPS\nfrom models import llama3\n"
+    "from helpers_of_mine import scale\nimport titanlite.errors\nimport xxhash\n\ndef late():\n    import own.later\n",
+    "own/layers.py": "from .parts import norms as again\nSCALE = 1.0\n",
+    "own/parts/norms.py": "EPS = 1e-5\n",
+    "own/later.py": "raise RuntimeError('nobody imports this while the model is read')\n",
+    "own/unused.py": "1\n",
+    "helpers_of_mine.py": "from own.parts.norms import EPS as scale\n",
+}
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> Callable[[], ModuleType]:
+    """Imports own.model anew, as another start does."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if re.match(r"own(\.|$)|helpers_of_mine$", name)]:
+            del sys.modules[name]
+
+    def start() -> ModuleType:
+        forget()
+        importlib.invalidate_caches()
+        return importlib.import_module("own.model")
+
+    yield start
+    forget()
+
+
+ZOO = ["models", "models.attention", "models.blocks", "models.decoder", "models.head", "models.llama3"]
+MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.parts.norms"]
+
+
+def test_the_code_of_a_model_is_all_that_it_imports_but_libraries(own):
+    assert list(source_of(own())) == [*MINE[:1], *ZOO, *MINE[1:]]
+    assert "own.later" not in sys.modules  # nothing is imported for it
+    assert list(source_of(llama3)) == ZOO
+
+
+def test_a_file_that_is_edited_while_a_run_trains_does_not_change_what_the_run_writes(own, tmp_path):
+    module = own()
+    before = source_of(module)
+    (tmp_path / "own/layers.py").write_text("SCALE = 2.0\n")
+    assert source_of(module) is before
+    assert changed_modules(before, source_of(own())) == ["own.layers"]
+
+
+def test_the_difference_is_short_and_names_files_that_came_and_went(own, tmp_path):
+    before = source_of(own())
+    (tmp_path / "own/parts/norms.py").write_text('"""Now documented."""\nEPS = 1e-6\n' + "x = 1\n" * 100)
+    (tmp_path / "own/model.py").write_text(FILES["own/model.py"].replace("from . import layers\n", ""))
+    (tmp_path / "own/unused.py").write_text('"""Not of the model."""')
+    after = source_of(own())
+    assert changed_modules(before, after) == ["own.layers", "own.model", "own.parts.norms"]
+    lines = diff(before, after).splitlines()
+    assert len(lines) == 41 and lines[-1] == "    ... and 77 more lines"
+    assert "    --- own.layers then" in lines and "    -from . import layers" in lines and "    +EPS = 1e-6" in lines
+
+
+# ------------------------------------------------------------------------------------------------------------- resumes
+
+
+def resume(module: ModuleType, found: Manifest | None, allowed: list[str]) -> Manifest:
+    """Continues from what a run has written; -> what the run with this code writes."""
+    config = configuration({"checkpoint.allow_changes": allowed})
+    run = Setting(config, Family(module, llama3.FLAVORS["debug"]), DATA, 8)
+    if found:
+        check_changes(run, SOURCE, found)
+    numbers = numbers_of(run, build_schedule(config), Progress(10, 80, DATA.beginning()))
+    return Manifest(json.loads(json.dumps(numbers)), {})
+
+
+def test_a_changed_model_is_refused_with_its_difference_until_it_is_allowed(own, tmp_path):
+    first = resume(own(), None, [])
+    resume(own(), first, [])
+    (tmp_path / "own/parts/norms.py").write_text("# a comment\nEPS = 1e-5\n")
+    resume(own(), first, [])
+    (tmp_path / "own/parts/norms.py").write_text("EPS = 1e-6\n")
+    with pytest.raises(UserError) as refused:
+        resume(own(), first, ["optimizer.lr"])
+    hashes = [hash_of_text(f"EPS = {eps}")[:12] for eps in ("1e-6", "1e-5")]
+    assert str(refused.value).splitlines() == [
+        f"{SOURCE}: later steps would be computed differently from the earlier ones:",
+        f"  model.source = 'own.parts.norms {hashes[0]}', was 'own.parts.norms {hashes[1]}'",
+        *(
+            "    --- own.parts.norms then",
+            "    +++ own.parts.norms now",
+            "    @@ -1 +1 @@",
+            "    -EPS = 1e-5",
+            "    +EPS = 1e-6",
+        ),
+        "Restore the old value, or allow the change: --checkpoint.allow_changes optimizer.lr,model.source",
+    ]
+    second = resume(own(), first, ["model.source"])
+    resume(own(), second, [])
+
+
+def test_a_checkpoint_of_a_version_that_did_not_keep_the_code_is_resumed(own):
+    first = resume(own(), None, [])
+    del first.numbers["model_source"]
+    resume(own(), first, [])
+
+
+def test_who_uses_weights_with_other_code_is_warned(own, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    before = source_of(own())
+    for stored in (before, None):
+        warn_of_changes(SOURCE, stored, own())
+    assert caplog.records == []
+    (tmp_path / "own/layers.py").write_text("SCALE = 2.0\n")
+    warn_of_changes(SOURCE, before, own())
+    (record,) = caplog.records
+    assert f"{SOURCE}: the code of the model has changed since: own.layers; " in record.message
+    assert "+SCALE = 2.0" in record.message
