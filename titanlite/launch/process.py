@@ -3,8 +3,10 @@
 import contextlib
 import datetime
 import hashlib
+import ipaddress
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -52,9 +54,11 @@ def is_echo(error: Exception) -> bool:
 def start(config: Config) -> torch.device:
     """Chooses the device and joins the process group; returns the device.
 
-    Raises UserError if there are more ranks on this machine than GPUs.
+    Raises UserError if there are more ranks on this machine than GPUs, or if other machines could not reach it.
     """
     rank, world = rank_and_world()
+    if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)) and (fault := address_fault()):
+        raise UserError(fault)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -72,6 +76,39 @@ def start(config: Config) -> torch.device:
         **alone,
     )
     return device
+
+
+def address_fault() -> str:
+    """Why other machines cannot reach the address at which gloo would listen; or "".
+
+    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
+    (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of the other
+    machines would then wait in vain until the timeout.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ""
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(socket.gaierror):  # no address
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        address = next(filter(_can_bind, addresses), "")
+    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ""
+    interfaces = ", ".join(interface for _, interface in socket.if_nameindex() if interface != "lo") or "none but lo"
+    return (
+        f"the hostname {name} resolves to {address or 'no address of this machine'}, where other machines cannot reach its "
+        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other machines (this machine has: "
+        f"{interfaces}), and PET_LOCAL_ADDR to its address"
+    )
+
+
+def _can_bind(address: str) -> bool:
+    """Whether this machine has an address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def use_deterministic_algorithms() -> None:
