@@ -3,12 +3,14 @@
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from models.attention import SeqInfo
 from tests import tiny, tiny_biased
+from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
 from titanlite.errors import UserError
@@ -230,11 +232,12 @@ def test_a_merged_weight_is_rounded_once_to_its_own_dtype():
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_adapters_on_random_weights_are_warned_of(caplog, enable):
-    data: Any = None
+    nothing: Any = None
     with caplog.at_level(logging.WARNING):
         config = configuration(enable=enable)
-        progress, _ = restore(Setting(config, FAMILY, data, 8), on_meta(FAMILY, config), data, None, data)
-    assert progress == Progress()
+        data = data_of([np.arange(500)], config, 512)
+        progress, _ = restore(Setting(config, FAMILY, data, 8), on_meta(FAMILY, config), nothing, None, nothing)
+    assert progress == Progress(0, 0, data.beginning())
     assert ["the weights that are adapted are RANDOM" in record.message for record in caplog.records] == [True] * enable
 
 

@@ -50,7 +50,8 @@ class StepDataset(Dataset[Batch | UserError]):
         self.data, self.global_batch, self.share = data, global_batch, global_batch // degree
         self.cfg, self.seed, self.local_batch = config.dataloader, config.training.seed, config.training.local_batch_size
         assert self.share * degree == global_batch and self.share % self.local_batch == 0
-        self.first, self.origin = consumed + rank * self.share, origin or data.beginning()
+        self.first = consumed + rank * self.share
+        self.origin = origin or data.beginning()
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         # for each step that may be read at once, its number and the row that was begun last
         ahead = self.cfg.workers * self.cfg.prefetch
