@@ -90,7 +90,7 @@ def test_a_signal_to_the_launcher_of_one_of_two_machines_stops_both(folder):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{port}", "NGPU": "1", "GLOO_SOCKET_IFNAME": "lo", **SLOWLY}
+    variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{port}", "NGPU": "1", **SLOWLY}
     machines = [launch("run.toml", *ENDLESS, folder=folder, NODE_RANK=str(number), **variables) for number in (0, 1)]
     try:
         when_training(machines[0], folder / "out")

@@ -24,6 +24,7 @@ def resolver(monkeypatch):
         monkeypatch.setattr(socket, "gethostname", lambda: "node7")
         monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        monkeypatch.delenv("RDZV_ENDPOINT", raising=False)
 
     return pretend
 
@@ -54,6 +55,12 @@ def test_the_first_address_that_can_be_bound_must_not_be_a_loopback(resolver, ad
 def test_an_interface_that_the_user_has_chosen_is_not_questioned(resolver, monkeypatch):
     resolver("127.0.1.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert process.address_fault() == ""
+
+
+def test_launchers_that_meet_at_a_loopback_address_are_all_on_this_machine(resolver, monkeypatch):
+    resolver("127.0.1.1")
+    monkeypatch.setenv("RDZV_ENDPOINT", "localhost:29500")
     assert process.address_fault() == ""
 
 

@@ -83,9 +83,11 @@ def address_fault() -> str:
 
     Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
     (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of the other
-    machines would then wait in vain until the timeout.
+    machines would then wait in vain until the timeout. Launchers that meet at a loopback address are all on this
+    machine.
     """
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
+    meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
+    if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
         return ""
     name, address = socket.gethostname(), ""
     with contextlib.suppress(socket.gaierror):  # no address
