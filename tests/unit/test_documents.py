@@ -1,18 +1,22 @@
 """Inputs, their parts, and what each kind of reader makes of sound and of broken content."""
 
+import csv
 import gzip
+import io
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import fsspec
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
-from titanlite.data.prepare import documents, readers
+from titanlite.data.prepare import documents, open_files
 from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Bad, Document, describe_place, read, where
 from titanlite.errors import UserError
@@ -25,6 +29,12 @@ _CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content":
 def small_parts(monkeypatch):
     """Inputs of a few hundred bytes are split as large ones are."""
     monkeypatch.setattr(documents, "_SMALLEST", 1)
+
+
+@pytest.fixture
+def hub_cache(tmp_path_factory, monkeypatch):
+    """The package leaves locks in the user's cache."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def _lines(texts: list[str]) -> bytes:
@@ -51,9 +61,8 @@ def _saved_dataset(folder: Path, **columns: list[object]) -> Path:
 
 
 def _read(*names: object, text_key: str = "text") -> list[Document | Bad]:
-    return [
-        found for entry in list_inputs([str(name) for name in names]) for part in entry.parts for found in read(part, text_key)
-    ]
+    parts = [part for entry in list_inputs([str(name) for name in names]) for part in entry.parts]
+    return [found for part in parts for found in read(part, text_key)]
 
 
 def _contents(*names: object, text_key: str = "text") -> list[object]:
@@ -75,10 +84,71 @@ def _faults(name: object, text_key: str = "text") -> list[tuple[str, str]]:
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def test_every_other_suffix_is_a_text_file_of_one_document_whose_bytes_are_kept(tmp_path):
-    for name in ("a.txt", "b.md", "c.py", "none"):
-        (tmp_path / name).write_bytes(f"{name}\r\n\n".encode())
-    assert _contents(tmp_path) == ["a.txt\r\n\n", "b.md\r\n\n", "c.py\r\n\n", "none\r\n\n"]
+def test_a_text_file_is_one_document_whose_bytes_are_kept_compressed_or_not(tmp_path):
+    for name in ("a.txt", "b.md", "c.PY", "d.rst.gz", "e.txt.zst"):
+        _write(tmp_path / name, f"{name}\r\n\n".encode())
+    assert _contents(tmp_path) == [f"{name}\r\n\n" for name in ("a.txt", "b.md", "c.PY", "d.rst.gz", "e.txt.zst")]
+
+
+@pytest.mark.parametrize("name", ["a.log", "a.arrow", "a.html", "a.txt.bz2", "a.parquet.gz", "a.gz", "none", "a.jsonl~"])
+@pytest.mark.parametrize("url", ["", "file://"])
+def test_a_file_of_an_unknown_kind_is_refused_with_the_kinds_that_are_known(tmp_path, name, url):
+    (tmp_path / name).write_text("text")
+    with pytest.raises(
+        UserError, match=r"not of a known kind of text; known are \.jsonl \.ndjson \.json .*\.gz or \.zst"
+    ) as error:
+        list_inputs([f"{url}{tmp_path / name}"], "training.dataset_path =")
+    assert f'training.dataset_path = "{url}{tmp_path / name}"' in str(error.value)
+
+
+@pytest.mark.parametrize(("url", "name"), [("", ""), ("", "/*"), ("", "/**/*"), ("file://", "/[!.]*")])
+def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_patterns_and_each_is_named_once(
+    tmp_path, name, url
+):
+    _write(tmp_path / "data.jsonl", _lines(["x"]))
+    others = ["LICENSE", "README.md", "dataset_infos.json", "a.png", "b.arrow", "c"]
+    for other in (*others, ".gitattributes"):
+        (tmp_path / other).write_text("not data")
+    warnings: list[str] = []
+    [entry] = list_inputs([f"{url}{tmp_path}{name}"], "--input", warnings.append)
+    assert entry.path == f"{url}{tmp_path}/data.jsonl"
+    [warning] = warnings
+    assert [line.strip().rpartition("/")[2] for line in warning.splitlines()[1:]] == sorted(others)
+    assert warning.splitlines()[0].startswith(f'--input "{url}{tmp_path}')
+    (tmp_path / "data.jsonl").unlink()
+    with pytest.raises(UserError, match=r"holds no file of a known kind of text:\n.*LICENSE"):
+        list_inputs([f"{url}{tmp_path}{name}"])
+
+
+def test_a_readme_that_is_named_is_text(tmp_path):
+    (tmp_path / "README.md").write_text("text")
+    assert _contents(tmp_path / "README.md") == ["text"]
+
+
+def test_of_many_files_that_are_left_out_the_first_fifty_are_named(tmp_path):
+    for number in range(60):
+        (tmp_path / f"{number:02d}.png").touch()
+    (tmp_path / "a.txt").touch()
+    warnings: list[str] = []
+    list_inputs([str(tmp_path)], warn=warnings.append)
+    assert warnings[0].splitlines()[50:] == [f"  {tmp_path}/49.png", "  and 10 more"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("c4", "titanlite tokenize --input hub:allenai/c4:en --output data/c4 --tokenizer ASSETS --append-eos"),
+        ("c4_validation", "--input hub:allenai/c4:en:validation --output data/c4_validation"),
+        ("c4_test", "--input torchtitan/tests/assets/c4_test --output data/c4_test"),
+        ("FineWeb", "--input hub:HuggingFaceFW/fineweb --output data/fineweb"),
+        ("allenai/c4", 'a data set of the Hugging Face hub "hub:allenai/c4"'),
+        ("nowhere", 'the built-in data is called "stdlib"'),
+    ],
+)
+def test_a_data_set_by_name_is_refused_with_the_command_that_makes_it(name, words):
+    with pytest.raises(UserError, match=f'training.dataset = "{name}": no such file or folder') as error:
+        list_inputs([name], "training.dataset =")
+    assert words in str(error.value)
 
 
 def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folder(tmp_path):
@@ -171,7 +241,7 @@ def test_units_hold_all_parts_in_order_and_are_of_about_one_size(tmp_path, monke
 # ---------------------------------------------------------------------------------------------------------------- lines
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "ndjson", "json", "json.gz"])
 def test_a_line_is_a_document_and_empty_lines_are_none(tmp_path, suffix):
     content = _lines(_TEXTS).replace(b"\n", b"\n\n  \r\n")
     assert _contents(_write(tmp_path / f"a.{suffix}", content)) == _TEXTS
@@ -193,7 +263,7 @@ def test_however_a_jsonl_file_is_split_its_documents_and_line_numbers_are_the_sa
         assert [place for place, _ in _faults(path)] == [f"{path}, line 4", f"{path}, line {len(lines)}"]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "json"])
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -241,10 +311,86 @@ def test_messages_are_a_chat_where_there_is_no_text(tmp_path):
     assert _contents(path) == [_CHAT, _CHAT, "x"]
 
 
+# ------------------------------------------------------------------------------------------------------- arrays and tables
+
+
+@pytest.mark.parametrize("suffix", ["json", "json.gz", "json.zst"])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_a_document_an_entry_as_the_datasets_library_reads_it(tmp_path, suffix, indent, hub_cache):
+    datasets = pytest.importorskip("datasets")
+    content = "\n" + json.dumps([{"text": text, "id": number} for number, text in enumerate(_TEXTS)], indent=indent)
+    path = _write(tmp_path / f"a.{suffix}", content.encode())
+    assert _contents(path) == _TEXTS == list(datasets.load_dataset("json", data_files=str(path), split="train")["text"])
+
+
+def test_a_json_file_of_one_object_is_one_document(tmp_path):
+    for indent in (None, 1):
+        assert _contents(_write(tmp_path / "a.json", json.dumps({"text": "x"}, indent=indent).encode())) == ["x"]
+    assert _contents(_write(tmp_path / "a.json", b"\n \n")) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b'{"version": "1.0",\n"data": [1]}', 'entry 1: must have .*; has "version", "data"'),
+        (b'{"text": ["a", "b"]}', '"text" is a list'),
+        (b'[{"text": "x"}, 3]', "entry 2: must be an object .*, is a number"),
+        (b'[{"text": "x"}, {"text": "\\ud800"}]', "entry 2: not Unicode"),
+        (b'[{"text": "x"}\n {"text": "y"}]', "not JSON: .* at line 2, character 2"),
+        (b'"text"', "is a string"),
+        (b"some words\n", "not JSON: Expecting value at character 1"),
+        (b"[\xff]", "utf-8"),
+    ],
+)
+def test_a_json_file_that_is_no_documents_is_reported_with_the_entry(tmp_path, content, fault):
+    [bad] = [found for found in _read(_write(tmp_path / "a.json", content)) if isinstance(found, Bad)]
+    assert re.search(fault, bad.reason)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "csv.gz", "tsv.zst"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_row_of_csv_is_a_document_as_pyarrow_reads_it(tmp_path, suffix, ending):
+    delimiter = "\t" if "tsv" in suffix else ","
+    texts = ["plain", 'with "quotes", and\ta tab', "two\nlines\n\n", "", "naïve 🙂", "x" * 200_000]
+    lines = io.StringIO()
+    writer = csv.writer(lines, delimiter=delimiter, lineterminator=ending)
+    writer.writerows([["id", "text"], *enumerate(texts)])
+    content = b"\xef\xbb\xbf" + lines.getvalue().encode()
+    options = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    expected = pyarrow.csv.read_csv(io.BytesIO(content), parse_options=options)["text"].to_pylist()
+    assert _contents(_write(tmp_path / f"a.{suffix}", content)) == expected == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "place", "fault"),
+    [
+        (b"id,body\n1,x\n", None, 'must have a column "text"; its first line has "id", "body"'),
+        (b'text,n\n"two\nlines",1\nx\ny,2\n', 4, "has 1 fields, and the first line 2"),
+        (b"text,n\nx,1\ncaf\xe9,2\ny,3\n", 3, "not UTF-8 text: byte 0xe9"),
+        (b'text,n\nx,1\n"y"z,2\ny,3\n', 3, "not CSV"),
+        (b'text,n\nx,1\n"y,2\n', 3, "not CSV: unexpected end of data"),
+    ],
+)
+def test_a_bad_row_of_csv_is_reported_with_the_line_it_begins_on(tmp_path, content, place, fault):
+    path = _write(tmp_path / "a.csv", content)
+    [(where, reason)] = _faults(path)
+    assert where == (str(path) if place is None else f"{path}, line {place}")
+    assert fault in reason
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.json.gz", "a.txt.zst"])
+def test_a_truncated_compressed_table_or_text_is_one_fault(tmp_path, name):
+    content = {"a.csv.gz": b"text\n" + "\n".join(_NOISE).encode(), "a.txt.zst": "\n".join(_NOISE).encode()}
+    path = _write(tmp_path / name, content.get(name, json.dumps([{"text": text} for text in _NOISE]).encode()))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    [(_, reason)] = _faults(path)
+    assert "damaged or truncated" in reason
+
+
 _NOISE = [random.Random(number).randbytes(60).hex() for number in range(5000)]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst", "json.gz"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 def test_a_truncated_compressed_file_gives_the_lines_before_its_end_and_says_where_that_is(tmp_path, suffix, share):
     path = _write(tmp_path / f"a.{suffix}", _lines(_NOISE))
@@ -306,7 +452,8 @@ def test_parquet_is_split_by_row_groups_and_gives_its_rows_in_order(tmp_path):
 
 
 def test_parquet_chats_are_lists_of_messages(tmp_path):
-    assert _contents(_table(tmp_path / "a.parquet", messages=[_CHAT, _CHAT])) == [_CHAT, _CHAT]
+    path = _table(tmp_path / "a.parquet", messages=[_CHAT, _CHAT], tools=[[{"name": "add"}], None])
+    assert [(found.content, found.tools) for found in _read(path)] == [(_CHAT, [{"name": "add"}]), (_CHAT, None)]
 
 
 def test_a_row_without_text_is_told_with_its_number_from_zero(tmp_path):
@@ -368,12 +515,6 @@ def test_the_splits_of_a_saved_dataset_are_named(tmp_path):
     with pytest.raises(UserError, match="splits test, train; name the folder of one"):
         list_inputs([str(tmp_path / "saved")])
     assert _contents(tmp_path / "saved" / "train") == ["x"]
-
-
-@pytest.fixture
-def hub_cache(tmp_path_factory, monkeypatch):
-    """The package leaves locks in the user's cache."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path, hub_cache):
@@ -438,7 +579,7 @@ def test_a_missing_optional_package_is_named_with_what_installs_it(tmp_path, mon
     def import_module(wanted: str) -> None:
         raise ImportError(wanted)
 
-    monkeypatch.setattr(readers.importlib, "import_module", import_module)
+    monkeypatch.setattr(open_files.importlib, "import_module", import_module)
     (tmp_path / name).touch() if ":" not in name else None
     with pytest.raises(UserError, match=rf"needs {module}: pip install 'titanlite\[data\]'"):
         list_inputs([name if ":" in name else str(tmp_path / name)])

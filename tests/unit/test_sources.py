@@ -172,7 +172,7 @@ def test_everything_else_that_is_there_is_text(tmp_path, monkeypatch):
 
 
 def test_what_is_not_there_is_refused_with_the_name_of_the_built_in_data(tmp_path):
-    for path in ("c4", str(tmp_path / "none")):
+    for path in ("nowhere", str(tmp_path / "none")):
         with pytest.raises(UserError) as error:
             find(path, _KEY)
         assert str(error.value) == f'{_KEY} = "{path}": no such file or folder; the built-in data is called "stdlib"'

@@ -83,8 +83,8 @@ class Training(Section):
     """"stdlib" (the Python sources of the running interpreter's standard library), or a path as dataset_path."""
     dataset_path: str = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
-    of such pairs, or text, which is tokenized at first use: a file, a .jsonl file with "text" or chat "messages" on each line,
-    a .parquet file, or a folder of these."""
+    of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
+    chat "messages" in each entry, or a folder of these; docs/data.md lists all suffixes."""
     sources: list[Source] = []
     """Several data sources, each a table: [[training.sources]] with path, weight, epochs, name."""
     document_policy: Literal["pack", "best_fit", "truncate"] = "pack"

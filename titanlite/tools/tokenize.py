@@ -1,6 +1,6 @@
 """titanlite tokenize --input GLOB... --output DIR --tokenizer PATH [options]
 
-Tokenizes text, .jsonl, .parquet, saved datasets, datasets of the Hugging Face hub, and URLs into the token files of training.
+Tokenizes text, JSON, CSV, Parquet, saved datasets, datasets of the Hugging Face hub, and URLs into the token files of training.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def _parse() -> argparse.Namespace:
     parser = command_parser("tokenize", __doc__)
     add = parser.add_argument
     add("--input", nargs="+", action="extend", required=True, metavar="GLOB",
-        help="files, folders, patterns, URLs, folders of saved datasets, hub:NAME[:CONFIG][:SPLIT]; .jsonl, .jsonl.gz, "
-             ".jsonl.zst and .parquet hold one document per line or row, any other file is one document")  # fmt: skip
+        help="files, folders, patterns, URLs, folders of saved datasets, hub:NAME[:CONFIG][:SPLIT]; .jsonl, .json, .csv, "
+             ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
     add("--output", required=True, type=Path, metavar="DIR", help="a new folder")
     add("--tokenizer", required=True, metavar="PATH", help="a folder with tokenizer.json")
     add("--workers", type=at_least(1), default=_processors(), metavar="N", help="processes (default: one per processor)")

@@ -3,14 +3,16 @@
 import glob
 import json
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanlite.data.prepare.readers import HUB, Part, is_url, kind_of, need, open_bytes, open_dataset, open_hub
-from titanlite.errors import UserError
+from titanlite.data.prepare.open_files import is_url, need, open_bytes, packing_of, plain_name
+from titanlite.data.prepare.readers import HUB, Part, kind_of, known_kinds, open_dataset, open_hub
+from titanlite.errors import UserError, listed
 from titanlite.files import split
 
 STDLIB = "stdlib"
@@ -18,6 +20,21 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 _MIB = 2**20
 _SMALLEST, _LARGEST = _MIB // 2, 32 * _MIB  # bytes of a unit of work
 _UNITS = 128  # the target for a small input, so that every worker has several
+_ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # stems of files beside data
+_NAMED_AT_MOST = 50  # files that are left out, in one message
+# torchtitan's names of data sets, and those of well-known ones -> the input that has them
+_KNOWN_NAMES = {
+    "c4": "hub:allenai/c4:en",
+    "c4_validation": "hub:allenai/c4:en:validation",
+    "c4_test": "torchtitan/tests/assets/c4_test",
+    "wikitext": "hub:Salesforce/wikitext:wikitext-103-raw-v1",
+    "wikipedia": "hub:wikimedia/wikipedia:20231101.en",
+    "fineweb": "hub:HuggingFaceFW/fineweb",
+    "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu",
+    "dclm": "hub:mlfoundations/dclm-baseline-1.0",
+    "slimpajama": "hub:cerebras/SlimPajama-627B",
+    "tinystories": "hub:roneneldan/TinyStories",
+}
 
 
 class Input(NamedTuple):
@@ -29,17 +46,19 @@ class Input(NamedTuple):
     parts: list[Part]
 
 
-def list_inputs(names: list[str], key: str = "--input") -> list[Input]:
+def list_inputs(names: list[str], key: str = "--input", warn: Callable[[str], object] = lambda _: None) -> list[Input]:
     """The inputs that files, folders, patterns, URLs and names of datasets stand for, in order; those of one name sorted.
 
     A folder stands for all files under it that are not hidden, a pattern for the files that match, a name with "://" for what
-    fsspec finds there. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging
+    fsspec finds there; of folders and patterns, files of unknown kinds and files about the data, such as a README, are left
+    out. A folder that `save_to_disk` wrote is a dataset. hub:NAME[:CONFIG][:SPLIT] is a dataset of the Hugging
     Face hub or in a local folder NAME; hub:NAME::SPLIT has the default configuration, and the default split is train.
     "stdlib" stands for `stdlib_files`.
 
-    key: the option or key that has the names. Raises UserError for a name without inputs, and for an input named twice.
+    key: the option or key that has the names. warn: called with a text that names the files that are left out. Raises UserError
+    for a name without inputs, for a file of an unknown kind, and for an input named twice.
     """
-    sources = [entry for name in names for entry in _find(name, key)]
+    sources = [entry for name in names for entry in _find(name, key, warn)]
     seen: set[str] = set()
     for path, _, _, _ in sources:
         if path in seen:
@@ -74,31 +93,61 @@ def stdlib_files() -> list[Path]:
 _Entry = tuple[str, str, int | None, str]  # path, kind, size, stamp
 
 
-def _find(name: str, key: str) -> list[_Entry]:
+def _find(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
     if name.startswith(HUB):
         return [_find_hub(name)]
     if is_url(name):
-        return _find_urls(name, key)
+        return _find_urls(name, key, warn)
     path = os.path.abspath(name)
     if name == STDLIB and not os.path.exists(path):
         return [_find_file(str(file)) for file in stdlib_files()]
     try:
         if os.path.isdir(path):
-            return _find_in_folder(Path(path), key)
+            return _find_in_folder(Path(path), key, warn)
         if os.path.exists(path):
+            _refuse_unknown(path, key)
             return [_find_file(path)]
-        # a folder among the matches is not walked: "**" matches its files anyway
-        matches = sorted(match for match in glob.glob(path, recursive=True) if _is_dataset(match) or os.path.isfile(match))
-        inputs = [_find_dataset(match) if os.path.isdir(match) else _find_file(match) for match in matches]
+        matches = sorted(glob.glob(path, recursive=True))  # a folder among them is not walked: "**" matches its files anyway
+        datasets = {match for match in matches if _is_dataset(match)}
+        files = [match for match in matches if os.path.isfile(match)]
+        chosen = datasets.union(_known(files, name, key, warn, bool(datasets)))
+        inputs = [_find_dataset(match) if match in datasets else _find_file(match) for match in matches if match in chosen]
     except OSError as error:
         raise UserError(f"{key} {name}: {error.filename} cannot be read: {error.strerror}") from None
     if not inputs:
-        absent = f'no such file or folder; the built-in data is called "{STDLIB}"'
+        absent = f"no such file or folder; {_suggest(name)}"
         raise UserError(f'{key} "{name}": {"no file matches this pattern" if glob.has_magic(name) else absent}')
     return inputs
 
 
-def _find_in_folder(path: Path, key: str) -> list[_Entry]:
+def _suggest(name: str) -> str:
+    """What a name that is no file may stand for."""
+    if known := _KNOWN_NAMES.get(name.lower()):
+        command = f"titanlite tokenize --input {known} --output data/{name.lower()} --tokenizer ASSETS --append-eos"
+        return f'to make token files of this data set, run `{command}`, then give "data/{name.lower()}"'
+    on_hub = f', a data set of the Hugging Face hub "hub:{name}"' if re.fullmatch(r"[\w-]+/[\w.-]+", name) else ""
+    return f'the built-in data is called "{STDLIB}"{on_hub}'
+
+
+def _refuse_unknown(path: str, key: str) -> None:
+    if not kind_of(path):
+        raise UserError(f'{key} "{path}": its suffix is not of a known kind of text; {known_kinds()}')
+
+
+def _known(files: list[str], name: str, key: str, warn: Callable[[str], object], others: bool = False) -> list[str]:
+    """The files of a folder or pattern that are data; `warn` gets the names of the rest. others: there are other inputs."""
+    known = [file for file in files if kind_of(file) and plain_name(file).rpartition("/")[2].partition(".")[0] not in _ABOUT]
+    left_out = sorted(set(files) - set(known))
+    if more := left_out[_NAMED_AT_MOST:]:
+        left_out[_NAMED_AT_MOST:] = [f"and {len(more)} more"]
+    if left_out and not known and not others:
+        raise UserError(listed(f'{key} "{name}": holds no file of a known kind of text:', left_out, known_kinds()))
+    if left_out:
+        warn(listed(f'{key} "{name}": left out, since they are of no known kind of text, or only about the data:', left_out))
+    return known
+
+
+def _find_in_folder(path: Path, key: str, warn: Callable[[str], object]) -> list[_Entry]:
     if _is_dataset(str(path)):
         return [_find_dataset(str(path))]
     if (path / "dataset_dict.json").is_file():
@@ -106,10 +155,10 @@ def _find_in_folder(path: Path, key: str) -> list[_Entry]:
         raise UserError(
             f"{key} {path}: holds the splits {', '.join(splits)}; name the folder of one, such as {path / splits[0]}"
         )
-    inputs = [_find_file(str(file)) for file in _visible_files(path)]
-    if not inputs:
+    files = [str(file) for file in _visible_files(path)]
+    if not files:
         raise UserError(f"{key} {path}: the folder holds no files")
-    return inputs
+    return [_find_file(file) for file in _known(files, str(path), key, warn)]
 
 
 def _visible_files(path: Path) -> list[Path]:
@@ -126,7 +175,8 @@ def _find_file(path: str) -> _Entry:
 def _kind(path: str) -> str:
     """The reader of a file. Raises UserError now, before any work, where the package that it needs is missing."""
     kind = kind_of(path)
-    if kind in ("parquet", "zstd"):
+    assert kind is not None
+    if kind == "parquet" or packing_of(path) == ".zst":
         need("pyarrow" if kind == "parquet" else "zstandard", path)
     return kind
 
@@ -147,13 +197,15 @@ def _find_hub(name: str) -> _Entry:
     return name, "hub", stream.info.dataset_size or stream.num_shards * _LARGEST, version
 
 
-def _find_urls(name: str, key: str) -> list[_Entry]:
+def _find_urls(name: str, key: str, warn: Callable[[str], object]) -> list[_Entry]:
     fsspec = need("fsspec", f"{key} {name}")
     try:
         system, path = fsspec.core.url_to_fs(name)
         if "*" in path or "[" in path:
-            names = sorted(system.unstrip_protocol(match) for match in system.glob(path) if system.isfile(match))
+            matches = sorted(system.unstrip_protocol(match) for match in system.glob(path) if system.isfile(match))
+            names = _known(matches, name, key, warn)
         else:
+            _refuse_unknown(name, key)
             names = [name] if system.exists(path) else []
         inputs = [_find_url(system, url) for url in names]
     except UserError:
@@ -176,7 +228,9 @@ def _find_url(system: Any, url: str) -> _Entry:
 
 
 def _split(path: str, kind: str, size: int | None, target: int) -> Iterator[Part]:
-    if kind == "jsonl" and size is None:
+    if packing_of(path):  # no reader can begin in its middle
+        yield Part(path, kind, 0, 0, target if size is None else size)
+    elif kind == "jsonl" and size is None:
         yield Part(path, kind, 0, sys.maxsize, target)
     elif kind in _SPLITTERS:
         yield from _SPLITTERS[kind](path, target if size is None else size, target)

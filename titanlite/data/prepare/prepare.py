@@ -71,7 +71,7 @@ def prepare(
     output = Path(os.path.abspath(output))
     work = output.with_name(f"{output.name}.unfinished")
     _refuse_existing(output, work)
-    listed = list_inputs(inputs, key)
+    listed = list_inputs(inputs, key, log.warning)
     plan = {  # all that determines the token files; --on-error may change when a command continues
         "format": _FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),

@@ -1,23 +1,26 @@
 """Reads the documents of every kind of input, in order; an entry that is not a document is reported with its place.
 
-Parquet, saved datasets, the hub and URLs are read by pyarrow, datasets and fsspec. Lines of JSON are read here: pyarrow.json
-rejects a whole file for one bad line, whose number it counts from the start of a block; datasets first copies the text to its
-cache. Neither reads a byte range of a file, which is how several workers share one.
+The suffix of a file decides how it is read; `KINDS` lists them all. Parquet, saved datasets, the hub and URLs are read by
+pyarrow, datasets and fsspec. Lines of JSON are read here: pyarrow.json rejects a whole file for one bad line, whose number it
+counts from the start of a block; datasets first copies the text to its cache. Neither reads a byte range of a file, which is
+how several workers share one.
 """
 
-import gzip
-import importlib
-import io
+import contextlib
+import csv
+import itertools
 import json
-import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
+from titanlite.data.prepare.open_files import DAMAGES, PACKINGS, is_url, need, open_bytes, open_unpacked, packing_of, plain_name
 from titanlite.data.tokenizer import digest
 from titanlite.errors import UserError
 
 HUB = "hub:"
 _MESSAGES = "messages"  # the key of a chat, an alternative to a text under the default key
+_TOOLS = "tools"  # beside it: the functions that the assistant may call
 _ROWS_AT_ONCE = 128  # a row may be a book
 _BYTES_AT_ONCE = 2**20
 _BOM = b"\xef\xbb\xbf"  # some Windows programs write it at the start of a UTF-8 file; it is not text
@@ -38,6 +41,7 @@ class Document(NamedTuple):
 
     place: int | None  # as `where` takes it
     content: str | list[Any]
+    tools: Any = None  # of a chat, as in the file
 
 
 class Bad(NamedTuple):
@@ -88,39 +92,21 @@ def where(part: Part, place: int | None) -> tuple[str, int | None]:
 
 def describe_place(file: str, place: int | None) -> str:
     """The result of `where` in words."""
-    word = "line" if kind_of(file) in ("jsonl", "gzip", "zstd") else "row"
+    word = "line" if kind_of(file) in ("jsonl", "json", "csv", "tsv") else "row"
     return file if place is None else f"{file}, {word} {place}"
 
 
-def kind_of(path: str) -> str:
-    """The reader of a file or URL, by its suffix: a key of READERS."""
-    path = path.lower() if not is_url(path) else path.lower().partition("?")[0]  # a signature or a version follows
-    return next((kind for suffix, kind in SUFFIXES.items() if path.endswith(suffix)), "text")
+def kind_of(path: str) -> str | None:
+    """The reader of a file or URL, by its suffix: a key of READERS. None: not a known kind of text."""
+    name, packing = plain_name(path).removesuffix(packing_of(path)), packing_of(path)
+    kind = next((kind for kind, suffixes in KINDS.items() if name.endswith(suffixes)), None)
+    return None if packing and kind == "parquet" else kind  # which compresses its columns itself
 
 
-def is_url(path: str) -> bool:
-    return "://" in path
-
-
-def open_bytes(path: str) -> BinaryIO:
-    """Opens a file or URL for reading. Raises OSError, for a URL also UserError."""
-    if not is_url(path):
-        return open(path, "rb")
-    fsspec = need("fsspec", "a URL")
-    try:
-        # without this buffer, fsspec finds line ends in Python
-        return io.BufferedReader(fsspec.open(path, "rb").open(), _BYTES_AT_ONCE)
-    except Exception as error:
-        raise UserError(f"{path}: cannot be opened: {type(error).__name__}: {error}") from None
-
-
-def need(module: str, what: str) -> Any:
-    """Imports an optional package. Raises UserError where it is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise UserError(f"{what} needs {package}: pip install 'titanlite[data]'") from None
+def known_kinds() -> str:
+    """The suffixes that are read, for messages."""
+    suffixes = " ".join(itertools.chain.from_iterable(KINDS.values()))
+    return f"known are {suffixes}, and these with {' or '.join(PACKINGS)} behind, except .parquet"
 
 
 def open_hub(path: str) -> tuple[Any, str]:
@@ -155,8 +141,12 @@ def open_dataset(folder: str) -> Any:
 
 
 def _text(part: Part, _text_key: str) -> Iterator[Document | Bad]:
-    with open_bytes(part.path) as file:
-        content = file.read()
+    with open_unpacked(part.path) as file:
+        try:
+            content = file.read()
+        except DAMAGES as error:
+            yield _damaged(None, error)
+            return
     try:
         yield Document(None, content.removeprefix(_BOM).decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -165,13 +155,14 @@ def _text(part: Part, _text_key: str) -> Iterator[Document | Bad]:
 
 
 def _jsonl(part: Part, text_key: str) -> Iterator[Document | Bad]:
-    """The entries of the lines whose first byte is in the part."""
-    with open_bytes(part.path) as file:
+    """The entries of the lines whose first byte is in the part; of all lines of a compressed file, which has one part."""
+    with open_unpacked(part.path) as file:
         at = part.begin
         if at:
             file.seek(at - 1)
             at += len(file.readline()) - 1  # the rest of a line that the previous part reads
-        yield from _entries(_lines_until(file, at, part.end), text_key)
+        lines = file if packing_of(part.path) else _lines_until(file, at, part.end)
+        yield from _until_damage(lines, lambda lines: _entries(lines, text_key))
 
 
 def _lines_until(file: Iterable[bytes], at: int, end: int) -> Iterator[bytes]:
@@ -183,66 +174,94 @@ def _lines_until(file: Iterable[bytes], at: int, end: int) -> Iterator[bytes]:
                 return
 
 
-def _gzip(part: Part, text_key: str) -> Iterator[Document | Bad]:
-    with open_bytes(part.path) as file:
-        yield from _compressed(gzip.GzipFile(fileobj=file), text_key)
+def _json(part: Part, text_key: str) -> Iterator[Document | Bad]:
+    """Lines of JSON if the first line is an object, as in many data sets; else one array of entries, or one entry."""
+    with open_unpacked(part.path) as file:
+        yield from _until_damage(file, lambda lines: _lines_or_array(lines, text_key))
 
 
-def _zstd(part: Part, text_key: str) -> Iterator[Document | Bad]:
-    with open_bytes(part.path) as file:
-        yield from _compressed(io.BufferedReader(_ZstdFile(file), _BYTES_AT_ONCE), text_key)
+def _lines_or_array(lines: Iterator[bytes], text_key: str) -> Iterator[Document | Bad]:
+    begin: list[bytes] = []  # up to the first line that is not empty
+    while not b"".join(begin).strip():
+        if not (line := next(lines, b"")):
+            return
+        begin.append(line)
+    with contextlib.suppress(ValueError):
+        if isinstance(_parsed(b"".join(begin)), dict):
+            yield from _entries(itertools.chain(begin, lines), text_key)
+            return
+    try:
+        value = _parsed(b"".join(itertools.chain(begin, lines)))
+    except ValueError as error:
+        yield Bad(None, str(error))
+        return
+    for number, entry in enumerate(value if isinstance(value, list) else [value], 1):
+        document = _without_surrogates(_document(None, entry, text_key))
+        yield document if isinstance(document, Document) else Bad(None, f"entry {number}: {document.reason}")
 
 
-def _compressed(file: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
+def _csv(part: Part, text_key: str, delimiter: str) -> Iterator[Document | Bad]:
+    with open_unpacked(part.path) as file:
+        yield from _until_damage(file, lambda lines: _csv_rows(lines, text_key, delimiter))
+
+
+def _csv_rows(lines: Iterator[bytes], text_key: str, delimiter: str) -> Iterator[Document | Bad]:
+    """The rows below the header, each with the line that it begins on; a field in double quotes may have several lines."""
+    csv.field_size_limit(2**31 - 1)  # of the process; a field may be a book
+    text = (line.decode("utf-8", "surrogateescape") for line in lines)  # so that a bad byte spoils its row alone
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        line = rows.line_num + 1
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Bad(line, f"not CSV: {error}")
+            continue
+        if not header:
+            header = [name.removeprefix("\ufeff") for name in row]
+            if header and text_key not in header:
+                yield Bad(None, f'must have a column "{text_key}"; its first line has {_names(header)}')
+                return
+        elif row:
+            yield _csv_document(line, row, header, text_key)
+
+
+def _csv_document(line: int, row: list[str], header: list[str], text_key: str) -> Document | Bad:
+    if len(row) != len(header):
+        return Bad(line, f"has {len(row)} fields, and the first line {len(header)}")
+    content = row[header.index(text_key)]
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return Bad(line, f"not UTF-8 text: byte 0x{ord(content[error.start]) - 0xDC00:x}")
+    return Document(line, content)
+
+
+def _until_damage(
+    lines: Iterable[bytes], read_lines: Callable[[Iterator[bytes]], Iterator[Document | Bad]]
+) -> Iterator[Document | Bad]:
+    """What `read_lines` makes of the lines before the place where a compressed file is damaged, and then that place."""
     damage: list[Bad] = []
 
     def readable_lines() -> Iterator[bytes]:
         number = 0
         try:
-            for number, line in enumerate(file, 1):  # noqa: B007, used below
+            for number, line in enumerate(lines, 1):  # noqa: B007, used below
                 yield line
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            damage.append(Bad(number + 1, f"the compressed file is damaged or truncated here: {error}"))
+        except DAMAGES as error:
+            damage.append(_damaged(number + 1, error))
 
-    yield from _entries(readable_lines(), text_key)
+    for found in read_lines(readable_lines()):
+        if not damage or isinstance(found, Document):  # an entry that is cut by the damage is no fault of its own
+            yield found
     yield from damage
 
 
-class _ZstdFile(io.RawIOBase):
-    """A decompressed .zst file. The package's own reader accepts a truncated file as complete; pyarrow's rejects --long=31."""
-
-    def __init__(self, file: BinaryIO):
-        self._blocks, self._ready = _decompressed(file), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self._ready:
-            block = next(self._blocks, None)
-            if block is None:
-                return 0
-            self._ready = block
-        count = min(len(target), len(self._ready))
-        target[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-def _decompressed(file: BinaryIO) -> Iterator[bytes]:
-    """The contents of a .zst file in blocks. Raises EOFError where it is truncated or damaged, as gzip does."""
-    zstandard = need("zstandard", ".zst")
-    frame = None
-    while block := file.read(_BYTES_AT_ONCE // 8):
-        while block:
-            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            try:
-                yield frame.decompress(block)
-            except zstandard.ZstdError as error:
-                raise EOFError(error) from None
-            block = frame.unused_data  # the beginning of the next frame
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends inside a frame")
+def _damaged(place: int | None, error: Exception) -> Bad:
+    return Bad(place, f"the compressed file is damaged or truncated here: {error}")
 
 
 def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
@@ -250,34 +269,44 @@ def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line.removeprefix(_BOM).decode("utf-8"))
-        except json.JSONDecodeError as error:
-            yield Bad(number, f"not JSON: {error.msg} at character {error.pos + 1} of the line")
-        except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or too deep nesting
-            yield Bad(number, f"not JSON that can be read: {error}")
-        else:
-            document = _document(number, entry, text_key)
-            # only such an escape can spell half a surrogate pair, which no tokenizer can encode
-            escaped = b"\\ud" in line or b"\\uD" in line
-            yield _without_surrogates(document) if escaped and isinstance(document, Document) else document
+            entry = _parsed(line)
+        except ValueError as error:
+            yield Bad(number, str(error))
+            continue
+        document = _document(number, entry, text_key)
+        # only such an escape can spell half a surrogate pair, which no tokenizer can encode
+        escaped = b"\\ud" in line or b"\\uD" in line
+        yield _without_surrogates(document) if escaped else document
 
 
-def _without_surrogates(document: Document) -> Document | Bad:
+def _parsed(content: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError with the reason why there is none."""
     try:
-        json.dumps(document.content, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return Bad(document.place, "not Unicode text: half of a surrogate pair (\\ud800 to \\udfff)")
+        return json.loads(content.removeprefix(_BOM).decode("utf-8"))
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.pos + 1} of the line"
+        raise ValueError(f"not JSON: {error.msg} at {line}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or too deep nesting
+        raise ValueError(f"not JSON that can be read: {error}") from None
+
+
+def _without_surrogates(document: Document | Bad) -> Document | Bad:
+    if isinstance(document, Document):
+        try:
+            json.dumps([document.content, document.tools], ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            return Bad(document.place, "not Unicode text: half of a surrogate pair (\\ud800 to \\udfff)")
     return document
 
 
-def _document(place: int, entry: Any, text_key: str) -> Document | Bad:
+def _document(place: int | None, entry: Any, text_key: str) -> Document | Bad:
     if not isinstance(entry, dict):
         return Bad(place, f"must be an object with a {_expected(text_key)}, is {_type_name(entry)}")
     text = entry.get(text_key)
     if isinstance(text, str):
         return Document(place, text)
     if text is None and text_key == "text" and isinstance(entry.get(_MESSAGES), list):
-        return Document(place, entry[_MESSAGES])
+        return Document(place, entry[_MESSAGES], entry.get(_TOOLS))
     given = [f'"{key}" is {_type_name(entry[key])}' for key in (text_key, _MESSAGES) if key in entry]
     return Bad(place, f"must have a {_expected(text_key)}; {', '.join(given) or 'has ' + _names(entry)}")
 
@@ -335,7 +364,8 @@ def _damage(place: int | None, what: str, error: Exception) -> Bad:
 
 def _columns(names: list[str], text_key: str) -> list[str]:
     columns = [text_key, _MESSAGES] if text_key == "text" else [text_key]
-    return [name for name in columns if name in names]
+    found = [name for name in columns if name in names]
+    return [*found, _TOOLS] if _MESSAGES in found and _TOOLS in names else found
 
 
 def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
@@ -368,18 +398,25 @@ def _hub(part: Part, text_key: str) -> Iterator[Document | Bad]:
         yield _document(row, entry, text_key)
 
 
-SUFFIXES = {  # any other suffix: a text file, which is one document
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "gzip",
-    ".jsonl.zst": "zstd",
-    ".parquet": "parquet",
+KINDS = {  # reader: the suffixes of its files, in lower case
+    "jsonl": (".jsonl", ".ndjson"),
+    "json": (".json",),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
+    "parquet": (".parquet",),
+    "text": (
+        *(".txt", ".text", ".md", ".markdown", ".rst", ".tex"),
+        *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".java", ".kt", ".scala", ".go", ".rs"),
+        *(".js", ".jsx", ".ts", ".tsx", ".rb", ".php", ".swift", ".lua", ".jl", ".r", ".hs", ".pl", ".sh", ".sql"),
+    ),
 }
-READERS = {
-    "text": _text,
+READERS: dict[str, Callable[[Part, str], Iterator[Document | Bad]]] = {
     "jsonl": _jsonl,
-    "gzip": _gzip,
-    "zstd": _zstd,
+    "json": _json,
+    "csv": partial(_csv, delimiter=","),
+    "tsv": partial(_csv, delimiter="\t"),
     "parquet": _parquet,
+    "text": _text,
     "dataset": _dataset,
     "hub": _hub,
 }
