@@ -254,6 +254,102 @@ def test_calls_of_tools_and_missing_content_are_the_templates_business(tmp_path)
         load(tmp_path, CHATML).encode(chat)
 
 
+# ------------------------------------------------------------------------------------------------------ tools and weights
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+WITH_TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+# with tags: two spans for a turn with calls
+CALLS_TAGGED = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
+{% if m.content %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}\
+{% for call in m.tool_calls %}<s>{% generation %}{{ call | tojson }}{% endgeneration %}{% endfor %}\
+{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"""
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("tools", [[TOOL], [], None])
+def test_tools_beside_the_messages_give_the_tokens_of_transformers(tmp_path, template, tools):
+    ids, learnt = load(tmp_path, WITH_TOOLS + TEMPLATES[template]).encode(CHATS["several turns"], tools)
+    assert ids == oracle(tmp_path).apply_chat_template(CHATS["several turns"], tools=tools, return_dict=True)["input_ids"]
+    assert sum(learnt) == sum(load(tmp_path, TEMPLATES[template]).encode(CHATS["several turns"])[1])
+
+
+@pytest.mark.parametrize(
+    ("tools", "reason"),
+    [
+        ([TOOL], "does not render the tools"),
+        ("[]", "tools must be a list of objects, not '\\[\\]'"),
+        ([3], "tools must be a list of objects"),
+        ([{"name": "<|im_end|>"}], r"tools spells <\|im_end\|>"),
+    ],
+)
+def test_tools_that_cannot_be_given_to_the_template_are_refused(tmp_path, tools, reason):
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path, CHATML).encode(CHATS["one turn"], tools)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("zeros", [{1}, {3}, {1, 5}])
+def test_a_turn_of_weight_0_is_not_learnt_and_the_others_are_as_without_weights(tmp_path, template, zeros):
+    chat, turns = load(tmp_path, TEMPLATES[template]), [*CHATS["several turns"], USER, ASSISTANT]
+    weighted = [
+        {**turn, "weight": float(n not in zeros)} if n % 2 else {**turn, "weight": None} for n, turn in enumerate(turns)
+    ]
+    (ids, learnt), (plain_ids, plain) = chat.encode(weighted), chat.encode(turns)
+    assert ids == plain_ids
+    kept = [text for number, text in enumerate(said(chat, turns)) if 2 * number + 1 not in zeros]
+    assert said(chat, weighted) == kept and sum(learnt) < sum(plain)
+    assert chat.encode([{**turn, "weight": 1} if n % 2 else turn for n, turn in enumerate(turns)]) == (plain_ids, plain)
+
+
+def test_a_turn_of_several_generation_tags_has_one_weight(tmp_path):
+    call = {"role": "assistant", "content": "It is", "tool_calls": [{"name": "add"}]}
+    chat, turns = load(tmp_path, CALLS_TAGGED), [USER, call, {"role": "tool", "content": "4"}, ASSISTANT]
+    assert said(chat, turns) == ["It is", '{"name": "add"}', "It is 4."]
+    assert said(chat, [USER, {**call, "weight": 0}, *turns[2:]]) == ["It is 4."]
+    assert said(chat, [*turns[:3], {**ASSISTANT, "weight": 0}]) == ["It is", '{"name": "add"}']
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ([None, 0.5], 'message 2: "weight" must be 0 or 1, not 0.5'),
+        ([None, "0"], "message 2: \"weight\" must be 0 or 1, not '0'"),
+        ([1, 1], 'message 1: "weight" is 1, but only turns of the assistant are learnt'),
+        ([0, 0], "with a weight other than 0, so it has no labels"),
+    ],
+)
+def test_a_weight_that_means_nothing_is_refused(tmp_path, weights, reason):
+    turns = [{**turn, "weight": weight} for turn, weight in zip(CHATS["one turn"], weights, strict=True)]
+    with pytest.raises(ValueError, match=reason):
+        load(tmp_path, CHATML).encode(turns)
+
+
+_CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+_WHOLE = "<s>{{ m.role }}:{{ m.content }}</s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "reason"),
+    [
+        (CHATML, _CALL, '"tool_calls" of message 2'),
+        (CHATML_TAGGED, _CALL, '"tool_calls" of message 2'),
+        (MISTRAL, _CALL, '"tool_calls" of message 2'),
+        ("{% for m in messages %}{% if m.role != 'assistant' or loop.last %}" + _WHOLE + "{% endif %}{% endfor %}", ASSISTANT,
+         '"content" of message 2'),
+        ("{% for m in messages if m.role == 'user' %}" + _WHOLE + "{% endfor %}", ASSISTANT, '"content" of message 2'),
+        ("{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}"
+         "{% endgeneration %}{% endif %};{% endfor %}", {"role": "assistant", "content": "6"}, '"content" of message 2'),
+        ("{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}!{% endgeneration %}{% endif %}{% endfor %}",
+         ASSISTANT, "enclose no text of message 4, or of one before it"),
+    ],
+)  # fmt: skip
+def test_a_template_that_leaves_out_a_turn_that_would_be_learnt_is_refused(tmp_path, template, turn, reason):
+    chat = load(tmp_path, template)
+    with pytest.raises(ValueError, match=reason):
+        chat.encode([USER, turn, USER, {"role": "assistant", "content": "4, 6"}])
+
+
 # ---------------------------------------------------------------------------------------------------------------- folders
 
 
@@ -428,6 +524,6 @@ def test_what_templates_of_hugging_face_use_is_there(tmp_path):
         "{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}{{ strftime_now('%Y') | length }}"
         "{{ tools is none }}{{ documents is none }}"
     )
-    messages = [USER, {"role": "skip", "content": ""}, {"role": "assistant", "content": "<é>"}, ASSISTANT]
+    messages = [USER, {"role": "skip", "content": ""}, {"role": "assistant", "content": "<é>"}, {**ASSISTANT, "weight": 0}]
     ids, _ = load(tmp_path, template).encode(messages)
     assert ids == oracle(tmp_path).apply_chat_template(messages, return_dict=True)["input_ids"]

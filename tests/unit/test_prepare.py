@@ -32,7 +32,7 @@ class _Template:
 
     source = "stand-in"
 
-    def encode(self, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+    def encode(self, messages: list[dict[str, str]], tools: Any = None) -> tuple[list[int], list[bool]]:
         if len(messages) < 2:
             raise ValueError("nobody answers")
         pieces = [(message["content"], message["role"] == "assistant") for message in messages]

@@ -258,6 +258,15 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
     assert found == ["user:2 + 2?assistant:four", "again user:2 + 2?assistant:four"]
 
 
+def test_tools_and_weights_of_a_chat_reach_the_template_and_the_loss(tmp_path, assets, loaded):
+    (assets / "chat_template.jinja").write_text("{{ tools[0].name }} " + _TEMPLATE)
+    turns = [*_CHAT["messages"], _CHAT["messages"][0], {**_CHAT["messages"][1], "weight": 0}]
+    (tmp_path / "chats.json").write_text(json.dumps([{"messages": turns, "tools": [{"name": "add"}]}], indent=1))
+    [file] = _open(tmp_path / "chats.json", assets).files
+    assert loaded.tokenizer.decode(file.ids.tolist()) == "add " + "user:2 + 2?assistant:four" * 2
+    assert loaded.tokenizer.decode(file.ids[file.loss.astype(bool)].tolist()) == "four"
+
+
 def test_a_fault_in_text_is_told_with_file_and_line(tmp_path, assets):
     path = write_jsonl(tmp_path / "a.jsonl")
     path.write_text(path.read_text() + '{"text": 3}\n')

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 Cached = TypeVar("Cached")
 
-_VERSION = "2"  # part of every cache key: raise it when the same files would give other tokens
+_VERSION = "3"  # part of every cache key: raise it when the same files would give other tokens
 _PROBES, _PROBE_BYTES = 16, 4096
 
 

@@ -3,10 +3,11 @@
 A template is a Jinja program that comes with a model, as in Hugging Face's tokenizers. It runs in a sandbox. The loss is
 computed on the assistant's tokens only, with the token that ends each turn. They are the text inside the template's
 `{% generation %}` tags; in a template without these tags, the text that a turn adds to the chat before it, without the prompt
-that opens the turn.
+that opens the turn. A turn with "weight": 0 is not learnt (OpenAI's format for fine-tuning).
 Nothing here imports torch, so that worker processes start fast.
 """
 
+import itertools
 import json
 from bisect import bisect_left, bisect_right
 from datetime import datetime
@@ -26,6 +27,7 @@ from titanlite.errors import UserError
 _TODAY = datetime(2024, 7, 26)
 # Marks around the text inside {% generation %} tags, removed again. Unicode reserves these two for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_Spans = list[tuple[int, int]]  # of characters in a text
 _USE_TAGS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
 
@@ -56,15 +58,23 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, self._state  # a compiled Jinja template cannot be pickled
 
-    def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
-        """The chat's token ids, and for each whether it is the assistant's.
+    def encode(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[bool]]:
+        """The chat's token ids, and for each whether it is learnt.
 
         messages: {"role", "content", ...} each, as in JSON. Other keys, such as "tool_calls", are passed to the template; keys
-        whose value is None are left out. Raises ValueError with the reason for a chat that cannot be used.
+        whose value is None are left out, and so is "weight", which is 0 for a turn of the assistant that is not learnt. tools:
+        a list of the functions that the assistant may call, for the template. Raises ValueError with the reason for a chat
+        that cannot be used, and for a turn that would be learnt, or tools, that the template leaves out.
         """
-        self._check(messages)
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        text, spans = self._marked(messages) if self._environment.has_tags else self._by_prefixes(messages)
+        self._check(messages, tools)
+        learnt = [number for number, message in enumerate(messages) if _is_learnt(message)]
+        messages = [
+            {key: value for key, value in message.items() if value is not None and key != "weight"} for message in messages
+        ]
+        find = self._by_tags if self._environment.has_tags else self._by_prefixes
+        text, spans = find(messages, tools, learnt)
+        if tools and self._is_same_without(messages, None, text):
+            raise ValueError("the chat template does not render the tools beside the messages; remove them, or change it")
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, starts, ends = encoding.ids, *([offset[side] for offset in encoding.offsets] for side in (0, 1))
         said = [False] * len(ids)
@@ -78,7 +88,7 @@ class ChatTemplate:
             said[first:last] = [True] * (last - first)
         return ids, said
 
-    def _check(self, messages: Any) -> None:
+    def _check(self, messages: Any, tools: Any) -> None:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise ValueError("messages must be a list of objects")
         if not messages:
@@ -90,56 +100,89 @@ class ChatTemplate:
                 raise ValueError(f'message {number} must have "content"')
             if not isinstance(message.get("content"), str | list | None):
                 raise ValueError(f'message {number}: "content" must be a string, not {message["content"]!r}')
-            text = json.dumps(message, ensure_ascii=False, default=str)
-            for spelling, token in self._spellings.items():
-                if spelling in text:
-                    raise ValueError(f"message {number} spells {token}, which is a special token of the tokenizer")
-            if _OPEN in text or _CLOSE in text:
-                raise ValueError(f"message {number} holds U+FDD0 or U+FDD1, which are not characters")
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError("no message is the assistant's, so it has no labels")
+            if (weight := message.get("weight")) is not None and weight not in (0, 1):
+                raise ValueError(f'message {number}: "weight" must be 0 or 1, not {weight!r}')
+            if weight and message["role"] != "assistant":
+                raise ValueError(f'message {number}: "weight" is {weight}, but only turns of the assistant are learnt')
+            self._check_text(f"message {number}", message)
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise ValueError(f"tools must be a list of objects, not {tools!r}")
+        self._check_text("tools", tools)
+        if not any(map(_is_learnt, messages)):
+            raise ValueError("no message is the assistant's with a weight other than 0, so it has no labels")
 
-    def _render(self, messages: list[dict[str, Any]], prompt: bool = False, mark: bool = False) -> str:
+    def _check_text(self, name: str, value: Any) -> None:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        for spelling, token in self._spellings.items():
+            if spelling in text:
+                raise ValueError(f"{name} spells {token}, which is a special token of the tokenizer")
+        if _OPEN in text or _CLOSE in text:
+            raise ValueError(f"{name} holds U+FDD0 or U+FDD1, which are not characters")
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False, mark: bool = False) -> str:
         """The text of the messages. prompt: add the prompt that opens the assistant's turn. mark: mark the text inside tags."""
         self._environment.mark = mark
         try:
             return self._template.render(
-                self._variables, messages=messages, tools=None, documents=None, add_generation_prompt=prompt
+                self._variables, messages=messages, tools=tools, documents=None, add_generation_prompt=prompt
             )
         except Exception as error:  # a template is a program and may raise anything
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the chat template refuses it: {reason}") from None
 
-    def _marked(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, the assistant's spans of characters in it), by the template's generation tags."""
+    def _by_tags(self, messages: list[dict[str, Any]], tools: Any, learnt: list[int]) -> tuple[str, _Spans]:
+        """(text, the spans that are learnt), by the template's generation tags.
+
+        Each turn of the assistant has one span; where the numbers differ, rendering the chat up to each turn counts its spans.
+        """
+        text, spans = self._enclosed(messages, tools)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        one_each = len(spans) == len(turns)
+        ends = [*range(1, len(turns) + 1)]
+        if not one_each:
+            ends = [len(self._enclosed(messages[: number + 1], tools)[1]) for number in turns]
+        kept = spans[ends[-1] :]  # of messages behind, which the template marks as well
+        for number, (first, last) in zip(turns, itertools.pairwise([0, *ends]), strict=True):
+            if number in learnt:
+                of_turn = spans[first:last]
+                said = "".join(text[start:end] for start, end in of_turn) if one_each else ""
+                self._refuse_unrendered(messages, tools, number, text, said)
+                if not of_turn:
+                    raise ValueError(
+                        f"the generation tags of the chat template enclose no text of message {number + 1}, or of one before it"
+                    )
+                kept += of_turn
+        return text, kept
+
+    def _enclosed(self, messages: list[dict[str, Any]], tools: Any) -> tuple[str, _Spans]:
+        """(text, all spans inside generation tags)."""
         text, spans = "", []
-        for piece in self._render(messages, mark=True).split(_OPEN):
+        for piece in self._render(messages, tools, mark=True).split(_OPEN):
             said, closed, rest = piece.partition(_CLOSE)
             if closed:
                 spans.append((len(text), len(text) + len(said)))
             text += said + rest
-        if text != self._render(messages):
+        if text != self._render(messages, tools):
             raise ValueError(
                 "the chat template changes the text between its generation tags; the tags must print it themselves"
             )
-        if not spans:
-            raise ValueError("the generation tags of the chat template enclose no text of this chat")
         return text, spans
 
-    def _by_prefixes(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The same, by the text that each of the assistant's turns adds to the turns before it."""
-        text, spans = self._render(messages), []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, after = self._render(messages[:number], prompt=True), self._render(messages[: number + 1])
+    def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, learnt: list[int]) -> tuple[str, _Spans]:
+        """The same, by the text that each of these turns adds to the turns before it."""
+        text, spans = self._render(messages, tools), []
+        for number in learnt:
+            before = self._render(messages[:number], tools, prompt=True)
+            after = self._render(messages[: number + 1], tools)
+            is_prefix = after.startswith(before) and text.startswith(after)
+            said, content = after[len(before) :] if is_prefix else "", messages[number].get("content")
+            self._refuse_unrendered(messages, tools, number, text, said)
             if not after.startswith(before):
                 raise ValueError(f"the chat template opens message {number + 1} differently from its own prompt; {_USE_TAGS}")
-            if not text.startswith(after):
+            if not is_prefix:
                 raise ValueError(f"the chat template rewrites message {number + 1} when others follow; {_USE_TAGS}")
-            said, content = after[len(before) :], message.get("content")
             header = isinstance(content, str) and not said.lstrip().startswith(content.strip())
-            if header and before == self._render(messages[:number]):
+            if header and before == self._render(messages[:number], tools):
                 raise ValueError(
                     f"the chat template ignores add_generation_prompt, so headers cannot be recognised; {_USE_TAGS}"
                 )
@@ -148,6 +191,33 @@ class ChatTemplate:
                 said = said.rstrip()
             spans.append((len(before), len(before) + len(said)))
         return text, spans
+
+    def _refuse_unrendered(self, messages: list[dict[str, Any]], tools: Any, number: int, text: str, said: str) -> None:
+        """Raises ValueError if the template leaves out what a turn says: then the text is the same without it.
+
+        text: of the chat; said: the part of it that is certainly the turn's.
+        """
+        for key in ("content", "tool_calls"):
+            value = messages[number].get(key)
+            if not value or (isinstance(value, str) and value.strip() in said):
+                continue
+            others = [*messages[:number], {**messages[number], key: type(value)()}, *messages[number + 1 :]]
+            if self._is_same_without(others, tools, text):
+                raise ValueError(
+                    f'the chat template does not render "{key}" of message {number + 1}, which would be learnt; change the '
+                    'template, or give the message "weight": 0'
+                )
+
+    def _is_same_without(self, messages: list[dict[str, Any]], tools: Any, text: str) -> bool:
+        """Whether a chat without something has the same text; not where the template refuses it, since then it reads it."""
+        try:
+            return self._render(messages, tools) == text
+        except ValueError:
+            return False
+
+
+def _is_learnt(message: dict[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def load_template(folder: str) -> ChatTemplate | None:

@@ -219,7 +219,7 @@ class _Encoder:
             return
         assert isinstance(entry.content, list)
         try:
-            ids, loss = self.job.chat.encode(entry.content)
+            ids, loss = self.job.chat.encode(entry.content, entry.tools)
         except (ValueError, TypeError) as error:  # TypeError: the tokenizer's for text that is not Unicode
             self._refuse(number, Bad(entry.place, f"a chat that cannot be rendered: {error}"))
             return

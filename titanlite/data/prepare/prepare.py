@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-_FORMAT = 1  # of plan and manifest
+_FORMAT = 1  # of the manifest
+_PLAN_FORMAT = 2  # raise it when the same plan would give other token files
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 
@@ -73,7 +74,7 @@ def prepare(
     _refuse_existing(output, work)
     listed = list_inputs(inputs, key, log.warning)
     plan = {  # all that determines the token files; --on-error may change when a command continues
-        "format": _FORMAT,
+        "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
         "end of text": tokenizer.end_of_text if append_eos else None,
         "text key": text_key,
