@@ -102,7 +102,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
     watch = profiling.Watch(config, device, model, optimizer, global_batch, clock)
     recompilations = RecompilationWatch()
-    tokenizer = open_tokenizer(config.model.hf_assets_path) if config.validation.sample_prompts else None
+    tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None
     clock.add_pause("startup", time.perf_counter() - started)
     gc.disable()  # otherwise each rank collects at a time of its own, and all others wait for it
     stopping = None

@@ -24,7 +24,7 @@ TOTAL, RATIO, LEAST = "lr_scheduler.total_steps", "lr_scheduler.decay_ratio", "l
 SOURCES, TESTED, POLICY = "training.sources", "validation.sources", "training.document_policy"
 APART, AHEAD, READERS = "training.document_mask", "dataloader.prefetch", "dataloader.workers"
 DATASET, DATASET_PATH, BOARD = "training.dataset", "training.dataset_path", "metrics.save_tb_folder"
-NONE, MIXED = {DATASET: "stdlib"}, [{"path": "file", "weight": 2.0}, {"path": "."}]
+NONE, MIXED = {DATASET: "stdlib"}, [{"path": "file.txt", "weight": 2.0}, {"path": "."}]
 DECAYED, UNDECAYED, TOKENIZER = "optimizer.decay_parameters", "optimizer.weight_decay", "model.hf_assets_path"
 NAME, FLAVOR = "model.name", "model.flavor"
 LORA, ADAPTED = "lora.enable", "lora.modules"
@@ -53,7 +53,7 @@ def configuration(keys: dict[str, Any]) -> Config:
 
 def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None) -> list[str]:
     try:
-        check(configuration({DATASET: "file"} | keys), "run.toml", ranks, local_ranks)
+        check(configuration({DATASET: "file.txt"} | keys), "run.toml", ranks, local_ranks)
     except UserError as error:
         first, *lines = str(error).splitlines()
         assert first == f"run.toml: {len(lines)} fault{'s' if len(lines) > 1 else ''}"
@@ -65,7 +65,8 @@ def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None)
 def place(tmp_path, monkeypatch) -> Path:
     """A working folder with what the tables below name."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("some text")
+    (tmp_path / "file.txt").write_text("some text")
+    (tmp_path / "run.log").write_text("some text")
     (tmp_path / "empty").mkdir()
     (tmp_path / "saves/checkpoint/step-00000007").mkdir(parents=True)
     (tmp_path / "weights").mkdir()
@@ -126,21 +127,23 @@ CASES = [
     (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", f"{TOTAL} = 200", LEAST], {LEAST: 0.1}),
     (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", "learning rate is 0"], {RATIO: 0.0}),
 
-    (1, {DATASET: "stdlib", DATASET_PATH: "nowhere"}, [f'{DATASET_PATH} = "nowhere"'], {DATASET_PATH: "file"}),
+    (1, {DATASET: "stdlib", DATASET_PATH: "nowhere"}, [f'{DATASET_PATH} = "nowhere"'], {DATASET_PATH: "file.txt"}),
     (1, {DATASET: "stdlib", DATASET_PATH: "empty"}, [f"{DATASET_PATH} = ", "/empty: the folder holds no"], {DATASET_PATH: "."}),
-    (1, {DATASET: "c4"}, [f'{DATASET} = "c4"', 'the built-in data is called "stdlib"'], {DATASET: "file"}),
-    (1, {DATASET: "file", DATASET_PATH: "file"}, [f"{DATASET} = 'file'", f"{DATASET_PATH} = 'file'"], {DATASET: "stdlib"}),
+    (1, {DATASET: "c4"}, [f'{DATASET} = "c4"', "tokenize --input hub:allenai/c4:en"], {DATASET: "file.txt"}),
+    (1, {DATASET: "run.log"}, [f'{DATASET} = "', "run.log", "not of a known kind of text"], {DATASET: "file.txt"}),
+    (1, {"training.add_bos": True}, ["training.add_bos = true", "model.hf_assets_path is set"], {"training.add_bos": None}),
+    (1, {DATASET: "file.txt", DATASET_PATH: "file.txt"}, [f"{DATASET} = 'file.txt' and {DATASET_PATH} ="], {DATASET: "stdlib"}),
 
     (1, NONE | {SOURCES: [{"path": "nowhere"}]}, [f'{SOURCES} = "nowhere"', "no such file"], {SOURCES: MIXED[1:]}),
-    (1, {SOURCES: [{"path": "file"}], DATASET: "file"}, [f"{DATASET} = 'file' and {SOURCES} both"], {DATASET: "stdlib"}),
+    (1, {SOURCES: [{"path": "file.txt"}], DATASET: "file.txt"}, ["'file.txt' and", f"{SOURCES} both"], {DATASET: "stdlib"}),
     (1, NONE | {SOURCES: MIXED}, [SOURCES, '"." has no weight'], {SOURCES: [MIXED[0], {"path": ".", "weight": 1.0}]}),
-    (1, NONE | {SOURCES: MIXED[:1] * 2}, [SOURCES, 'two are called "file"'], {SOURCES: MIXED[:1]}),
-    (1, {VALIDATE: True, TESTED: MIXED[:1]}, [TESTED, 'weight and epochs of "file"'], {TESTED: MIXED[1:]}),
+    (1, NONE | {SOURCES: MIXED[:1] * 2}, [SOURCES, 'two are called "file.txt"'], {SOURCES: MIXED[:1]}),
+    (1, {VALIDATE: True, TESTED: MIXED[:1]}, [TESTED, 'weight and epochs of "file.txt"'], {TESTED: MIXED[1:]}),
     (1, {APART: True, POLICY: "truncate"}, [f"{APART} = true: has no effect", f'{POLICY} != "tr'], {POLICY: "best_fit"}),
     (1, {AHEAD: 4}, [f"{AHEAD} = 4", f"{READERS} > 0"], {READERS: 1}),
 
-    (1, {DUMP: "file"}, ['job.dump_folder = "file"', "is a file"], {DUMP: "empty"}),
-    (1, {DUMP: "file/new"}, ['job.dump_folder = "file/new"', "is a file"], {DUMP: "new/new"}),
+    (1, {DUMP: "file.txt"}, ['job.dump_folder = "file.txt"', "is a file"], {DUMP: "empty"}),
+    (1, {DUMP: "file.txt/new"}, ['job.dump_folder = "file.txt/new"', "is a file"], {DUMP: "new/new"}),
     (1, {SAVES: "/saves"}, ['checkpoint.folder = "/saves"', "inside job.dump_folder"], {SAVES: "a/b"}),
     (1, {SAVES: "../saves"}, ['checkpoint.folder = "../saves"'], {SAVES: "..saves"}),
     (1, {SAVES: ""}, ['checkpoint.folder = ""'], {SAVES: "saves"}),
@@ -175,7 +178,7 @@ CASES = [
     (1, {COMPILE: True, BACKEND: "inducter"}, [f'{BACKEND} = "inducter"', "no such backend", "inductor"], {COMPILE: False}),
     (1, {PRECISION: "float16", FUSED: "foreach"}, [f'{FUSED} = "foreach"', PRECISION, "skips steps"], {FUSED: "fused"}),
     (2, {LAST: False, LOCAL: 2}, [f"{LAST} = false", "no effect without accumulation", GLOBAL], {GLOBAL: 8}),
-    (1, {VALIDATE: True, TEXT: "nowhere"}, [f'{TEXT} = "nowhere"', "no such file"], {TEXT: "file"}),
+    (1, {VALIDATE: True, TEXT: "nowhere"}, [f'{TEXT} = "nowhere"', "no such file"], {TEXT: "file.txt"}),
     (1, {PROMPTS: ["a"]}, [PROMPTS, "validation.enable = true"], {VALIDATE: True}),
     (1, {PROMPTS: ["a"], VALIDATE: True, EVENTS: False}, [PROMPTS, f"{EVENTS} = true"], {EVENTS: True}),
     (1, {SAMPLED: 9}, [f"{SAMPLED} = 9", PROMPTS], {SAMPLED: 64}),

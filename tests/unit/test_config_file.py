@@ -30,6 +30,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "training": {
         "dataset": "",
         "dataset_path": "true",
+        "add_bos": False,
         "sources": [
             {"path": 'a "b"', "name": "web", "weight": 0.1 + 0.2, "epochs": 1e-3},
             {"path": "c", "name": "", "weight": None, "epochs": None},

@@ -55,7 +55,8 @@ MATHEMATICS = """
 """
 NOTHING = """
     job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
-    model.attention training.dataset training.dataset_path training.sources training.local_batch_size training.steps
+    model.attention training.dataset training.dataset_path training.sources training.add_bos training.local_batch_size
+    training.steps
     training.on_nonfinite training.gc_freq training.deterministic
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
@@ -237,7 +238,8 @@ def test_other_data_needs_its_own_word():
 
     with pytest.raises(
         UserError,
-        match=r"\n  data = 'tests: 500 tokens in 1 documents, fingerprint \w+, 100.0000% of samples', was 'tests: 20,002 "
+        match=r"\n  data = 'tests: 500 tokens in 1 documents, fingerprint \w+, 100.0000% of samples, texts begin with "
+        r"no BOS', was 'tests: 20,002 "
         r"tokens in 1 documents, .*\n.*--checkpoint.allow_changes 'training.\*,data'$",
     ):
         go_on("training.*")

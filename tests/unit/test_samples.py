@@ -283,6 +283,7 @@ def test_the_start_of_the_log_tells_epochs_shares_and_waste_of_each_source(tmp_p
     long = opened(write_file(tmp_path / "long", [[1] * 18] * 10), "long", weight=1.8)  # half of each document
     data = mix_of([half, long], _config("truncate"))
     assert data.derived_values(data.beginning(), 100) == {
+        "texts begin with": "no BOS",
         "data: half": "200 tokens in 40 documents, 50.0% of samples, 1.25 epochs; 44.4% padding, 0.0% of tokens unused",
         "data: long": "180 tokens in 10 documents, 50.0% of samples, 5.00 epochs; 0.0% padding, 50.0% of tokens unused",
     }

@@ -93,6 +93,9 @@ class Training(Section):
     a longer one is dropped."""
     document_mask: Annotated[bool, EffectiveWhen('training.document_policy != "truncate"')] = False
     """Attention stays inside a document, positions restart with each, and no document's first token is predicted."""
+    add_bos: Annotated[bool | None, EffectiveWhen("model.hf_assets_path is set")] = None
+    """Every text begins with the tokenizer's beginning-of-text token, in training, validation, samples, generation and
+    evaluation. Unset: as the tokenizer does it by itself. Token files that were made otherwise are refused."""
     local_batch_size: Annotated[int, Field(ge=1, le=2**16)] = 8
     """Sequences per forward and backward pass of one data-parallel rank."""
     global_batch_size: CountOrDerived = -1

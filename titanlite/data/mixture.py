@@ -73,15 +73,16 @@ class Data:
         byte_lengths: np.ndarray,
         vocabulary: int,
         key: str,
+        prefix: str = "no BOS",
     ):
         """tokenizer: its digest. byte_lengths (vocabulary,) int64: bytes of text that each id stands for.
 
-        vocabulary: of the model, an upper bound of the ids. key: names the sources in messages. Raises UserError for a source
-        without a single sample.
+        vocabulary: of the model, an upper bound of the ids. key: names the sources in messages. prefix: the special tokens that
+        begin every text, spelled. Raises UserError for a source without a single sample.
         """
         self.sources = [_with_rows(source, training, key) for source in sources]
         self.shares = _shares(self.sources)
-        self.byte_lengths, self.key = byte_lengths, key
+        self.byte_lengths, self.key, self.prefix = byte_lengths, key, prefix
         self.seq_len, self.mask = training.seq_len, training.document_mask
         self._padded = training.document_policy != "pack"
         has_loss = any(file.has_loss for source in sources for file in source.files)
@@ -101,7 +102,7 @@ class Data:
             }
             for mixed, share in zip(self.sources, self.shares, strict=True)
         ]
-        return {"tokenizer": self._tokenizer, "sources": sources}
+        return {"tokenizer": self._tokenizer, "beginning": self.prefix, "sources": sources}
 
     @property
     def fingerprint(self) -> str:
@@ -127,7 +128,7 @@ class Data:
 
     def derived_values(self, began: Origin, end: int) -> dict[str, str]:
         """What a run that ends at a position reads of each source, for the start of the log: name -> sentence."""
-        lines = {}
+        lines = {"texts begin with": self.prefix}
         for mixed, share, draws in zip(self.sources, self.shares, self.drawn(began, end), strict=True):
             padding, unused = self.waste(mixed)
             lines["data" if len(self.sources) == 1 else f"data: {mixed.source.name}"] = (
@@ -208,11 +209,12 @@ def open_data(config: Config, section: str = "training") -> Data:
     """
     assets, key = config.model.hf_assets_path, key_of(config, section)
     vocabulary = family_of(config.model).config.vocab_size
-    loaded = open_tokenizer(assets)
+    loaded = open_tokenizer(assets, config.training.add_bos)
     sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
     lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)
     lengths[: loaded.vocabulary] = byte_lengths(loaded)
-    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key)
+    prefix = loaded.spelled(loaded.beginning)
+    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key, prefix)
     if section == "training":  # validation measures each source by itself
         check_shares(data)
     return data

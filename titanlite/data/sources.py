@@ -144,6 +144,8 @@ def _open_files(
     """The token files of a source, and the manifest that they are checked against; foreign files have none."""
     files = [TokenFile(prefix) for prefix in prefixes]
     if not (folder / MANIFEST).is_file():
+        for file in files:
+            _check_beginning(file.prefix, _foreign_beginning(file, loaded), loaded)
         return files, None
     manifest = read_manifest(folder)
     if manifest["tokenizer"] != tokenizer_digest(loaded):
@@ -151,6 +153,7 @@ def _open_files(
             f"{folder}: made with another tokenizer than that of model.hf_assets_path; set it to the folder that was given "
             "as --tokenizer"
         )
+    _check_beginning(folder, tuple(manifest.get("beginning_of_text", ())), loaded)  # before that entry, none was written
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):
@@ -162,6 +165,27 @@ def _open_files(
         if shard["loss"] and not file.has_loss:
             raise UserError(f"{file.prefix}.loss: is missing; without it the loss would include the user's turns of chats")
     return files, manifest
+
+
+def _check_beginning(path: Path, beginning: tuple[int, ...], loaded: LoadedTokenizer) -> None:
+    """Raises UserError for token files whose texts begin otherwise than training.add_bos, or without it the tokenizer, says."""
+    if beginning != loaded.beginning:
+        raise UserError(
+            f"{path}: its texts begin with {loaded.spelled(beginning)}, and those of this run with "
+            f"{loaded.spelled(loaded.beginning)}, as training.add_bos says, or where that is not set the tokenizer; set "
+            f"training.add_bos = {json.dumps(bool(beginning))}, or tokenize the text again"
+        )
+
+
+def _foreign_beginning(file: TokenFile, loaded: LoadedTokenizer) -> tuple[int, ...]:
+    """The beginning-of-text ids of another tool's file, by its first document.
+
+    Nothing is known of an empty file, nor where the same id also ends documents: then the configuration is believed.
+    """
+    if not file.tokens or loaded.bos in ((), (loaded.end_of_text,)):
+        return loaded.beginning
+    begin = int(file.boundaries(0, 1)[0])
+    return loaded.bos if tuple(file.ids[begin : begin + len(loaded.bos)].tolist()) == loaded.bos else ()
 
 
 def _probe(path: Path) -> str:
@@ -195,10 +219,13 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
     return _cached(cache_folder() / f"packing-{key}.npy", make, lambda path: Packing(path, file))
 
 
-def open_tokenizer(assets: str) -> LoadedTokenizer:
-    """The tokenizer of `model.hf_assets_path`, or where that is empty the default one, trained at first use."""
+def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
+    """The tokenizer of `model.hf_assets_path`, or where that is empty the default one, trained at first use.
+
+    add_bos: as training.add_bos; the default tokenizer has no such token.
+    """
     if assets:
-        return load_tokenizer(assets)
+        return load_tokenizer(assets, add_bos=add_bos)
     files = stdlib_files()
 
     def make(path: Path) -> None:
@@ -217,7 +244,7 @@ def _tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Pat
     """
     stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
     template = load_template(assets) if assets else None
-    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", *stamps)
+    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", str(loaded.beginning), *stamps)
 
     def make(folder: Path) -> None:
         log.info("tokenizing %s, once; kept in %s", path, cache_folder())
@@ -272,7 +299,8 @@ def faults(config: Config) -> Iterator[str]:
         for source in sources:
             try:
                 if (prefixes := find(source.path, key_of(config, section))) is not None:
-                    loaded, vocabulary = open_tokenizer(config.model.hf_assets_path), family_of(config.model).config.vocab_size
+                    loaded = open_tokenizer(config.model.hf_assets_path, config.training.add_bos)
+                    vocabulary = family_of(config.model).config.vocab_size
                     _open_files(prefixes, Path(source.path), loaded, vocabulary)
             except UserError as error:
                 yield str(error)

@@ -19,17 +19,32 @@ _KNOWN_ENDS = ("<|end_of_text|>", _END_OF_TEXT, "</s>", "<eos>")
 
 
 class LoadedTokenizer(NamedTuple):
-    """A tokenizer with the two facts that training needs."""
+    """A tokenizer with the facts that training and inference need."""
 
     tokenizer: Tokenizer
     end_of_text: int  # the id that ends every document
     vocabulary: int  # one more than the largest id
+    bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
+    add_bos: bool = False  # whether they begin every document and prompt
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """The ids that begin every document and prompt."""
+        return self.bos if self.add_bos else ()
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The ids of a document or prompt with `beginning` in front, once."""
+        return ids if tuple(ids[: len(self.beginning)]) == self.beginning else [*self.beginning, *ids]
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        """These ids of special tokens, for messages."""
+        return " ".join(self.tokenizer.id_to_token(number) or str(number) for number in ids) or "no BOS"
 
 
-def load_tokenizer(folder: str, key: str = "model.hf_assets_path =") -> LoadedTokenizer:
+def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bool | None = None) -> LoadedTokenizer:
     """The tokenizer of a folder. Raises UserError where the folder has none, or the tokenizer no end-of-text token.
 
-    key: names the folder in messages.
+    key: names the folder in messages. add_bos: as training.add_bos; UserError if the tokenizer has no such token.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
@@ -41,9 +56,31 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =") -> LoadedTo
     # the file may ask for the lengths of another model's batches, which would truncate or pad documents
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    end = read_settings(Path(folder)).get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    return describe(tokenizer, None if end is None else str(end), str(path))
+    settings = read_settings(Path(folder))
+    end, bos = (
+        value.get("content") if isinstance(value := settings.get(f"{name}_token"), dict) else value for name in ("eos", "bos")
+    )
+    loaded = _with_bos(describe(tokenizer, None if end is None else str(end), str(path)), bos)
+    if add_bos and not loaded.bos:
+        raise UserError(
+            f"{path}: has no beginning-of-text token, which add_bos = true needs: its post-processor adds none, and "
+            'tokenizer_config.json has no "bos_token"'
+        )
+    return loaded if add_bos is None else loaded._replace(add_bos=add_bos)
+
+
+def _with_bos(loaded: LoadedTokenizer, name: Any) -> LoadedTokenizer:
+    """With its beginning-of-text ids, and whether it adds them to every text.
+
+    name: "bos_token" of tokenizer_config.json, which counts where the post-processor adds nothing before a text.
+    """
+    named = loaded.tokenizer.token_to_id(str(name)) if name is not None else None
+    encoding = loaded.tokenizer.encode("")  # nothing but what the post-processor adds, before and after a text
+    added = [number for number, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if special]
+    if added[-1:] == [loaded.end_of_text] and (len(added) > 1 or named != loaded.end_of_text):
+        added.pop()
+    bos = tuple(added) or (() if named is None else (named,))
+    return loaded._replace(bos=bos, add_bos=bool(added))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -110,6 +147,7 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
             continue
         single = re.fullmatch(r"<0x[0-9A-F]{2}>", token)
         lengths[number] = len(token) if byte_level else 1 if single else len(token.replace("▁", " ").encode())
+    lengths[[loaded.end_of_text, *loaded.bos]] = 0  # also where tokenizer.json does not call them special
     return lengths
 
 
@@ -117,7 +155,7 @@ def faults(config: Config, vocabulary: int) -> Iterator[str]:
     """A tokenizer with more ids than the vocabulary of the model has."""
     folder, model = config.model.hf_assets_path, f"{config.model.name} {config.model.flavor}"
     try:
-        ids = load_tokenizer(folder).vocabulary if folder else DEFAULT_VOCABULARY
+        ids = load_tokenizer(folder, add_bos=config.training.add_bos).vocabulary if folder else DEFAULT_VOCABULARY
     except UserError as error:
         yield str(error)
         return

@@ -32,14 +32,14 @@ class Sampling(NamedTuple):
 def continue_texts(
     model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling, tp: int
 ) -> list[str]:
-    """Each text with at most `tokens` more tokens. An empty text starts at the beginning of a document, as in training.
+    """Each text with at most `tokens` more tokens. A text begins as a document in training, an empty one with its first token.
 
-    The tokenizer recognises special tokens and adds those that it puts before every text, such as Llama's. Raises UserError if
+    The tokenizer recognises special tokens. Raises UserError if
     it gives ids that the model does not have.
     """
     tokenizer, end = loaded.tokenizer, loaded.end_of_text
     tokenizer.encode_special_tokens = False
-    prompts = [tokenizer.encode(text).ids or [end] for text in texts]
+    prompts = [loaded.begun(tokenizer.encode(text, add_special_tokens=False).ids) or [end] for text in texts]
     if (largest := max(max(ids) for ids in prompts)) >= (vocabulary := model.config.vocab_size):
         raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {vocabulary}")
     new = generate(model, prompts, tokens, end, sampling, tp)

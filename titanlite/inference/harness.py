@@ -33,14 +33,15 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Precedes a text without context: the id that the tokenizer adds before a text, or else the end-of-text id."""
-        return next(iter(self._tokenizer.encode("").ids), self.eot_token_id)
+        """Precedes a text without context: the id that begins a document in training, or else the end-of-text id."""
+        return next(iter(self._loaded.tokenizer.beginning), self.eot_token_id)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         prefix = self._tokenizer.id_to_token(self.prefix_token_id)
         assert prefix is not None
         special = not string.startswith(prefix) if add_special_tokens is None else add_special_tokens
-        return self._tokenizer.encode(string, add_special_tokens=special).ids
+        ids = self._tokenizer.encode(string, add_special_tokens=False).ids
+        return self._loaded.tokenizer.begun(ids) if special else ids
 
     def _loglikelihood_tokens(self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
         ordered = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))

@@ -46,7 +46,8 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
         raise UserError(listed(f"{source}: {cfg.name} {cfg.flavor} has changed since it was saved:", changed))
     if rank_and_world()[0] == 0:
         warn_of_changes(source, manifest.numbers.get("model_source"), family.module)
-    tokenizer = load_tokenizer(assets, "--tokenizer") if assets else open_tokenizer(cfg.hf_assets_path)
+    add_bos = config.training.add_bos
+    tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
     model = on_meta(family, config)
     tp = dist.get_world_size()
     if tp > 1:

@@ -45,6 +45,7 @@ HARMLESS = (
     "training.dataset",
     "training.dataset_path",
     "training.sources",  # weights are compared as shares of all samples
+    "training.add_bos",  # tokens are compared by fingerprint
     "dataloader.*",
     "training.local_batch_size",
     "training.steps",
@@ -331,15 +332,16 @@ def _data_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[Chang
         yield Change(_DATA, f"tokenizer {before['tokenizer']}", f"tokenizer {now['tokenizer']}")
     for then, source in itertools.zip_longest(before["sources"], now["sources"]):
         if then is None or source is None or {**then, "name": ""} != {**source, "name": ""}:
-            yield Change(_DATA, _source_sentence(then), _source_sentence(source))
+            yield Change(_DATA, _source_sentence(then, before), _source_sentence(source, now))
 
 
-def _source_sentence(source: dict[str, Any] | None) -> str:
+def _source_sentence(source: dict[str, Any] | None, data: dict[str, Any]) -> str:
     if source is None:
         return "no such source"
     return (
         f"{source['name']}: {source['tokens']:,} tokens in {source['documents']:,} documents, fingerprint "
-        f"{source['fingerprint'][:12]}, {source['share']:.4%} of samples"
+        f"{source['fingerprint'][:12]}, {source['share']:.4%} of samples, texts begin with "
+        f"{data.get('beginning', 'no BOS')}"  # before that entry, none was added
     )
 
 

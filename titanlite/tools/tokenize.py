@@ -33,7 +33,7 @@ def main() -> None:
         raise UserError(f"{error}\n--on-error skip skips such entries, lists them, and continues from here") from None
     except KeyboardInterrupt:
         sys.exit(130)
-    _report(manifest, options.output)
+    _report(manifest, options)
 
 
 def _parse() -> argparse.Namespace:
@@ -46,6 +46,8 @@ def _parse() -> argparse.Namespace:
     add("--tokenizer", required=True, metavar="PATH", help="a folder with tokenizer.json")
     add("--workers", type=at_least(1), default=_processors(), metavar="N", help="processes (default: one per processor)")
     add("--text-key", default="text", help='the key or column of the text (default: "text", or "messages" for a chat)')
+    add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
+        "tokenizer, as training.add_bos (default: as the tokenizer does it by itself)")  # fmt: skip
     add("--append-eos", action="store_true", help="append the end-of-text id to each text")
     add("--shard-tokens", type=at_least(1), default=10**9, metavar="N", help="tokens per shard at most (default: 1e9)")
     add("--on-error", choices=("fail", "skip"), default="fail",
@@ -62,7 +64,7 @@ def _tokenize(options: argparse.Namespace) -> dict[str, Any]:
     return prepare(
         options.input,
         options.output,
-        load_tokenizer(options.tokenizer, "--tokenizer"),
+        load_tokenizer(options.tokenizer, "--tokenizer", options.add_bos),
         text_key=options.text_key,
         append_eos=options.append_eos,
         workers=options.workers,
@@ -73,7 +75,8 @@ def _tokenize(options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def _report(manifest: dict[str, Any], output: Path) -> None:
+def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:
+    output = options.output
     print(f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens, {len(manifest['shards'])} shards in {output}")
     if manifest["skipped"]:
         listing = output / "skipped.jsonl"
@@ -83,3 +86,5 @@ def _report(manifest: dict[str, Any], output: Path) -> None:
                 entry = json.loads(line)
                 print(f"  {describe_place(entry['file'], entry['line'])}: {entry['reason']}")
     print(f'training.dataset_path = "{os.path.abspath(output)}"')
+    if options.add_bos is not None:
+        print(f"training.add_bos = {json.dumps(options.add_bos)}")

@@ -34,6 +34,7 @@ class Job(NamedTuple):
 
     folder: Path  # of the finished units
     tokenizer: str  # as JSON
+    beginning: list[int]  # of each document; a chat whose template writes it gets no second one
     end_of_text: int | None  # appended to each text
     dtype: str  # of the ids, a NumPy type
     text_key: str
@@ -193,9 +194,8 @@ class _Encoder:
                 if isinstance(ids, str):
                     self._refuse(number, Bad(entry.place, ids))
                     continue
-                if self.job.end_of_text is not None:
-                    ids.append(self.job.end_of_text)
-                self._add(number, ids, None)
+                end = [] if self.job.end_of_text is None else [self.job.end_of_text]
+                self._add(number, [*self.job.beginning, *ids, *end], None)
             else:
                 self._encode_chat(number, entry)
         self.waiting.clear()
@@ -224,7 +224,8 @@ class _Encoder:
             self._refuse(number, Bad(entry.place, f"a chat that cannot be rendered: {error}"))
             return
         self.record = self.record._replace(chats=True)
-        self._add(number, ids, np.array(loss, bool))
+        beginning = [] if ids[: len(self.job.beginning)] == self.job.beginning else self.job.beginning
+        self._add(number, [*beginning, *ids], np.array([False] * len(beginning) + loss, bool))
 
     def _add(self, number: int, ids: list[int], loss: np.ndarray | None) -> None:
         self.writer.write(np.array(ids, self.job.dtype), loss)

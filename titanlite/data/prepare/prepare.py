@@ -60,10 +60,11 @@ def prepare(
 ) -> dict[str, Any]:
     """Writes token files and manifest.json into the new folder `output`; -> the manifest.
 
-    inputs: as for `list_inputs`; key: the option or key that has them. append_eos: appends the end-of-text id to each text, not
-    to chats. workers: 1 is this process, with the tokenizer's threads. shard_tokens: the limit of a shard; a longer document is
-    a shard of its own. on_error: what to do with an entry that is not a document, "fail" or "skip"; skipped.jsonl lists the
-    skipped ones. best_fit: a seq_len for which to pack each shard. chat: renders chats; without it a chat is not a document.
+    inputs: as for `list_inputs`; key: the option or key that has them. tokenizer: its `beginning` begins each document.
+    append_eos: appends the end-of-text id to each text, not to chats. workers: 1 is this process, with the tokenizer's threads.
+    shard_tokens: the limit of a shard; a longer document is a shard of its own. on_error: what to do with an entry that is not
+    a document, "fail" or "skip"; skipped.jsonl lists the skipped ones. best_fit: a seq_len for which to pack each shard. chat:
+    renders chats; without it a chat is not a document.
 
     Raises UserError for inputs that cannot be read, for an `output` that exists, where another command is running or has left
     unfinished work, and where the disk is too full; BadDocument with file and line for an entry that is not a document.
@@ -76,6 +77,7 @@ def prepare(
     plan = {  # all that determines the token files; --on-error may change when a command continues
         "format": _PLAN_FORMAT,
         "tokenizer": tokenizer_digest(tokenizer),
+        "beginning of text": list(tokenizer.beginning),
         "end of text": tokenizer.end_of_text if append_eos else None,
         "text key": text_key,
         "tokens of a shard": shard_tokens,
@@ -145,6 +147,7 @@ def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: boo
     return Job(
         folder=work / "units",
         tokenizer=tokenizer.tokenizer.to_str(),
+        beginning=plan["beginning of text"],
         end_of_text=plan["end of text"],
         dtype=smallest_type(tokenizer.vocabulary).name,
         text_key=plan["text key"],
@@ -222,6 +225,7 @@ def _assemble(
         "tokenizer": plan["tokenizer"],
         "vocabulary": tokenizer.vocabulary,
         "largest_id": largest,
+        "beginning_of_text": plan["beginning of text"],
         "end_of_text": plan["end of text"],
         "documents": documents,
         "tokens": tokens,
