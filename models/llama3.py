@@ -41,7 +41,7 @@ class Config:
 _SCALING_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 _SCALING_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
-# Published dimensions: 1b and 3b are Llama 3.2, the larger ones Llama 3.1.
+# Published dimensions: 1b and 3b are Llama 3.2, the larger ones Llama 3.1; debugmodel is torchtitan's.
 # fmt: off
 FLAVORS: dict[str, Config] = {
     #                 dim  layers heads  kv  head    ffn
@@ -51,6 +51,7 @@ FLAVORS: dict[str, Config] = {
     "8b":    Config( 4096,    32,   32,   8,  128, 14336, rope_scaling=_SCALING_3_1),
     "70b":   Config( 8192,    80,   64,   8,  128, 28672, rope_scaling=_SCALING_3_1),
     "405b":  Config(16384,   126,  128,   8,  128, 53248, rope_scaling=_SCALING_3_1),
+    "debugmodel": Config(256,  6,   16,  16,   16,   768, vocab_size=2048, rope_scaling=_SCALING_3_1),
 }
 # fmt: on
 

@@ -40,7 +40,7 @@ FILES = {
     "missing_base.toml": 'base = "nowhere.toml"\n',
     "fault_in_base.toml": 'base = "unknown_key.toml"\n',
     "three_faults.toml": RIGHT + '[optimizer]\nlr = -1\nname = "SGD"\n[metrics]\nlog_frequency = 1\n',
-    "torchtitan.toml": RIGHT + "[experimental]\nmode = 'full'\n[checkpoint]\nlast_save_model_only = true\n",
+    "torchtitan.toml": RIGHT + "[experimental]\nmode = 'full'\n[checkpoint]\nenable = true\nlast_save_model_only = true\n",
     "own/half_a_model.py": "class Config: pass\nFLAVORS = {'debug': Config()}\n",
 }
 

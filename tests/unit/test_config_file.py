@@ -278,21 +278,27 @@ def test_what_the_schema_does_not_know_gets_a_suggestion(tmp_path, text, expecte
 
 
 def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
+    """With a value that requests nothing that titanlite does. `degree` switches the other keys of its pattern on."""
     tables: dict[str, list[str]] = {}
-    instead_of = {word.replace("*", "x"): instead for word, instead in INSTEAD.items()}
+    instead_of = {
+        word.replace("expert_*", "expert_parallel_degree").replace("*", "degree"): text for word, text in INSTEAD.items()
+    }
     for word in instead_of:
         section, _, name = word.partition(".")
         tables.setdefault(section, []).append(name or "enable")
-    text = "".join(f"[{section}]\n" + "".join(f"{name} = 1\n" for name in names) for section, names in tables.items())
-    words = [word for section, names in tables.items() for name in names for word in (f"--{section}.{name}", "1")]
+    on = ("checkpoint.enable", "profiling.enable_profiling")
+    text = "".join(f"[{section}]\n" + "".join(f"{name} = 9\n" for name in names) for section, names in tables.items())
+    for section, name in (key.split(".") for key in on):
+        text = text.replace(f"[{section}]\n", f"[{section}]\n{name} = true\n")
+    words = [word for section, names in tables.items() for name in names for word in (f"--{section}.{name}", "9")]
+    switched_on = [word for key in on for word in (f"--{key}", "true")]
     in_file = refusal(write(tmp_path, text)).splitlines()[1:]
-    in_options = refusal(write(tmp_path, ""), *words).splitlines()[1:]
+    in_options = refusal(write(tmp_path, ""), *words, *switched_on).splitlines()[1:]
     assert len(in_file) == len(in_options) == len(INSTEAD)
     for word, instead in instead_of.items():
-        written = f"{word} = 1 (run.toml)" if "." in word else f"[{word}]"
-        assert f"  {written}: not a key of titanlite: {instead}" in in_file
-        written = f'{word} = "1" (option)' if "." in word else f"[{word}]"
-        assert f"  {written}: not a key of titanlite: {instead}" in in_options
+        for lines, origin in ((in_file, "run.toml"), (in_options, "option")):
+            written = f"{word} = 9 ({origin})" if "." in word else f"[{word}]"
+            assert f"  {written}: not a key of titanlite: {instead}" in lines
 
 
 def test_no_key_that_is_refused_as_torchtitans_is_a_key_of_the_schema():
@@ -367,7 +373,7 @@ def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, valu
         (["--training", "5"], "training = '5': must be a table; write [training] with its keys below"),
         (["--trainer.steps=5"], "[trainer]: no such section; did you mean training?"),
         (["--zzz"], "--zzz: has no value"),
-        (["--ranks", "4"], 'ranks = "4" (option): not a key of titanlite: the environment says how many ranks there are'),
+        (["--ranks", "4"], "ranks = 4 (option): not a key of titanlite: the environment says how many ranks there are"),
         (["--training.steps", "--training.seed", "1"], "--training.steps: has no value"),
         (["--training.steps"], "--training.steps: has no value"),
         (["stray"], "stray: belongs to no option"),

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import difflib
 import json
+import os
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, get_args, get_origin
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from titanlite.config.effects import effective_when
-from titanlite.config.renamed_keys import INSTEAD
+from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
 
@@ -32,8 +33,30 @@ KEYS: dict[str, Any] = {
 }
 
 
+class Faults(UserError):
+    """All faults of one configuration.
+
+    rest: the configuration without its faulty keys, if all are keys of torchtitan that titanlite does not have; the faults of
+    the rest belong into the same message. A faulty value of a key of titanlite leaves no configuration to check.
+    """
+
+    path: str
+    faults: list[str]
+    rest: Config | None
+
+
+def refusal(path: str, faults: list[str], rest: Config | None = None) -> Faults:
+    """The error that reports all faults of one configuration."""
+    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+    error = Faults(listed(f"{path}: {count}", faults))
+    error.path, error.faults, error.rest = path, faults, rest
+    return error
+
+
 def read_words(words: list[str], usage: str) -> tuple[str, Config]:
     """(configuration file, configuration) of a command's words: a file and options, as for `read_config`.
+
+    Standard error says which keys of torchtitan were taken, and how.
 
     Raises UserError if the first word is an option. For --help as the first word it prints the usage and exits.
     """
@@ -42,13 +65,18 @@ def read_words(words: list[str], usage: str) -> tuple[str, Config]:
         sys.exit(0)
     if not words or words[0].startswith("-"):
         raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
-    return words[0], read_config(words[0], words[1:])
+    taken: list[str] = []
+    config = read_config(words[0], words[1:], taken)
+    if taken and os.environ.get("RANK", "0") == "0":
+        print(listed(f"{words[0]}: taken from torchtitan's names:", taken), file=sys.stderr)
+    return words[0], config
 
 
-def read_config(path: str | Path, options: list[str]) -> Config:
+def read_config(path: str | Path, options: list[str], taken: list[str] | None = None) -> Config:
     """The validated configuration of a TOML file, overridden by command-line options such as `--training.steps 50`.
 
-    Raises UserError that lists all faults of files and options. `--help` prints every option and exits.
+    Keys of torchtitan that have a meaning here are replaced, with a line for each added to `taken`. Raises Faults that lists
+    all faults of files and options. `--help` prints every option and exits.
     """
     origins: dict[str, str] = {}  # "section.key" -> the file or option that has set it
     values = _load_toml(Path(path), [], origins)
@@ -61,13 +89,28 @@ def read_config(path: str | Path, options: list[str]) -> Config:
         if isinstance(table, dict):  # anything else is a fault of the file, reported below
             table[name or section] = _parse_value(key, text)
             origins[key] = "option"
+    replaced, doubled = take_foreign_keys(values, origins)
+    faults += doubled
+    if taken is not None:
+        taken += replaced
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         faults += _describe(error, origins)
+        raise refusal(str(path), faults, _without_foreign(values, error)) from None
     if faults:
-        raise UserError(report(str(path), faults))
+        raise refusal(str(path), faults)
     return config
+
+
+def _without_foreign(values: dict[str, Any], error: ValidationError) -> Config | None:
+    """The configuration without the faulty keys, if titanlite has none of them and knows them all as torchtitan's."""
+    for section, *names in (map(str, entry["loc"]) for entry in error.errors()):
+        if not is_foreign(".".join([section, *names])):
+            return None
+        table, name = (values[section], names[0]) if names else (values, section)
+        table.pop(name, None)
+    return Config.model_validate(values)
 
 
 def stored_config(sections: dict[str, dict[str, Any]]) -> Config:
@@ -77,12 +120,6 @@ def stored_config(sections: dict[str, dict[str, Any]]) -> Config:
         for section, table in sections.items()
     }
     return Config.model_validate(known)
-
-
-def report(path: str, faults: list[str]) -> str:
-    """One text for all faults of one configuration."""
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    return listed(f"{path}: {count}", faults)
 
 
 def to_toml(config: Config) -> str:
@@ -198,8 +235,9 @@ def _parse_value(key: str, text: str) -> Any:
         return None
     if get_origin(annotation) is list and not _entry_schema(annotation):
         return text.split(",")
-    with contextlib.suppress(ValidationError):
-        return TypeAdapter(annotation).validate_strings(text)
+    if not is_foreign(key):  # whose type the schema does not have
+        with contextlib.suppress(ValidationError):
+            return TypeAdapter(annotation).validate_strings(text)
     with contextlib.suppress(tomllib.TOMLDecodeError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
         return tomllib.loads(f"value = {text}")["value"]
     return text
@@ -263,7 +301,8 @@ def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str
     """A sentence for what the schema does not have: a key, or without a name a section or a key outside all sections."""
     key = f"{section}.{name}" if name else section
     is_section = not name and isinstance(value, dict)
-    what = f"[{section}]" if is_section else _setting(key, value, origin)
+    nested = [".".join(names) for names, _ in leaves(value) if len(names) > 1] if is_section else []
+    what = f"[{section}] {', '.join(nested)}".strip() if is_section else _setting(key, value, origin)
     if instead := next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern)), ""):
         return f"{what}: not a key of titanlite: {instead}"
     if is_section:

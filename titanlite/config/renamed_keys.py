@@ -1,17 +1,30 @@
-"""Keys that titanlite does not have, of torchtitan's TOML files (0.2 and before) and of its own past: what to use instead.
+"""Keys that titanlite does not have, of torchtitan's TOML files (0.2 and before) and of its own past.
 
-`read.py` looks here when a key is unknown. A whole section is listed by its name; a star stands for the rest of a name. A key
-that has only moved to another section is not here: the same name is suggested.
+`take_foreign_keys` accepts a value that requests what titanlite does anyway (SAME), an option of a feature that is off
+(SWITCHES), and another name or value of a key of titanlite (RENAMED, REWRITTEN). `read.py` refuses every other one with the
+remedy in INSTEAD. A star stands for the rest of a name; INSTEAD lists a whole section by its name. A key that has only moved to
+another section is not here: the same name is suggested.
 """
 
+import json
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
 _NO_PIPELINE = "there is no pipeline parallelism yet; use shard and tensor-parallel degrees"
+_NO_IMAGES = "models read text only"
 
 INSTEAD: dict[str, str] = {
     # sections
     "fault_tolerance": "remove it; a restarted job resumes from its newest checkpoint",
     "experimental": "set model.name to the dotted name of your own module; for pipelines: " + _NO_PIPELINE,
     "mx": "there are no MX formats; use training.mixed_precision_param",
-    "quantize": "use [float8], which has the keys of quantize.linear.float8; there are no other formats",
+    "quantize": "[float8] has recipe_name, enable_fsdp_float8_all_gather, emulate, and filter_fqns with patterns of titanlite's"
+    " names, such as layers.*.attention.w[kv]; there are no MX formats and no grouped products",
+    "hf_transformers": "set model.name to a family of models/; titanlite import-hf names the one that reads a config.json",
+    "encoder": _NO_IMAGES,
+    "inference": _NO_IMAGES,
+    "data": _NO_IMAGES,
     "memory_estimation": "use the command `titanlite estimate CONFIG --ranks N`",
     "debug": "use training.seed and training.deterministic",
     # options of other commands
@@ -42,9 +55,14 @@ INSTEAD: dict[str, str] = {
     "training.gradient_accumulation_steps": "use training.global_batch_size",
     "training.compile": "use compile.enable",
     "training.enable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
-    "training.enable_cpu_offload": "use parallelism.cpu_offload",
     "training.gc_debug": "remove it",
     "training.dataloader": "use dataloader.workers and dataloader.prefetch",
+    "training.img_size": _NO_IMAGES,
+    "training.classifier_free_guidance_prob": _NO_IMAGES,
+    "validation.*classifier_free_guidance*": _NO_IMAGES,
+    "validation.all_timesteps": _NO_IMAGES,
+    "validation.denoising_steps": _NO_IMAGES,
+    "validation.save_img_*": _NO_IMAGES,
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
     "parallelism.disable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
     "parallelism.enable_compiled_autograd": "compiled autograd is not supported; remove the key",
@@ -67,5 +85,153 @@ INSTEAD: dict[str, str] = {
     "metrics.rank_0_only": "metrics are global, written by rank 0; the environment variable LOG_RANK selects who logs",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
     "metrics.enable_wandb": "metrics.jsonl and TensorBoard contain all metrics",
+    "checkpoint.initial_load_in_hf_quantized": "quantized weights are not read; convert them to bfloat16 first",
+    "checkpoint.enable_ft_dataloader_checkpoints": "the position in the data is always saved; remove the key",
+    "comm.mode": "use the command `titanlite estimate CONFIG --ranks N`",
+    "comm.save_traces_file_prefix": "flight records go to comm_traces in job.dump_folder",
     "comm.save_traces_folder": "flight records go to comm_traces in job.dump_folder",
 }
+
+# Values that request what titanlite does anyway, and colours, which change nothing.
+SAME: dict[str, tuple[Any, ...]] = {
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], []),  # experts only
+    "activation_checkpoint.early_stop": (True, False),  # changes time only
+    "activation_checkpoint.preserve_rng_state": (True,),
+    "activation_checkpoint.determinism_check": ("default",),
+    "activation_checkpoint.visualize_memory_budget_pareto": (False,),
+    "activation_checkpoint.debug": (False,),
+    "model.converters": ([],),
+    "model.print_after_conversion": (False,),
+    "quantize.linear.float8.filter_fqns": ([], ["output"]),  # the head is never in float8
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),  # done for every float8 all-gather
+    "float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),
+    "quantize.grouped_mm.*.fqns": ([],),
+    "training.gc_debug": (False,),
+    "training.enable_loss_parallel": (True,),
+    "training.dataloader.pin_memory": (False, True),  # changes time only
+    "training.dataloader.persistent_workers": (False, True),
+    "parallelism.disable_loss_parallel": (False,),
+    "parallelism.enable_compiled_autograd": (False,),
+    "optimizer.early_step_in_backward": (False,),
+    "optimizer.fused": (True,),
+    "checkpoint.last_save_model_only": (False,),
+    "checkpoint.export_dtype": ("float32",),
+    "checkpoint.create_seed_checkpoint": (False,),
+    "checkpoint.enable_first_step_checkpoint": (False,),
+    "checkpoint.enable_ft_dataloader_checkpoints": (True,),
+    "checkpoint.initial_load_in_hf_quantized": (False,),
+    "checkpoint.load_only": (False,),
+    "metrics.disable_color_printing": (False, True),
+    "metrics.enable_wandb": (False,),
+    "metrics.save_for_all_ranks": (False,),
+    "metrics.rank_0_only": (True,),
+    "comm.mode": ("default",),
+    "comm.save_traces_folder": ("comm_traces",),
+    "comm.save_traces_file_prefix": ("rank_",),
+    "job.custom_config_module": ("",),
+    "experimental.custom_*": ("",),
+    "debug.deterministic_warn_only": (False,),
+    "debug.moe_force_load_balance": (False,),
+}
+# Options of a feature, the key that switches it, and the value (torchtitan's default) with which they have no effect.
+SWITCHES: dict[str, tuple[str, Any]] = {
+    "checkpoint.last_save_model_only": ("checkpoint.enable", False),
+    "checkpoint.export_dtype": ("checkpoint.enable", False),
+    "parallelism.pipeline_parallel_*": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.context_parallel_*": ("parallelism.context_parallel_degree", 1),
+    "parallelism.expert_*": ("parallelism.expert_parallel_degree", 1),
+    "profiling.profiler_*": ("profiling.enable_profiling", False),
+    "fault_tolerance.*": ("fault_tolerance.enable", False),
+    "memory_estimation.*": ("memory_estimation.enable", False),
+}
+RENAMED: dict[str, str] = {
+    "quantize.linear.float8.recipe_name": "float8.recipe_name",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": "float8.enable_fsdp_float8_all_gather",
+    "quantize.linear.float8.emulate": "float8.emulate",
+    "training.dataloader.num_workers": "dataloader.workers",
+    "training.dataloader.prefetch_factor": "dataloader.prefetch",
+    "training.enable_cpu_offload": "parallelism.cpu_offload",
+    "debug.seed": "training.seed",
+    "debug.deterministic": "training.deterministic",
+}
+# key, its value or only entry -> the key and value of titanlite
+REWRITTEN: list[tuple[str, Any, str, Any]] = [
+    ("model.converters", "float8", "float8.enable", True),
+    ("model.converters", "quantize.linear.float8", "float8.enable", True),
+]
+_ANYWAY = "what titanlite does anyway"
+_DIGITS = ("activation_checkpoint.selective_ac_option",)  # keys of titanlite that torchtitan writes as text
+
+
+def is_foreign(key: str) -> bool:
+    """Whether the tables name this key, or its section."""
+    return key in RENAMED or any(fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in INSTEAD)
+
+
+def take_foreign_keys(values: dict[str, Any], origins: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Replaces the keys and values in `values` that the tables above accept; -> (what was taken how, faults).
+
+    values: the tables of a file. origins: "section.key" -> where it was set; the new keys are added.
+    """
+    paths = dict(leaves(values))
+    settings = {".".join(path): value for path, value in paths.items()}
+    taken: list[str] = []
+    faults: list[str] = []
+    for path, value in paths.items():
+        key = ".".join(path)
+        if (new := _taken_as(key, value, settings)) is None:
+            continue
+        ours, meant, reason = new
+        _remove(values, path)
+        both = ours != key and ours in settings
+        by_option = [origins.get(name) == "option" for name in (key, ours)]
+        if both and by_option[0] == by_option[1]:
+            faults.append(f"{key} and {ours} are one option; give only {ours}")
+        elif both and by_option[1]:
+            ours, reason = "", f"overridden by --{ours}"
+        elif ours:
+            section, _, name = ours.partition(".")
+            values.setdefault(section, {})[name] = meant
+            if ours != key:
+                origins[ours] = f"given as {key}"
+        taken.append(f"{key} = {_text(value)} -> " + (f"{ours} = {_text(meant)}" if ours else reason))
+    return taken, faults
+
+
+def _taken_as(key: str, value: Any, settings: dict[str, Any]) -> tuple[str, Any, str] | None:
+    """(our key or "", its value, the reason to leave it out) of a setting; None: the tables do not accept it."""
+    if key in _DIGITS:
+        return (key, int(value), "") if isinstance(value, str) and value.isdecimal() else None
+    if key in RENAMED:
+        return RENAMED[key], value, ""
+    for theirs, their_value, ours, meant in REWRITTEN:
+        if theirs == key and value in (their_value, [their_value]):
+            return ours, meant, ""
+    accepted = next((same for pattern, same in SAME.items() if fnmatchcase(key, pattern)), ())
+    if any(same == value and type(same) is type(value) for same in accepted):  # 1 == True, but stands for no boolean
+        return "", None, _ANYWAY
+    for pattern, (switch, off) in SWITCHES.items():
+        if fnmatchcase(key, pattern) and settings.get(switch, off) == off:
+            return "", None, _ANYWAY if key == switch else f"no effect with {switch} = {_text(off)}"
+    return None
+
+
+def leaves(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """(names of the tables and the key, value) of every value that is no table."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def _remove(table: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Removes a key, and the tables that it leaves empty."""
+    if len(path) > 1:
+        _remove(table[path[0]], path[1:])
+    if len(path) == 1 or not table[path[0]]:
+        del table[path[0]]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)

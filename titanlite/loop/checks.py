@@ -9,7 +9,7 @@ import torch
 
 from titanlite.checkpoint import folder
 from titanlite.config import effects
-from titanlite.config.read import report
+from titanlite.config.read import refusal
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
 from titanlite.errors import UserError
@@ -37,7 +37,7 @@ OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
 
 
 def check(config: Config, path: str, ranks: int, local_ranks: int | None = None, open_files: bool = True) -> None:
-    """Raises UserError that lists every fault of a configuration for `ranks` processes.
+    """Raises Faults that lists every fault of a configuration for `ranks` processes.
 
     local_ranks: how many of them will run on this machine; None if it is not the machine that will train.
     open_files: False for a rank, which opens and validates the token files next.
@@ -48,7 +48,7 @@ def check(config: Config, path: str, ranks: int, local_ranks: int | None = None,
     faults += process.faults(local_ranks) if local_ranks is not None else ()
     faults += _model_faults(config, local_ranks is not None)
     if faults:
-        raise UserError(report(path, faults))
+        raise refusal(path, faults)
 
 
 def _model_faults(config: Config, here: bool) -> Iterator[str]:

@@ -67,7 +67,7 @@ class BrokenModule(UserError):
 
 
 def load_family(name: str, flavor: str, assets: str = "") -> Family:
-    """The family `models.<name>`, or for a name with dots any importable module, and its flavour.
+    """The family `models.<name>`, or for a name with dots any importable module, and its flavour, in upper or lower case.
 
     assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". Raises UserError where there is no
     such module, where it lacks a part of the interface, or has no such flavour.
@@ -77,6 +77,8 @@ def load_family(name: str, flavor: str, assets: str = "") -> Family:
         if not assets:
             raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
         return Family(module, described(module, read_description(Path(assets))))
+    if flavor not in module.FLAVORS:  # torchtitan writes 8B
+        flavor = next((name for name in module.FLAVORS if name.lower() == flavor.lower()), flavor)
     if flavor not in module.FLAVORS:
         have = ", ".join(module.FLAVORS) or "(none)"
         raise UserError(
