@@ -6,7 +6,7 @@ this rank's slice of the sequence) and its parameters are DTensors. `local_weigh
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,16 @@ class RopeScaling(NamedTuple):
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+def hf_rope(json: dict[str, Any]) -> tuple[dict[str, Any], str, float]:
+    """(table of RoPE, its type, its base) in a config.json of Hugging Face, with their defaults; not for Gemma 3.
+
+    As in transformers, rope_scaling, the older name, replaces rope_parameters, and a base in the table the one outside of it.
+    """
+    table = json.get("rope_scaling") or json.get("rope_parameters") or {}
+    outside = json.get("rope_theta", 10_000.0)
+    return table, table.get("rope_type", table.get("type", "default")), float(table.get("rope_theta", outside))
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models import attention, blocks
 from models.attention import SeqInfo, with_mask
-from models.blocks import Constant, Flops, Normal, local_weight, rope_frequencies, rope_tables, transformer_flops
+from models.blocks import Constant, Flops, Normal, hf_rope, local_weight, rope_frequencies, rope_tables, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
 
@@ -214,13 +214,13 @@ def from_hf(json: dict[str, Any]) -> Config:
     kind, older = json.get("model_type"), json.get("model_type") == "gemma2"
     if kind == "gemma3":
         raise ValueError("a Gemma 3 with vision: only text models, of model_type 'gemma3_text', are supported")
-    activation = json.get("hidden_activation") or "gelu_pytorch_tanh"
-    if kind not in HF_TYPES or activation != "gelu_pytorch_tanh":
-        raise ValueError(f"not a Gemma 2 or 3: model_type {kind!r}, activation {activation!r}")
+    activations = {json.get(key) for key in ("hidden_activation", "hidden_act")} - {None, "gelu_pytorch_tanh"}
+    if kind not in HF_TYPES or activations:
+        raise ValueError(f"not a Gemma 2 or 3: model_type {kind!r}, activation {activations or 'gelu_pytorch_tanh'}")
     for key in ("attention_bias", "use_bidirectional_attention"):
         if json.get(key):
             raise ValueError(f"Gemma has no {key}, but config.json sets it")
-    cap = json.get("attn_logit_softcapping")
+    cap = json.get("attn_logit_softcapping", 50.0 if older else None)
     if cap and not older:
         raise ValueError(f"Gemma 3 has no softcap on scores, but config.json sets attn_logit_softcapping = {cap}")
     theta, local_theta, factor = _rope_of(json, older)
@@ -242,30 +242,37 @@ def from_hf(json: dict[str, Any]) -> Config:
         tied_embeddings=json.get("tie_word_embeddings", True),
         qk_norm=not older,
         attention_softcap=cap,
-        logits_softcap=json.get("final_logit_softcapping"),
+        logits_softcap=json.get("final_logit_softcapping", 30.0 if older else None),
     )
 
 
 def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, float]:
-    """(RoPE base of global layers, RoPE base of local layers, wavelength factor of global layers), from newer or older keys."""
+    """(RoPE base of global layers, RoPE base of local layers, wavelength factor of global layers), from newer or older keys.
+
+    As in transformers, a base in rope_parameters replaces the one outside of it.
+    """
+    if older:
+        table, kind, theta = hf_rope(json)
+        if kind != "default":
+            raise ValueError(f"Gemma 2 does not scale RoPE, but config.json sets {table}")
+        return theta, theta, 1.0
     both = json.get("rope_parameters") or {}
-    local_rope = both if older else both.get(_LOCAL) or {}
-    global_rope = both if older else both.get(_GLOBAL) or json.get("rope_scaling") or {}
-    kinds = {part.get("rope_type", part.get("type", "default")) for part in (local_rope, global_rope)}
-    factor = float(global_rope.get("factor") or 1.0)
-    if not kinds <= {"default", "linear"} or (local_rope.get("factor") or 1.0) != (factor if older else 1.0):
+    local_rope, global_rope = both.get(_LOCAL) or {}, both.get(_GLOBAL) or json.get("rope_scaling") or {}
+    local_kind, kind = (part.get("rope_type", part.get("type", "default")) for part in (local_rope, global_rope))
+    if local_kind != "default" or kind not in ("default", "linear"):
         raise ValueError(
             f"In Gemma only global layers scale RoPE, linearly, but config.json sets {local_rope} and {global_rope}"
         )
-    theta = json.get("rope_theta") or global_rope.get("rope_theta") or (1e4 if older else 1e6)
-    local_theta = theta if older else json.get("rope_local_base_freq") or local_rope.get("rope_theta") or 1e4
-    return float(theta), float(local_theta), factor
+    theta, local_theta = json.get("rope_theta", 1e6), json.get("rope_local_base_freq", 1e4)
+    factor = float(global_rope["factor"]) if kind == "linear" else 1.0
+    return float(global_rope.get("rope_theta", theta)), float(local_rope.get("rope_theta", local_theta)), factor
 
 
 def _pattern_of(json: dict[str, Any], older: bool) -> int:
     """n, where every n-th layer is global."""
     layers, given = json["num_hidden_layers"], json.get("layer_types")
-    every = json.get("sliding_window_pattern") or (2 if older else 6)
+    json.get("_sliding_window_pattern")  # no effect: transformers writes it beside layer_types
+    every = 2 if older else json.get("sliding_window_pattern", 6)
     if given:
         every = given.index(_GLOBAL) + 1 if _GLOBAL in given else layers + 1
         if given != [_LOCAL if (i + 1) % every else _GLOBAL for i in range(layers)]:

@@ -13,6 +13,7 @@ from models.blocks import (
     RMSNorm,
     RopeScaling,
     SwiGLU,
+    hf_rope,
     rope_frequencies,
     rope_tables,
     transformer_flops,
@@ -155,12 +156,10 @@ HF: dict[str, str] = {
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
-    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind not in ("default", "llama3"):
-        raise ValueError(
-            f"not a Llama 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
-        )
+    rope, kind, theta = hf_rope(json)
+    act = json.get("hidden_act", "silu")
+    if json.get("model_type") not in HF_TYPES or act != "silu" or kind not in ("default", "llama3"):
+        raise ValueError(f"not a Llama 3: model_type {json.get('model_type')!r}, activation {act!r}, RoPE {kind!r}")
     if json.get("attention_bias") or json.get("mlp_bias"):
         raise ValueError("Llama 3 has no biases, but config.json sets attention_bias or mlp_bias")
     scaling = None
@@ -178,7 +177,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         ffn_dim=json["intermediate_size"],
         vocab_size=json["vocab_size"],
         norm_eps=json["rms_norm_eps"],
-        rope_theta=float(json.get("rope_theta") or rope["rope_theta"]),
+        rope_theta=theta,
         rope_scaling=scaling,
         tied_embeddings=json.get("tie_word_embeddings", False),
     )

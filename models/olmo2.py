@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models import attention
 from models.attention import SeqInfo, with_mask
-from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables, transformer_flops
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, hf_rope, rope_frequencies, rope_tables, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
 
@@ -168,12 +168,10 @@ HF: dict[str, str] = {
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
-    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind != "default":
-        raise ValueError(
-            f"not an OLMo 2: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
-        )
+    _, kind, theta = hf_rope(json)
+    act = json.get("hidden_act", "silu")
+    if json.get("model_type") not in HF_TYPES or act != "silu" or kind != "default":
+        raise ValueError(f"not an OLMo 2: model_type {json.get('model_type')!r}, activation {act!r}, RoPE {kind!r}")
     if json.get("attention_bias"):
         raise ValueError("OLMo 2 has no biases, but config.json sets attention_bias")
     heads = json["num_attention_heads"]
@@ -186,7 +184,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         ffn_dim=json["intermediate_size"],
         vocab_size=json["vocab_size"],
         norm_eps=json["rms_norm_eps"],
-        rope_theta=float(json.get("rope_theta") or rope["rope_theta"]),
+        rope_theta=theta,
         tied_embeddings=json.get("tie_word_embeddings", False),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models import attention
 from models.attention import SeqInfo, with_mask
-from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables, transformer_flops
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, hf_rope, rope_frequencies, rope_tables, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
 
@@ -175,28 +175,28 @@ HF: dict[str, str] = {
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
-    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if json.get("model_type") not in HF_TYPES or json.get("hidden_act", "silu") != "silu" or kind != "default":
-        raise ValueError(
-            f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {json.get('hidden_act')!r}, RoPE {kind!r}"
-        )
+    _, kind, theta = hf_rope(json)
+    act = json.get("hidden_act", "silu")
+    if json.get("model_type") not in HF_TYPES or act != "silu" or kind != "default":
+        raise ValueError(f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {act!r}, RoPE {kind!r}")
     if json["model_type"] == "qwen3" and json.get("attention_bias"):
         raise ValueError("Qwen 3 has no biases, but config.json sets attention_bias")
-    if json.get("use_sliding_window") or "sliding_attention" in (json.get("layer_types") or []):
+    if json.get("use_sliding_window") or {*(json.get("layer_types") or [])} - {"full_attention"}:
         raise ValueError("Qwen's sliding windows are not supported, but config.json sets use_sliding_window")
+    for key in ("sliding_window", "max_window_layers"):
+        json.get(key)  # no effect without use_sliding_window
     heads = json["num_attention_heads"]
     older = json["model_type"] == "qwen2"
     return Config(
         dim=json["hidden_size"],
         n_layers=json["num_hidden_layers"],
         n_heads=heads,
-        n_kv_heads=json.get("num_key_value_heads") or heads,
+        n_kv_heads=json.get("num_key_value_heads", 32) or heads,  # the default of transformers
         head_dim=json.get("head_dim") or (json["hidden_size"] // heads if older else 128),
         ffn_dim=json["intermediate_size"],
         vocab_size=json["vocab_size"],
         norm_eps=json["rms_norm_eps"],
-        rope_theta=float(json.get("rope_theta") or rope["rope_theta"]),
+        rope_theta=theta,
         tied_embeddings=json.get("tie_word_embeddings", False),
         qkv_bias=older,
     )

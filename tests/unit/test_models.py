@@ -55,6 +55,7 @@ def _of_text(total: int, dim: int) -> int:
 
 _PUBLISHED = {
     llama3: {
+        "debugmodel": 6_163_712,
         "1b": 1_235_814_400,
         "3b": 3_212_749_824,
         "8b": 8_030_261_248,

@@ -5,15 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from titanlite.data import sources
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import byte_lengths, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
+_WORDS = ["the thin cat, the theme.", "other weather", "a b", "the other the cat"] * 20
 
 
 @pytest.fixture
@@ -169,3 +170,67 @@ def test_bytes_of_the_ids_of_a_text_add_up_to_its_bytes_and_the_end_of_text_has_
     assert lengths[loaded.end_of_text] == 0
     for text in _TEXTS:
         assert lengths[np.array(loaded.tokenizer.encode(text).ids, int)].sum() == len(text.encode())
+
+
+def _wordpiece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    tokenizer.train_from_iterator(_WORDS, trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]", "</s>"]))
+    return tokenizer
+
+
+def _unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    tokenizer.train_from_iterator(_WORDS, trainer)
+    return tokenizer
+
+
+def _byte_fallback() -> Tokenizer:
+    """As Llama 2's: a space is part of an entry, and a character that no entry has is encoded by its bytes."""
+    entries = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+        "▁t",
+        "▁th",
+        "▁the",
+    ]
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return tokenizer
+
+
+def _with_added_entries() -> Tokenizer:
+    tokenizer = train_tokenizer(_WORDS)
+    tokenizer.add_tokens(["<think>", "    "])  # entries of text in a vocabulary whose other entries spell bytes
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "texts", "leading"),
+    [
+        (_wordpiece, ["the thin cat, the theme.", "other weather", "a b"], 1),
+        (_unigram, ["the thin cat, the theme.", "other weather", "a"], 1),
+        (_byte_fallback, ["the thin cat", "naïve 数学 the 🙂", "x"], 1),
+        (_with_added_entries, ["a <think>    cat", " 数学 🙂"], 0),
+    ],
+    ids=["WordPiece", "Unigram", "byte fallback", "added entries"],
+)
+def test_bytes_of_the_ids_of_every_kind_of_vocabulary_add_up_to_those_of_the_decoded_text(make, texts, leading):
+    """But for the space before a word, which a text does not begin with."""
+    tokenizer = make()
+    lengths = byte_lengths(describe(tokenizer, None, "a test"))
+    for text in texts:
+        ids = tokenizer.encode(text).ids
+        decoded = tokenizer.decode(ids)
+        assert decoded == text
+        assert lengths[ids].sum() == len(decoded.encode()) + leading

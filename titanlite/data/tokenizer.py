@@ -136,17 +136,23 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
 def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
     """The bytes of text that each id stands for, (vocabulary,) int64; 0 for special tokens.
 
-    In a byte-level vocabulary every character of an entry is one byte; in others an entry is text, with "▁" for a space and
-    "<0x0A>" for a single byte.
+    They are what the id adds to a decoded text. A word that begins a text counts the space that it has elsewhere. A part of a
+    character is counted by its bytes: in a byte-level vocabulary each character of an entry is one, in others "<0x0A>" is one.
     """
+    tokenizer = loaded.tokenizer
     lengths = np.zeros(loaded.vocabulary, np.int64)
-    special = {token.content for token in loaded.tokenizer.get_added_tokens_decoder().values() if token.special}
-    byte_level = '"ByteLevel"' in loaded.tokenizer.to_str()
-    for token, number in loaded.tokenizer.get_vocab(with_added_tokens=True).items():
-        if token in special:
-            continue
-        single = re.fullmatch(r"<0x[0-9A-F]{2}>", token)
-        lengths[number] = len(token) if byte_level else 1 if single else len(token.replace("▁", " ").encode())
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+    byte_level = any(b'"ByteLevel"' in part.__getstate__() for part in parts if part)
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if not added.get(token)}
+    first = next(iter(vocabulary.values()))
+    before = len(tokenizer.decode([first], skip_special_tokens=False).encode())
+    after = tokenizer.decode_batch([[first, number] for number in vocabulary.values()], skip_special_tokens=False)
+    for (token, number), text in zip(vocabulary.items(), after, strict=True):
+        if byte_level:
+            lengths[number] = len(token.encode()) if token in added else len(token)
+        else:
+            lengths[number] = 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", token) else len(text.encode()) - before
     lengths[[loaded.end_of_text, *loaded.bos]] = 0  # also where tokenizer.json does not call them special
     return lengths
 

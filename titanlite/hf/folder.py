@@ -16,6 +16,7 @@ from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
+from titanlite.transforms.description import read_description
 from titanlite.transforms.registry import (
     FROM_ASSETS,
     Family,
@@ -23,7 +24,6 @@ from titanlite.transforms.registry import (
     family_names,
     is_adapter,
     load_module,
-    read_description,
     require_hf,
 )
 

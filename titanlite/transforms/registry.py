@@ -21,6 +21,7 @@ import models
 from models.decoder import Decoder
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
+from titanlite.transforms.description import Description, raise_faults, read_description, unused_keys
 
 # A model's code is never here: an error raised here was caused elsewhere.
 _LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -123,33 +124,23 @@ def load_module(name: str) -> ModuleType:
     return module
 
 
-def read_description(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder in Hugging Face's format. Raises UserError."""
-    path = folder / "config.json"
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(description, dict) or not isinstance(description.get("model_type"), str):
-        raise UserError(f"{path}: does not describe a model: it has no model_type")
-    return description
-
-
 def require_hf(module: ModuleType) -> None:
     """Raises UserError for a family that Hugging Face's format cannot hold."""
     if missing := [part for part in OFFERS_HF if not hasattr(module, part)]:
         raise UserError(f"{module.__name__}: lacks {', '.join(missing)}, which Hugging Face's format needs")
 
 
-def described(module: ModuleType, description: dict[str, Any]) -> Any:
-    """The family's own Config for a config.json. Raises UserError for features that the family lacks."""
+def described(module: ModuleType, description: Description) -> Any:
+    """The family's own Config for a config.json. Raises UserError for features that the family lacks, and for unknown keys."""
     require_hf(module)
     try:
-        return module.from_hf(description)
+        config = module.from_hf(description)
     except KeyError as error:
-        raise UserError(f"config.json: has no {error}, which {module.__name__} needs") from None
+        raise UserError(f"{description.path}: has no {error}, which {module.__name__} needs") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"config.json: {module.__name__} cannot be built from it: {error}") from None
+        raise UserError(f"{description.path}: {module.__name__} cannot be built from it: {error}") from None
+    raise_faults(description, unused_keys(description, module.__name__))
+    return config
 
 
 def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:

@@ -1,0 +1,140 @@
+"""Each key of config.json is used as transformers uses it, or changes nothing, or refuses the folder by its name."""
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models import gemma3, llama3, olmo2, qwen3
+from models.attention import SeqInfo
+from tests.hf_folders import their_model
+from titanlite.errors import UserError
+from titanlite.hf.folder import recognise, their_name
+from titanlite.transforms.initialize import materialize
+from titanlite.transforms.registry import Family
+
+_SMALL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 64}
+_GEMMA = {**_SMALL, "window": 4, "query_scalar": 16}
+_SCALING = llama3.RopeScaling(8.0, 1.0, 4.0, 16)
+FAMILIES = {
+    "llama": Family(llama3, llama3.Config(**_SMALL, rope_theta=5e3)),
+    "llama scaled": Family(llama3, llama3.Config(**_SMALL, rope_scaling=_SCALING)),
+    "qwen3": Family(qwen3, qwen3.Config(**_SMALL)),
+    "qwen2": Family(qwen3, qwen3.Config(**_SMALL, qkv_bias=True)),
+    "olmo2": Family(olmo2, olmo2.Config(**_SMALL)),
+    "gemma2": Family(gemma3, gemma3.Config(**{**gemma3._GEMMA_2, **_GEMMA, "local_rope_theta": 1e4})),
+    "gemma3": Family(gemma3, gemma3.Config(**_GEMMA, global_every=2, rope_factor=8.0)),
+}
+# What is put in place of a value, or beside the keys that are there.
+_ANY = [None, True, False, 0, 1, 2, 3, 0.5, 1e-2, "0.5", "silu", "x", [], {}, {"rope_type": "default", "rope_theta": 77.0}]
+_TABLES = [
+    {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    for kind in ("default", "linear", "llama3", "dynamic", "yarn")
+]
+_MORE = {
+    "rope_theta": [10.0, 500000, "1e4"],
+    "rope_local_base_freq": [10.0, 33],
+    "rope_scaling": [*_TABLES, {"type": "linear", "factor": 4.0}, {"rope_theta": 9.0}],
+    "rope_parameters": [*_TABLES, *({"full_attention": t} for t in _TABLES), *({"sliding_attention": t} for t in _TABLES)],
+    "partial_rotary_factor": [1.0, 0.5],
+    "attention_dropout": [0.0, 0.1],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "sliding_window_pattern": [2, 3],
+    "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2],
+    "use_sliding_window": [True],
+    "max_window_layers": [0, 2],
+    "original_max_position_embeddings": [4],
+    "attn_logit_softcapping": [0.1],
+    "final_logit_softcapping": [0.1],
+    "use_bidirectional_attention": [True],
+    "per_layer_config": [{"1": {"attention_dropout": 0.5}}],
+    "rms_norm_eps": ["1e-5", 1],
+    "embedding_multiplier": [3.0],
+}
+_TOKENS = torch.arange(24).reshape(2, 12) * 5 % 64
+
+
+def changes_of(description: dict) -> list[tuple[str, object]]:
+    """(key, value) of every change; the value ... removes the key."""
+    values = {key: [..., *_ANY, *_MORE.get(key, [])] for key in {**dict.fromkeys(description), **_MORE}}
+    return [(key, value) for key in sorted(values) if key != "model_type" for value in values[key]]
+
+
+def theirs_with(weights: dict[str, Tensor], description: dict) -> Tensor | None:
+    """The logits of transformers; None where it cannot make a model with these weights of the description."""
+    try:
+        description = copy.deepcopy(description)
+        config = AutoConfig.for_model(description.pop("model_type"), **description)
+        config._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(config).float()
+        if missing := model.load_state_dict(weights, strict=False).missing_keys:
+            assert missing == ["lm_head.weight"] and config.tie_word_embeddings
+        with torch.no_grad():
+            return model.eval()(_TOKENS).logits
+    except Exception:  # whatever its classes raise for a description that is none
+        return None
+
+
+def ours_with(weights: dict[str, Tensor], family: Family) -> Tensor:
+    model = family.on_meta()
+    materialize(model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[their_name(family.module, name)])
+        return model.head(model(_TOKENS, SeqInfo(torch.arange(12).expand(2, 12))))
+
+
+def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
+    """(changes with equal logits, changes refused, changes with other logits) among a share of all changes, seeded."""
+    family = FAMILIES[name]
+    model = their_model(family)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    before = json.loads(model.config.to_json_string(use_diff=False))
+    equal, refused, wrong = 0, 0, []
+    generator = random.Random(name)
+    for key, value in changes_of(before):
+        if generator.random() > share:
+            continue
+        description = {**before, key: value}
+        if value is ...:
+            del description[key]
+        (folder / "config.json").write_text(json.dumps(description))
+        try:
+            found = recognise(folder).family
+        except UserError as error:
+            assert str(folder / "config.json") in str(error)
+            refused += 1
+            continue
+        if found.config.tied_embeddings != family.config.tied_embeddings:
+            continue  # the check of the weights compares the two matrices
+        if (theirs := theirs_with(weights, description)) is None:
+            continue
+        try:
+            ours = ours_with(weights, found)
+        except RuntimeError:  # other shapes, which the check of the weights names
+            continue
+        near = torch.allclose(ours, theirs, atol=1e-4)
+        equal += near
+        wrong += [] if near else [f"{name}: {key} = {value}: {(ours - theirs).abs().max():.1e}"]
+    return equal, refused, wrong
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_changed_key_gives_the_logits_of_transformers_or_refuses_the_folder(tmp_path, name):
+    equal, refused, wrong = attack(tmp_path, name, 0.04)
+    assert not wrong
+    assert equal > 3 and refused > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_changed_key_gives_the_logits_of_transformers_or_refuses_the_folder(tmp_path, name):
+    equal, refused, wrong = attack(tmp_path, name, 1.0)
+    print(f"{name}: {equal} equal, {refused} refused")
+    assert not wrong, "\n".join(wrong)
+    assert equal > 100
