@@ -1,10 +1,13 @@
 """titanlite eval: on a task made of local text, lm-eval gets the answers of transformers' model of the exported weights."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.forked import Done, titanlite, train
@@ -37,6 +40,7 @@ QUESTIONS = [
     {"context": "", "answers": ["one two", "zebra"], "right": 0},
     {"context": "one two three four five six seven eight nine ten " * 5, "answers": ["one two", "three"], "right": 0},
 ]
+EXPORT = "out/checkpoint/step-00000010-hf"
 TASKS = {
     "choice": {
         "output_type": "multiple_choice",
@@ -79,10 +83,13 @@ def evaluate(folder: Path, *words: str) -> Done:
 
 
 def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
-    """By transformers: log-probability of each answer, and of each whole text, and what is written on."""
-    where = folder / "out" / "checkpoint" / "step-00000010-hf"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+    """By transformers: log-probability of each answer, and of each whole text, and what is written on.
+
+    folder: in Hugging Face's format.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     end = tokenizer.eos_token_id
+    start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def log_probability(context: list[int], new: list[int]) -> float:
         shown = (context + new)[-33:]  # the model is shown 32 tokens, and asked for the one after them
@@ -94,17 +101,17 @@ def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:
         stripped = question["context"].rstrip()
         context = tokenizer(stripped).input_ids
         whole = [tokenizer(question["context"] + answer).input_ids for answer in question["answers"]]
-        answers.append([log_probability(context or [end], ids[len(context) :]) for ids in whole])
+        answers.append([log_probability(context or [start], ids[len(context) :]) for ids in whole])
         ids = tokenizer(question["context"] + "!").input_ids
         windows = [ids[first : first + 32] for first in range(0, len(ids), 32)]
         # each window after the first is predicted behind as much of the text as there is room for
         texts.append(
             sum(
-                log_probability([end, *ids][max(0, 32 * number + len(part) - 32) : 32 * number + 1], part)
+                log_probability([start, *ids][max(0, 32 * number + len(part) - 32) : 32 * number + 1], part)
                 for number, part in enumerate(windows)
             )
         )
-        prompt = (tokenizer(question["context"]).input_ids or [end])[-20:]
+        prompt = (tokenizer(question["context"]).input_ids or [start])[-20:]
         new = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=end)[0, len(prompt) :]
         written.append(tokenizer.decode(new).partition("ten")[0].removesuffix(tokenizer.eos_token))
     return answers, texts, written
@@ -117,14 +124,34 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
     )  # fmt: skip
     assert ended.code == 0, ended.err
     assert "|choice" in ended.out and "|written" in ended.out
+    assert re.search(r"\|\s*Tasks\s*\|\s*Version\s*\|", ended.out), ended.out
     found = json.loads((folder / "found.json").read_text())["samples"]
-    answers, texts, written = expected(folder)
+    answers, texts, written = expected(folder / EXPORT)
     for sample, wanted in zip(found["choice"], answers, strict=True):
         assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)
     for sample, wanted in zip(found["rolling"], texts, strict=True):
         assert sample["filtered_resps"][0] == pytest.approx(wanted, abs=1e-3)
     assert [sample["filtered_resps"][0] for sample in found["written"]] == written
     assert any(written)
+
+
+@pytest.mark.slow
+def test_a_folder_in_hugging_faces_format_is_evaluated_from_its_own_bos_token(folder):
+    shutil.copytree(folder / EXPORT, folder / "named")
+    begin = Tokenizer.from_file(str(folder / "named/tokenizer.json")).id_to_token(200)  # a byte that no question has
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": begin}
+    (folder / "named/tokenizer_config.json").write_text(json.dumps(settings))
+    words = ["--tasks", "choice,rolling", "--include-path", "tasks", "--output", "named.json"]
+    ended = evaluate(folder, "named", *words)
+    assert ended.code == 0, ended.err
+    found = json.loads((folder / "named.json").read_text())["samples"]
+    answers, texts, _ = expected(folder / "named")
+    for sample, wanted in zip(found["choice"], answers, strict=True):
+        assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)
+    for sample, wanted in zip(found["rolling"], texts, strict=True):
+        assert sample["filtered_resps"][0] == pytest.approx(wanted, abs=1e-3)
+    before = expected(folder / EXPORT)
+    assert abs(before[0][2][0] - answers[2][0]) > 1e-2, "the first token makes no difference"
 
 
 @pytest.mark.slow

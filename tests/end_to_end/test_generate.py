@@ -139,6 +139,8 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ad
     expected = tokenizer.decode(model.generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
     words = ["--checkpoint", str(source), "--prompt", prompt, "--max-new-tokens", "40", "--temperature", "0"]
     assert command(tmp_path, *words, "--dtype", "float32").out == expected + "\n"
+    if not adapters:  # the folder itself, in its own dtype
+        assert command(tmp_path, "export", *words[2:]).out == expected + "\n"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,9 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ad
             '--tokenizer "nowhere": there is no tokenizer.json',
         ),
         (["--checkpoint", "out"], "--prompt"),
+        (["out", "--checkpoint", "out", "--prompt", "a"], "not allowed with argument"),
+        (["--prompt", "a"], "one of the arguments dir --checkpoint is required"),
+        (["out", "--prompt", "a", "--model", "llama3"], "--model llama3: has no effect: out has no config.json"),
     ],
 )
 def test_what_the_command_refuses_it_names(trained, words, expected):

@@ -83,6 +83,13 @@ def _with_bos(loaded: LoadedTokenizer, name: Any) -> LoadedTokenizer:
     return loaded._replace(bos=bos, add_bos=bool(added))
 
 
+def begin_of_text(loaded: LoadedTokenizer, folder: str) -> int | None:
+    """The id of the token that tokenizer_config.json calls bos_token; None if it names none. folder: "" for the default one."""
+    begin = read_settings(Path(folder)).get("bos_token") if folder else None
+    begin = begin.get("content") if isinstance(begin, dict) else begin
+    return None if begin is None else loaded.tokenizer.token_to_id(str(begin))
+
+
 def read_settings(folder: Path) -> dict[str, Any]:
     """The tokenizer_config.json of a tokenizer's folder; {} if there is none. Raises UserError for a broken file."""
     path = folder / "tokenizer_config.json"

@@ -33,8 +33,8 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Precedes a text without context: the id that begins a document in training, or else the end-of-text id."""
-        return next(iter(self._loaded.tokenizer.beginning), self.eot_token_id)
+        """Precedes a text without context: as in lm-eval's `hf` model, the tokenizer's bos_token, or else the end of text."""
+        return self.eot_token_id if self._loaded.begin is None else self._loaded.begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         prefix = self._tokenizer.id_to_token(self.prefix_token_id)
@@ -89,7 +89,7 @@ class Harness(TemplateLM):
         sampling = Sampling(cfg.get("temperature", 0.0), cfg.get("top_k") or 0, cfg.get("top_p") or 1.0)
 
         def text_of(new: list[int]) -> str:
-            return self._tokenizer.decode(new, skip_special_tokens=False)
+            return self._tokenizer.decode(new)
 
         def is_done(new: list[int]) -> bool:
             return any(stop in text_of(new) for stop in stops)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint for inference: no optimizer, no FSDP, weights in the compute precision."""
+"""Loads a checkpoint, or a folder in Hugging Face's format, for inference: no optimizer, no FSDP, weights in one precision."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,34 +10,56 @@ from models.decoder import Decoder
 from titanlite.checkpoint import load
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import stored_config
+from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, begin_of_text, load_tokenizer
 from titanlite.errors import UserError, listed
+from titanlite.hf.folder import find_weights, recognise
+from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.transforms.description import read_description
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
+from titanlite.transforms.registry import FROM_ASSETS, Family, family_of
 from titanlite.transforms.source import warn_of_changes
+
+_DEFAULT_LENGTH = 2048  # of lm-eval, for a config.json without max_position_embeddings
 
 
 class LoadedModel(NamedTuple):
     """A model in evaluation mode, with its tokenizer."""
 
     model: Decoder
-    seq_len: int  # training.seq_len of its run
+    seq_len: int  # training.seq_len of its run, or max_position_embeddings of a folder in Hugging Face's format
     tokenizer: LoadedTokenizer
+    begin: int | None  # the tokenizer's bos_token
     tp: int  # the number of ranks that the model is split over
 
 
-def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None, assets: str = "") -> LoadedModel:
-    """The model of a checkpoint, split over all ranks by tensor parallelism. All ranks call this together, in a process group.
+def is_hf_folder(source: Path) -> bool:
+    """Whether a folder is in Hugging Face's format."""
+    return (source / "config.json").is_file()
 
-    dtype: None: the compute precision of the run. assets: the folder of a tokenizer; empty: the tokenizer of the run. Raises
-    UserError for a damaged checkpoint, and for a model whose dimensions have changed since.
+
+def open_model(source: Path, device: torch.device, dtype: str | None = None, assets: str = "", name: str = "") -> LoadedModel:
+    """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
+
+    All ranks call this together, in a process group. dtype: None: the compute precision of the run, or the dtype of the stored
+    weights. assets: the folder of a tokenizer; empty: the tokenizer of the run or folder. name: of the family that reads a
+    folder; empty: as its model_type says. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions
+    have changed since.
     """
+    return (
+        _open_folder(source, device, dtype, assets, name)
+        if is_hf_folder(source)
+        else _open_checkpoint(source, device, dtype, assets)
+    )
+
+
+def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, assets: str) -> LoadedModel:
     manifest = load.verified(source)
     config = stored_config(manifest.numbers["config"])
     cfg = config.model
@@ -48,13 +70,32 @@ def open_checkpoint(source: Path, device: torch.device, dtype: str | None = None
         warn_of_changes(source, manifest.numbers.get("model_source"), family.module)
     add_bos = config.training.add_bos
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
+    model = _build(family, config, device, DTYPES[dtype or config.training.mixed_precision_param])
+    load.load_tensors(source, manifest, model_tensors(model), prefix="model.")
+    begin = begin_of_text(tokenizer, assets or cfg.hf_assets_path)
+    return LoadedModel(model.eval(), config.training.seq_len, tokenizer, begin, dist.get_world_size())
+
+
+def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
+    found = recognise(source, name)
+    weights = find_weights(source, found.family, found.family.on_meta())
+    config = Config.model_validate({"model": {"name": found.name, "flavor": FROM_ASSETS, "hf_assets_path": str(source)}})
+    tokenizer = load_tokenizer(assets or str(source), "--tokenizer")
+    stored = next(iter(weights.values()))[0].dtype
+    model = _build(found.family, config, device, DTYPES[dtype] if dtype else stored)
+    load_weights(model_tensors(model), weights)
+    length = read_description(source).get("max_position_embeddings", _DEFAULT_LENGTH)
+    begin = begin_of_text(tokenizer, assets or str(source))
+    return LoadedModel(model.eval(), length, tokenizer, begin, dist.get_world_size())
+
+
+def _build(family: Family, config: Config, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A model with buffers, split over all ranks, with memory for its weights."""
     model = on_meta(family, config)
-    tp = dist.get_world_size()
-    if tp > 1:
+    if (tp := dist.get_world_size()) > 1:
         apply_tensor_parallel(model, family, build_mesh({**dict.fromkeys(DIMENSIONS, 1), "tp": tp}, device.type)["tp"])
-    materialize(model.to(DTYPES[dtype or config.training.mixed_precision_param]), device)
+    materialize(model.to(dtype), device)
     distributions, _ = match_initial(model, family)
     for name, buffer in model.named_buffers():
         fill(buffer, name, distributions[name], seed=0)  # all are constants, and some are not stored
-    load.load_tensors(source, manifest, model_tensors(model), prefix="model.")
-    return LoadedModel(model.eval(), config.training.seq_len, tokenizer, tp)
+    return model

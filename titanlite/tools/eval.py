@@ -1,9 +1,11 @@
-"""titanlite eval --checkpoint DIR --tasks hellaswag,arc_easy [--include-path DIR] [--num-fewshot N] [--limit N]
-               [--batch-size 8] [--max-length N] [--output FILE.json] [--tp 1] [--dtype bfloat16] [--tokenizer DIR]
+"""titanlite eval DIR --tasks hellaswag,arc_easy [--include-path DIR] [--num-fewshot N] [--limit N] [--batch-size 8]
+               [--max-length N] [--output FILE.json] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
 
-Evaluates the newest sound checkpoint of a run, or the checkpoint that DIR names, on tasks of EleutherAI's lm-evaluation-harness
-(pip install 'titanlite[eval]'), prints the table of results, and writes all figures to --output. --include-path names a folder
-with your own tasks. --max-length limits the tokens that the model reads at once (default: the sequence length of training).
+Evaluates the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
+lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all figures to --output. DIR, or
+--checkpoint DIR, is the folder of any of them. --include-path names a folder with your own tasks. --max-length limits the
+tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of config.json).
+--model names the family that reads a folder in Hugging Face's format, if its model_type does not.
 """
 
 import argparse
@@ -17,9 +19,8 @@ import torch
 
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.inference.load import open_checkpoint
-from titanlite.tools.checkpoint import checkpoints
-from titanlite.tools.generate import inference_parser
+from titanlite.inference.load import open_model
+from titanlite.tools.generate import inference_parser, model_source
 from titanlite.tools.options import at_least
 from titanlite.tools.ranks import on_ranks
 
@@ -27,7 +28,7 @@ from titanlite.tools.ranks import on_ranks
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
     options = _parse()
-    source = checkpoints(options.checkpoint)[-1]
+    source = model_source(options)
     _check_tasks(options)
     table, results = on_ranks(options.tp, _evaluate, source, options, timeout_seconds=24 * 3600)
     if options.output:
@@ -75,7 +76,7 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
 
     from titanlite.inference.harness import Harness
 
-    opened = open_checkpoint(source, device, options.dtype, options.tokenizer)
+    opened = open_model(source, device, options.dtype, options.tokenizer, options.model)
     model = Harness(opened, options.max_length or opened.seq_len, options.batch_size)
     quiet = contextlib.redirect_stderr(open(os.devnull, "w")) if torch.distributed.get_rank() else contextlib.nullcontext()
     with quiet:

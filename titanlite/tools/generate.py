@@ -1,9 +1,11 @@
-"""titanlite generate --checkpoint DIR --prompt "..." [--prompt "..."] [--max-new-tokens 128] [--temperature 1.0]
-                   [--top-k 0] [--top-p 1.0] [--seed 0] [--tp 1] [--dtype bfloat16] [--tokenizer DIR]
+"""titanlite generate DIR --prompt "..." [--prompt "..."] [--max-new-tokens 128] [--temperature 1.0] [--top-k 0]
+                   [--top-p 1.0] [--seed 0] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
 
-Continues each prompt with the newest sound checkpoint of a run, or with the checkpoint that DIR names, and prints prompt and
-continuation. Sampling is seeded per prompt, by --seed and the number of the prompt. --temperature 0 takes the most likely token
-each time. --tp N splits the model over N GPUs, or processes. The defaults of --dtype and --tokenizer are those of the run.
+Continues each prompt with the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
+prompt and continuation. DIR, or --checkpoint DIR, is the folder of any of them. Sampling is seeded per prompt, by --seed and
+the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N GPUs, or
+processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the family that reads a folder
+in Hugging Face's format, if its model_type does not.
 """
 
 import argparse
@@ -12,8 +14,9 @@ from pathlib import Path
 import torch
 
 from titanlite.errors import UserError
+from titanlite.hf.folder import find_weights, recognise
 from titanlite.inference.generate import Sampling, continue_texts
-from titanlite.inference.load import open_checkpoint
+from titanlite.inference.load import is_hf_folder, open_model
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
@@ -23,19 +26,36 @@ from titanlite.transforms.dtypes import DTYPES
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
     options = _parse()
-    source = checkpoints(options.checkpoint)[-1]
+    source = model_source(options)
     for text in on_ranks(options.tp, _continuations, source, options):
         print(text, end="\n\n" if len(options.prompt) > 1 else "\n")
 
 
 def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """The options of the commands that run a checkpoint."""
+    """The options of the commands that run a model."""
     parser = command_parser(command, doc)
-    parser.add_argument("--checkpoint", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("dir", type=Path, nargs="?")
+    where.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--model", default="")
     parser.add_argument("--tp", type=at_least(1), default=1)
     parser.add_argument("--dtype", choices=list(DTYPES))
     parser.add_argument("--tokenizer", default="")
     return parser
+
+
+def model_source(options: argparse.Namespace) -> Path:
+    """The folder in Hugging Face's format, or the newest sound checkpoint, that the options name. Raises UserError."""
+    folder = options.dir or options.checkpoint
+    if is_hf_folder(folder):
+        family = recognise(folder, options.model).family
+        find_weights(folder, family, family.on_meta())
+        return folder
+    if options.model:
+        raise UserError(
+            f"--model {options.model}: has no effect: {folder} has no config.json, and a checkpoint names its model"
+        )
+    return checkpoints(folder)[-1]
 
 
 def _parse() -> argparse.Namespace:
@@ -58,6 +78,6 @@ def _parse() -> argparse.Namespace:
 
 def _continuations(device: torch.device, source: Path, options: argparse.Namespace) -> list[str]:
     """Each prompt with its continuation."""
-    opened = open_checkpoint(source, device, options.dtype, options.tokenizer)
+    opened = open_model(source, device, options.dtype, options.tokenizer, options.model)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     return continue_texts(opened.model, opened.tokenizer, options.prompt, options.max_new_tokens, sampling, opened.tp)

@@ -1,0 +1,96 @@
+"""On one folder in Hugging Face's format, titanlite eval gives the numbers of lm-eval's own `hf` model."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+
+from tests.hf_folders import write
+from titanlite.inference.harness import Harness
+from titanlite.inference.load import open_model
+
+LENGTH = 32  # tokens that the models read at once
+# Contexts and answers of unequal lengths, an empty context, one that spells out the bos_token, one longer than LENGTH.
+QUESTIONS = [
+    {"context": "one two three", "answers": [" four", " nine"], "right": 0},
+    {"context": "six seven ", "answers": ["eight nine ten", "one"], "right": 1},
+    {"context": "", "answers": ["one two", "zebra"], "right": 0},
+    {"context": "<s>one two", "answers": [" three", " x"], "right": 0},
+    {"context": "a few words of text " * 9, "answers": ["one two", "three"], "right": 0},
+]
+TASKS: dict[str, dict[str, Any]] = {
+    "likelihood": {"output_type": "loglikelihood", "doc_to_target": "{{answers[0]}}",
+                   "metric_list": [{"metric": "perplexity"}]},
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{context}}!",
+                "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
+    "choice": {"output_type": "multiple_choice", "doc_to_choice": "{{answers}}", "doc_to_target": "right",
+               "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+    "written": {"output_type": "generate_until", "doc_to_target": "x", "metric_list": [{"metric": "exact_match"}],
+                "generation_kwargs": {"until": ["e "], "max_gen_toks": 9}},
+}  # fmt: skip
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    """All results and responses, of titanlite and of lm-eval's `hf` model; in a rank of a pool, of one process."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}  # before the imports
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    ours = Harness(open_model(folder, torch.device("cpu")), LENGTH, batch_size=3)
+    theirs = HFLM(pretrained=str(folder), device="cpu", max_length=LENGTH, batch_size=3)
+    found = []
+    for model in (ours, theirs):
+        manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
+        result = simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)
+        responses = {name: [sample["filtered_resps"] for sample in samples] for name, samples in result["samples"].items()}
+        found.append({"results": result["results"], "responses": responses})
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.slow  # the imports of lm-eval and its model take half a minute
+@pytest.mark.parametrize("begin", ["none", "named", "added"])
+def test_every_number_is_that_of_lm_evals_own_model_of_the_same_folder(pools, tmp_path, begin):
+    """begin: the bos_token does not exist, is only named, or is added before every text by the tokenizer."""
+    folder = write(tmp_path / "model", "tests.tiny", "plain")
+    tokenizer, settings = Tokenizer.from_file(str(folder / "tokenizer.json")), {"eos_token": "<|endoftext|>"}
+    if begin != "none":
+        tokenizer.add_special_tokens(["<s>"])
+        settings["bos_token"] = "<s>"
+    if begin == "added":
+        special = [("<s>", tokenizer.token_to_id("<s>"))]
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (folder / "tasks").mkdir()
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}}
+    common = {**data, "test_split": "test", "doc_to_text": "{{context}}", "target_delimiter": ""}
+    for name, task in TASKS.items():
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **task}))
+    [(ours, theirs)] = pools[1].run("tests.unit.hf.test_lm_eval:numbers", folder=folder)
+    for question, mine, value in zip(QUESTIONS, *(found["responses"]["written"] for found in (ours, theirs)), strict=True):
+        assert mine == value or not question["context"]  # `hf` continues an empty text behind the padding of its batch
+    largest = 0.0
+    for name in TASKS:
+        assert ours["results"][name].keys() == theirs["results"][name].keys()
+        for metric, value in theirs["results"][name].items():
+            mine = ours["results"][name][metric]
+            assert mine == (pytest.approx(value, rel=1e-5) if isinstance(value, float) and not math.isnan(value) else value)
+        if name != "written":
+            pairs = zip(_flat(ours["responses"][name]), _flat(theirs["responses"][name]), strict=True)
+            largest = max(largest, *(abs(a - b) for a, b in pairs))
+    print(f"{begin}: log-likelihoods differ by {largest:.1e}")
+    assert largest < 1e-3
+
+
+def _flat(value: Any) -> list[float]:
+    if isinstance(value, list):
+        return [number for part in value for number in _flat(part)]
+    return [float(value)]
