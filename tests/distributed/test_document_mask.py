@@ -15,6 +15,7 @@ from models import attention, llama3
 from models.attention import block_mask
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
+from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
@@ -125,7 +126,7 @@ def test_checkpointing_changes_nothing(pools, one_process, mode, record_property
     assert_equal_within_rounding(run(pools, {}, mode, None), one_process, record_property)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["per operation", "budget"], MODES))
 def test_compiled_once_for_all_documents_in_every_mode(pools, one_process, mode, record_property):
     found = run(pools, {}, mode, "aot_eager")
     assert_equal_within_rounding(found, one_process, record_property)
@@ -144,9 +145,9 @@ def test_inductors_kernels_change_nothing(pools, one_process, mesh, mode, record
 @pytest.mark.parametrize(
     ("mesh", "mode", "backend"),
     [
-        ("tp 2", "full", None),
+        pytest.param("tp 2", "full", None, marks=pytest.mark.slow),
         ("shard 2 x tp 2", "per operation", None),
-        ("shard 2", "per operation", "aot_eager"),
+        pytest.param("shard 2", "per operation", "aot_eager", marks=pytest.mark.slow),
         ("tp 2", "budget", "aot_eager"),
         pytest.param("shard 2 x tp 2", "none", "aot_eager", marks=pytest.mark.slow),
     ],

@@ -22,6 +22,7 @@ from tests.distributed.checkpoint_runs import (
     train,
 )
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, run_config, stored
+from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
 from titanlite.transforms.registry import load_family
@@ -51,7 +52,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", slow_but(["truncated", "flipped", "removed"], DAMAGES))
 def test_a_damaged_file_is_named_not_loaded_and_the_run_ends_as_if_nothing_had_happened(
     pools, whole, half, tmp_path, name, damage
 ):

@@ -15,7 +15,7 @@ from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned,
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
 from titanlite.hf.export import Exported
-from titanlite.inference.load import open_checkpoint
+from titanlite.inference.load import open_model
 from titanlite.loop.divergence import FILE, read_entries
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 
@@ -214,7 +214,7 @@ def warnings_of(source: Path) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        open_checkpoint(source, CPU)
+        open_model(source, CPU)
         Exported(Stored(source))
     finally:
         logger.removeHandler(handler)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.repetitions import slow_but
 from titanlite.config.schema import Optimizer as Keys
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.build import build_optimizer, set_lr
@@ -220,7 +219,8 @@ def test_chance_is_a_function_of_the_name_and_the_step():
     assert not torch.equal(moved("one", 1), moved("one", 2))
 
 
-@pytest.mark.parametrize("rounding", slow_but(["stochastic"], ROUNDINGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_compiled_and_not_the_values_are_the_same_and_one_kernel_serves_all_shapes(rounding):
     shapes = [(37, 53), (64, 64), (101,), (3, 4, 5), (300, 129), (1, 40)]
 
