@@ -15,9 +15,7 @@ from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward
-from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.tensor import sharding_faults
-from titanlite.tools.compare import compare
 from titanlite.transforms.registry import Family, load_family
 
 HERE = "tests.distributed.test_parallelize"
@@ -90,38 +88,21 @@ class Reductions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def accumulated(at_end: bool) -> int:
+def accumulated(reduce_every_microbatch: bool) -> int:
     degrees = {"dp_shard": 2}
     config = config_of(degrees, accumulation=2)
     mesh = mesh_of(degrees)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = next(rank_batches(config, mesh))
-    forward_backward(model, batch, mesh, None, Deferred(at_end))
+    forward_backward(model, batch, mesh, None, reduce_every_microbatch)
     with Reductions() as reductions:
-        forward_backward(model, batch, mesh, None, Deferred(at_end))
+        forward_backward(model, batch, mesh, None, reduce_every_microbatch)
     return reductions.count
 
 
-@pytest.mark.parametrize(("at_end", "reductions"), [(False, 2 * 4), (True, 4)])
-def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, at_end, reductions):
-    assert pools[2].run(f"{HERE}:accumulated", at_end=at_end) == [reductions] * 2
-
-
-@pytest.mark.parametrize(("reduced", "kept", "waits"), [
-    ("float32", "float32", True), ("float32", "bfloat16", True), ("bfloat16", "bfloat16", True), ("bfloat16", "float32", False),
-])  # fmt: skip
-def test_replicas_wait_for_the_last_microbatch_unless_the_sum_would_be_narrower_than_the_gradients(reduced, kept, waits):
-    config = config_of({}, training={"mixed_precision_reduce": reduced, "dtype": kept})
-    assert Deferred.of(config) == (False, waits)
-
-
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_replicas_that_reduce_once_a_step_give_the_gradients_and_losses_of_one_process(pools, degrees):
-    """Three steps: no sum may be left over for the next one."""
-    alone, split = (config_of(mesh, accumulation=2, training={"steps": 3}) for mesh in ({}, degrees))
-    (expected, _), *_ = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=alone)
-    ranks = pools[math.prod(degrees.values())].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=split)
-    assert compare(ranks[0][0], expected).excessive == []
+@pytest.mark.parametrize(("every", "reductions"), [(True, 2 * 4), (False, 4)])
+def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, every, reductions):
+    assert pools[2].run(f"{HERE}:accumulated", reduce_every_microbatch=every) == [reductions] * 2
 
 
 def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ are used instead (transforms/cast.py), which costs less.
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,30 +56,6 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
         for place, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
             block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
-
-
-class Deferred(NamedTuple):
-    """Which reductions of gradients wait for the last microbatch of a step."""
-
-    shards: bool = False  # the reduce-scatter over dp_shard, and with it all others
-    replicas: bool = True  # the all-reduce over dp_replicate, of what the reduce-scatters add up to
-
-    @classmethod
-    def of(cls, config: Config) -> "Deferred":
-        """FSDP2 adds up what waits in the precision of the reduction, which must not be narrower than that of the gradients."""
-        training = config.training
-        narrow = training.mixed_precision_reduce == "bfloat16" and training.dtype == "float32"
-        return cls(not config.parallelism.reduce_every_microbatch, not narrow)
-
-
-DEFERRED = Deferred()  # where a float32 gradient is reduced in float32
-
-
-def choose_reductions(model: nn.Module, deferred: Deferred, last: bool) -> None:
-    """Before a microbatch: its gradients are reduced as `deferred` says. last: whether it is the last one of its step."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or not deferred.shards)
-        model.set_requires_all_reduce(last or not (deferred.shards or deferred.replicas))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ import torch
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
-from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.record import Work, combine
@@ -19,7 +18,6 @@ from titanlite.plan.step import Setup, local_bytes, measure_memory, measure_upda
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
-from titanlite.transforms.shards import local_part
 
 T = TypeVar("T")
 
@@ -65,12 +63,10 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         updated = layers._replace(few=layers.whole, more=layers.whole) if config.optimizer.name == "Muon" else layers
         updates = updated.run(lambda depth: measure_update(setup, depth))
         masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
-        deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
-        # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
-        if microbatches > 1 and deferred.shards:
+        if microbatches > 1 and not config.parallelism.reduce_every_microbatch:
+            # FSDP2 keeps them whole until the last microbatch, in the precision of the reduction
+            reduced = DTYPES[config.training.mixed_precision_reduce].itemsize
             gradients = reduced * sum(p.numel() for p in trained(model)) // mesh["tp"].size()
-        elif microbatches > 1 and deferred.replicas and mesh["dp_replicate"].size() > 1:
-            gradients = reduced * sum(local_part(p).numel() for p in trained(model))
     states = (0, 0, 0) if offload else (masters, gradients, updated.extend(*(update.state for update in updates)))
     # Activations are gone when the optimizer begins.
     working = max(working, updated.extend(*(update.working for update in updates)) - activations)
