@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama3
 from models.blocks import Constant, Normal
 from tests import tiny
 from titanlite.errors import UserError
 from titanlite.transforms.initialize import (
+    _CHUNK,
     _normal,
     _normal_table,
     fill,
@@ -182,8 +184,33 @@ def test_values_depend_on_seed_and_name_and_nothing_else():
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
 def test_values_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, chunk):
     whole = _filled(10, 4, 6)
-    monkeypatch.setattr("titanlite.transforms.initialize._CHUNK", chunk)
+    monkeypatch.setitem(_CHUNK, "cpu", chunk)
     assert torch.equal(_filled(10, 4, 6), whole)
+
+
+def test_the_chunks_of_a_gpu_give_the_values_of_a_cpu(monkeypatch):
+    whole = _filled(1000, 1000)
+    monkeypatch.setitem(_CHUNK, "cpu", _CHUNK["cuda"])
+    assert torch.equal(_filled(1000, 1000), whole)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operations; each is a kernel launch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_gpu_launches_few_kernels_for_the_first_weights(monkeypatch):
+    """The 32 matrices of one kind of 8B: 1.9 billion values."""
+    monkeypatch.setitem(_CHUNK, "meta", _CHUNK["cuda"])
+    with _Calls() as calls:
+        for layer in range(32):
+            fill(torch.empty(14336, 4096, device="meta"), f"layers.{layer}.ffn.w1.weight", Normal(0.02), 0)
+    assert 32 < calls.count < 32 * 4 * 40  # four chunks each
 
 
 @pytest.mark.parametrize(

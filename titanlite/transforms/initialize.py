@@ -19,7 +19,9 @@ from titanlite.transforms.shards import box_index, global_offset, key_of, local_
 
 _TABLE_BITS = 14  # steps of the tabulated inverse distribution, with linear interpolation between them
 _FRACTION_BITS = 24  # the mantissa of a float32
-_CHUNK = 2**17  # values made at a time: int64 temporaries stay in the cache
+# Values made at a time. On a CPU, int64 temporaries stay in the cache. On a GPU, where they take 128 MiB each, a chunk is some
+# 25 kernel launches; the CPU's chunks would be 1.5 million launches for 8B.
+_CHUNK = {"cpu": 2**17, "cuda": 2**24}
 
 
 def initialize(model: Decoder, family: Family, seed: int, device: torch.device) -> None:
@@ -86,7 +88,7 @@ def fill(tensor: Tensor, name: str, distribution: Normal | Constant, seed: int) 
     steps, heights = (part.to(local.device) for part in _normal_table(distribution.cutoff))
     # A shard is a box of the whole parameter. It is filled a few rows at a time; a row is all but the first dimension.
     base, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
-    rows = max(1, _CHUNK // max(1, inner.numel()))
+    rows = max(1, _CHUNK[local.device.type] // max(1, inner.numel()))
     flat = local.view(local.shape[0], -1) if local.numel() else local
     for start in range(0, local.shape[0] if local.numel() else 0, rows):
         index = base[start : start + rows, None] + inner
