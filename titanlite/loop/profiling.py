@@ -70,27 +70,37 @@ class Watch:
 
     def _begin(self, step: int) -> None:
         cfg = self.config.profiling
+        if not cfg.enable_profiling or step % cfg.profile_freq not in (0, cfg.profile_freq - 1):
+            return
+        self._finish_queue()  # a trace would otherwise begin with kernels of the step before
         # The profiler is set up in the step before, so that its set-up is not in the trace.
-        if cfg.enable_profiling and self.profiler is None and step % cfg.profile_freq in (0, cfg.profile_freq - 1):
+        if self.profiler is None:
             with self.clock.phase(step, "profiling"):
                 on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
                 # acc_events only silences a warning of PyTorch 2.11; one profiler makes one trace
                 self.profiler = profile(activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True, acc_events=True)
                 self.profiler.prepare_trace()
-        if self.profiler is not None and step % cfg.profile_freq == 0:
+        if step % cfg.profile_freq == 0:
+            assert self.profiler is not None
             self.profiler.start_trace()
 
     def _end(self, step: int) -> None:
         cfg = self.config.profiling
         if step % cfg.profile_freq or not (cfg.enable_profiling or cfg.enable_memory_snapshot):
             return
+        self._finish_queue()
         with self.clock.phase(step, "profiling"):
             if self.profiler is not None:
-                self.profiler.stop_trace()  # synchronises the GPU
+                self.profiler.stop_trace()
                 self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, step, "json.gz"))
                 self.profiler = None
             if cfg.enable_memory_snapshot:
                 self._snapshot(step)
+
+    def _finish_queue(self) -> None:
+        """Waits until the GPU has done its work so far, which is training and not a part of the pause that follows."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _snapshot(self, step: int, suffix: str = "") -> None:
         cfg = self.config.profiling
