@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from models import llama3
 from titanlite.config.schema import Compile
@@ -43,6 +44,17 @@ def test_what_is_compiled_is_kept_between_runs_where_the_user_has_named_no_other
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+
+
+def test_what_is_compiled_stays_on_its_node_where_there_are_several(monkeypatch, tmp_path):
+    for name, value in {"TITANLITE_CACHE": str(tmp_path), "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
+    assert cache_dir() == default_cache_dir()  # PyTorch's, in the folder for temporary files
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")

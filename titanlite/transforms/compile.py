@@ -22,8 +22,11 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
     dynamo reuses the code of the first block. The head's loop over chunks and its products stay eager, so that a chunk's memory
     is reused and many chunks compile as fast as one.
     """
-    # PyTorch's default cache is in /tmp, which a container loses with each run.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    # PyTorch's default cache is in /tmp, which a container loses with each run. But several nodes share the home folder, where
+    # all their ranks would write the same files through a network.
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == int(os.environ.get("LOCAL_WORLD_SIZE", world)):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     # It warns on every run that checkpointed regions must not write in place; our blocks do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
