@@ -158,7 +158,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
             values = {"loss_mean": progress.loss_mean, "loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm)}
             values |= {"lr": schedule.at(step), **measured}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
-            values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed()}
+            values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
             values |= {"peak_memory_gib": peak_memory_gib(device)}
             reporter.report(step, values)
             log.info(console_line(step, training.steps, values))

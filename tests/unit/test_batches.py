@@ -1,5 +1,6 @@
 """Global batches: the same on every number of ranks and workers, from every position; what stalls or fails is named."""
 
+import contextlib
 import logging
 import multiprocessing.forkserver as forkserver
 import os
@@ -200,6 +201,73 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
             ahead.prepare()
         for found, wanted in zip(next(ahead), next(plain), strict=True):
             assert torch.equal(found, wanted) if wanted is not None else found is None
+
+
+class _Stream:
+    """A GPU's stream: it has work until a moment of a clock that a test sets forward by hand."""
+
+    now = 0.0
+
+    def __init__(self, device=None):
+        self.until = 0.0
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self.until = max(self.until, other.until, _Stream.now)
+
+
+class _Event:
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self, stream: _Stream) -> None:
+        self.at = max(_Stream.now, stream.until)
+
+    def synchronize(self) -> None:
+        _Stream.now = max(_Stream.now, self.at)
+
+    def elapsed_time(self, later: "_Event") -> float:
+        return 1000 * (later.at - self.at)  # milliseconds
+
+
+@pytest.mark.parametrize(("read", "computed", "waited"), [(2, 5, 0), (5, 5, 0), (7, 5, 2), (7, 0, 7)])
+def test_reading_while_a_gpu_computes_is_no_waiting(sources, monkeypatch, read, computed, waited):
+    computing = _Stream()
+    monkeypatch.setattr(_Stream, "now", 100.0)
+    for name, value in {"Stream": _Stream, "Event": _Event, "current_stream": lambda device: computing}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name in ("to", "pin_memory", "record_stream"):
+        monkeypatch.setattr(Batch, name, lambda batch, *_, **__: batch)
+    source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)), "cuda")
+    take = source._source
+
+    def slow():
+        for batch in take:
+            _Stream.now += read
+            yield batch
+
+    source._source = slow()
+    next(source)  # nothing is prepared
+    assert source.waited() == read
+    for _ in range(3):
+        computing.until = _Stream.now + computed
+        source.prepare()
+        next(source)
+    assert source.waited() == 3 * waited
+    assert source.waited() == 0
+    source.close()
+
+
+def test_a_cpu_waits_for_all_that_it_reads(sources, monkeypatch):
+    source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
+    read = source._read
+    monkeypatch.setattr(source, "_read", lambda: time.sleep(0.05) or read())
+    next(source)
+    source.prepare()
+    next(source)
+    assert 0.1 <= source.waited() < 1
+    assert source.waited() == 0
+    source.close()
 
 
 def test_what_fails_while_a_batch_is_prepared_is_raised_when_it_is_taken(tmp_path):

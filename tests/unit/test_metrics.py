@@ -37,7 +37,7 @@ def time(monkeypatch) -> _Time:
 def test_speed_leaves_pauses_out_and_reports_them(time):
     clock = Clock(time.now)
     time.passes(6)
-    with clock.phase(3, "reading data"):
+    with clock.phase(3, "reading data"):  # a part of training
         time.passes(2)
     for seconds in (20, 5):
         with clock.phase(3, "saving"):
@@ -47,7 +47,7 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
     clock.add_pause("startup", 100)
     time.passes(100)
     clock.steps = 2
-    assert speed(clock, step_tokens=2000, devices=4, flops=Flops(1.0, 1.0), peak=None) == {
+    assert speed(clock, step_tokens=2000, devices=4, flops=Flops(1.0, 1.0), peak=None, waited=2) == {
         "tokens_per_second": 500,
         "tokens_per_second_per_device": 125,
         "data_wait_fraction": 0.25,
@@ -64,7 +64,7 @@ def test_restart_begins_a_new_interval(time):
     clock.restart()
     time.passes(2)
     clock.steps += 1
-    assert speed(clock, step_tokens=10, devices=1, flops=Flops(1.0, 1.0), peak=None) == {
+    assert speed(clock, step_tokens=10, devices=1, flops=Flops(1.0, 1.0), peak=None, waited=0) == {
         "tokens_per_second": 5,
         "tokens_per_second_per_device": 5,
         "data_wait_fraction": 0,
@@ -75,7 +75,7 @@ def test_utilisation_is_shown_both_ways_where_the_peak_is_known(time):
     clock = Clock(time.now)
     time.passes(10)
     clock.steps = 2
-    values = speed(clock, step_tokens=500, devices=2, flops=Flops(causal=6.0, palm=8.0), peak=1000.0)
+    values = speed(clock, step_tokens=500, devices=2, flops=Flops(causal=6.0, palm=8.0), peak=1000.0, waited=0)
     assert values["mfu_causal"] == pytest.approx(50 * 6 / 1000)
     assert values["mfu_palm"] == pytest.approx(50 * 8 / 1000)
 
@@ -92,7 +92,13 @@ def test_utilisation_is_shown_both_ways_where_the_peak_is_known(time):
         ("NVIDIA GB200", 2.5e15),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("AMD Instinct MI300X", 1307e12),
-        ("NVIDIA H800", None),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H800 PCIe", 756e12),
+        ("NVIDIA B300 SXM6 AC", 2.25e15),
+        ("NVIDIA GB300", 2.5e15),
+        ("NVIDIA L20", None),
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )

@@ -115,16 +115,44 @@ class Batches(Iterator[Batch]):
         self._source = _read_ahead(dataset, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
         self._step = 0
         self._next: Batch | Exception | None = None
+        self._waited = 0.0  # seconds, on a CPU
+        # on a GPU, of each batch: when the step before was done, and when the batch was there
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def prepare(self) -> None:
         """Reads the next batch and starts its copy, once a step's work has been launched; `next` raises what fails here."""
         assert self._next is None
+        begin, done = time.perf_counter(), self._mark(None if self._stream is None else torch.cuda.current_stream(self._device))
         try:
             batch = self._read()
             with torch.cuda.stream(self._stream):  # None: no effect
                 self._next = batch.to(self._device, non_blocking=True)
         except Exception as error:
             self._next = error  # the step before is complete and can still be saved
+        ready = self._mark(self._stream)
+        if done is None or ready is None:
+            self._waited += time.perf_counter() - begin
+        else:
+            self._events.append((done, ready))
+
+    @staticmethod
+    def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """The time at which a stream reaches this point; None without a stream."""
+        if stream is None:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def waited(self) -> float:
+        """Seconds since the last call in which the device had nothing to do, because a batch was not there yet; a host sync."""
+        seconds, self._waited = self._waited, 0.0
+        for done, ready in self._events:
+            ready.synchronize()
+            done.synchronize()
+            seconds += max(0.0, done.elapsed_time(ready) / 1000)
+        self._events = []
+        return seconds
 
     def __next__(self) -> Batch:
         """The next batch, prepared or not."""

@@ -70,6 +70,8 @@ def start(config: Config) -> torch.device:
         use_deterministic_algorithms()
     # Without a launcher the process is a group of one and needs no address.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}
+    # No device_id: with it, each dimension of the mesh is split off this group, gloo too, which all ranks meet for through the
+    # store (PyTorch pull request 182057); older versions refuse two backends there (issue 159200).
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),

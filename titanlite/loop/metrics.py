@@ -21,20 +21,26 @@ from titanlite.launch import stacks
 
 log = logging.getLogger(__name__)
 
-# Dense bfloat16 FLOP/s by the driver's name of the device, first match; from the vendors' data sheets.
+# Dense bfloat16 FLOP/s by the driver's name of the device, first match, with the vendor's data sheet. Where a sheet has the
+# number with sparsity, this is half of it; where it has that of a system, the share of one GPU.
 _PEAK_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "MI300X": 1307e12,
+    "GB300": 2.5e15,  # NVIDIA GB300 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
+    "B300": 2.25e15,  # NVIDIA HGX B300: 36 PFLOP/s with sparsity, 8 GPUs
+    "GB200": 2.5e15,  # NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
+    "B200": 2.25e15,  # NVIDIA HGX B200: 36 PFLOP/s with sparsity, 8 GPUs
+    "H200 NVL": 835e12,  # NVIDIA H200 Tensor Core GPU: 1,671 TFLOP/s with sparsity
+    "H200": 989e12,  # the same: 1,979; also in GH200, NVIDIA GH200 Grace Hopper Superchip
+    "H20": 148e12,  # NVIDIA H20 Tensor Core GPU; after H200, whose name begins like this
+    "H100 NVL": 835e12,  # NVIDIA H100 Tensor Core GPU: 1,671 with sparsity
+    "H100 PCIe": 756e12,  # the same: 1,513
+    "H100": 989e12,  # the same: 1,979
+    "H800 PCIe": 756e12,  # NVIDIA H800 Tensor Core GPU: 1,513 with sparsity
+    "H800": 989e12,  # the same: 1,979
+    "A100": 312e12,  # NVIDIA A100 Tensor Core GPU
+    "L40S": 362e12,  # NVIDIA L40S
+    "A10G": 70e12,  # NVIDIA A10G, published by Amazon Web Services
+    "RTX 4090": 165e12,  # NVIDIA Ada GPU Architecture, a white paper: products of 16 bits with float32 sums
+    "MI300X": 1307e12,  # AMD Instinct MI300X Accelerator
 }
 
 
@@ -58,9 +64,8 @@ def peak_memory_gib(device: torch.device) -> float:
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # Linux counts KiB, macOS bytes
 
 
-# What a phase of the loop counts as: waiting for data, which is a part of training, or a pause, which is not.
-_COUNTED_AS = {
-    "reading data": "data_wait",
+# The phases of the loop that are pauses, which are no part of training.
+_PAUSES = {
     "profiling": "profile",
     "going back": "rollback",
     "validation": "validation",
@@ -72,7 +77,7 @@ _COUNTED_AS = {
 
 
 class Clock:
-    """Splits the time between two reports into training, waiting for data, and named pauses such as saving."""
+    """Splits the time between two reports into training and named pauses such as saving."""
 
     def __init__(self, started: float):
         """started: time.perf_counter() where the first interval begins."""
@@ -84,23 +89,19 @@ class Clock:
         """Begins a new interval."""
         self.started = time.perf_counter()
         self.steps = 0  # the loop counts them
-        self.data_wait = 0.0
         self.pauses: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, step: int, what: str) -> Iterator[None]:
         """A phase of a step, for the log of a rank that fails (launch/stacks.py) and for the time that reports count.
 
-        step: 0 before the first one. What _COUNTED_AS does not name is training.
+        step: 0 before the first one. What _PAUSES does not name is training.
         """
         stacks.at(step, what)
         begin = time.perf_counter()
         yield
-        seconds, name = time.perf_counter() - begin, _COUNTED_AS.get(what)
-        if name == "data_wait":
-            self.data_wait += seconds
-        elif name:
-            self.add_pause(name, seconds)
+        if name := _PAUSES.get(what):
+            self.add_pause(name, time.perf_counter() - begin)
 
     def add_pause(self, name: str, seconds: float) -> None:
         """Time of this interval that is not training: excluded from the speed, and reported as `<name>_seconds`."""
@@ -108,10 +109,11 @@ class Clock:
         self.totals[name] = self.totals.get(name, 0.0) + seconds
 
 
-def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: float | None) -> dict[str, float]:
+def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: float | None, waited: float) -> dict[str, float]:
     """Tokens a second of the whole job since the clock's last restart, and derived values; MFU only with a `peak`.
 
-    step_tokens: of a global batch; devices: of the whole job; flops: a token's; peak: of `peak_flops`.
+    step_tokens: of a global batch; devices: of the whole job; flops: a token's; peak: of `peak_flops`; waited: seconds of
+    training without data.
     """
     seconds = time.perf_counter() - clock.started - sum(clock.pauses.values())  # of training
     per_second = clock.steps * step_tokens / seconds
@@ -119,7 +121,7 @@ def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: floa
     values = {
         "tokens_per_second": per_second,
         "tokens_per_second_per_device": per_device,
-        "data_wait_fraction": clock.data_wait / seconds,
+        "data_wait_fraction": waited / seconds,
     }
     if peak is not None:
         values |= {"mfu_causal": per_device * flops.causal / peak, "mfu_palm": per_device * flops.palm / peak}
