@@ -1,7 +1,14 @@
 """What only a GPU can show, on one of them: no step waits for it, offload changes nothing, a tiny run equals the CPU's, and
-FlexAttention's kernels keep documents apart as the dense mask does."""
+FlexAttention's kernels keep documents apart as the dense mask does.
 
+Without a GPU most of them run on the CPU, as far as their code goes there: a changed name or signature shows at once.
+"""
+
+import contextlib
 import dataclasses
+import itertools
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,7 +38,26 @@ from titanlite.transforms.attention_kernels import faults as attention_faults
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import family_of, load_family
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def waiting_is_an_error(device: torch.device) -> Iterator[None]:
+    """Inside, a host sync raises an error. A CPU computes at once, so nothing waits for it."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +73,9 @@ def trajectory(device: str, **sections) -> Trajectory:
     return record(config, learnable_data(config), mesh, torch.device(device))
 
 
-def test_a_step_that_is_not_reported_never_waits_for_the_device():
-    device = torch.device("cuda")
+def test_a_step_that_is_not_reported_never_waits_for_the_device(device):
     config = config_of({}, accumulation=2, training={"mixed_precision_param": "bfloat16"})
-    mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), "cuda")
+    mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     source = Batches(StepDataset(config, learnable_data(config), 0, 8, (0, 1)), device)
@@ -60,22 +85,36 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device():
         update(model, optimizer, schedule.at(number), config.training.max_norm)
 
     step(1)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error(device):
         step(2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu():
+def test_only_the_time_without_a_batch_is_counted_as_waiting_for_data(device):
+    config = config_of({})
+    source = Batches(StepDataset(config, learnable_data(config), 0, 8, (0, 1)), device)
+    next(source)
+    source.waited()
+    read, seconds = source._read, 0.1
+    source._read = lambda: time.sleep(seconds) or read()
+    source.prepare()
+    next(source)
+    assert seconds <= source.waited() < 5
+    if device.type == "cuda":
+        torch.cuda._sleep(10**9)  # cycles, half a second
+        source.prepare()
+        assert source.waited() == 0
+    source.close()
+
+
+def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu(device):
     torch.backends.cuda.matmul.allow_tf32 = False
-    result = compare(trajectory("cuda"), trajectory("cpu"))
+    result = compare(trajectory(device.type), trajectory("cpu"))
     assert result.worst("weights").size == result.worst("batches").size == 0
     assert result.worst("losses").size < 1e-4
     assert result.worst("gradients").size < 1e-4, result.worst("gradients")
 
 
+@needs_cuda
 def test_offload_to_the_cpu_changes_nothing():
     offloaded = trajectory("cuda", parallelism={"cpu_offload": True})
     assert compare(offloaded, trajectory("cuda")).equal
@@ -87,16 +126,16 @@ _LENGTHS = [(1, 130, 250, 4), (300, 84, 1), (385,)]  # of the documents of three
 _FLEX_HEAD = 16  # dimensions; FlexAttention's kernels take no fewer
 
 
-def flexible_model(dtype: torch.dtype) -> nn.Module:
+def flexible_model(dtype: torch.dtype, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with device:
         model = llama3.Model(dataclasses.replace(FLAVORS["plain"], head_dim=_FLEX_HEAD)).to(dtype)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model
 
 
-def packed_rows(seed: int = 0) -> Batch:
+def packed_rows(device: torch.device, seed: int = 0) -> Batch:
     """Rows of whole documents, whose first tokens are no labels; other rows come first for every seed."""
     rows = [_LENGTHS[(row + seed) % len(_LENGTHS)] for row in range(len(_LENGTHS))]
     numbers = [torch.repeat_interleave(torch.tensor(row)) for row in rows]
@@ -104,7 +143,7 @@ def packed_rows(seed: int = 0) -> Batch:
     counted = documents == documents.roll(1, dims=1)
     counted[:, 0] = False
     tokens = torch.randint(512, documents.shape, generator=torch.Generator().manual_seed(seed))
-    return Batch(tokens, counted, documents[:, :-1]).to(torch.device("cuda"))
+    return Batch(tokens, counted, documents[:, :-1]).to(device)
 
 
 def one_by_one(batch: Batch) -> list[Batch]:
@@ -128,19 +167,24 @@ def furthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(((found[name] - value).norm() / value.norm()).item() for name, value in expected.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["none", "full", "per operation"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch, dtype, mode, compiled):
+_ON_CPU = (torch.float32, "per operation", False)
+_CELLS = itertools.product([torch.float32, torch.bfloat16], ["none", "full", "per operation"], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "compiled"),
+    [pytest.param(*cell, marks=() if cell == _ON_CPU else needs_cuda) for cell in _CELLS],
+)
+def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch, device, dtype, mode, compiled):
     torch._dynamo.reset()
     torch.backends.cuda.matmul.allow_tf32 = False
-    batches = [packed_rows(seed) for seed in range(3)]
-    alone = [loss_and_gradients(flexible_model(dtype), one_by_one(batch)) for batch in batches]
+    batches = [packed_rows(device, seed) for seed in range(3)]
+    alone = [loss_and_gradients(flexible_model(dtype, device), one_by_one(batch)) for batch in batches]
     with monkeypatch.context() as patch:
         patch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=dense_mask(seq.documents)))
-        dense = [loss_and_gradients(flexible_model(dtype), [batch]) for batch in batches]
+        dense = [loss_and_gradients(flexible_model(dtype, device), [batch]) for batch in batches]
     counters.clear()
-    model = flexible_model(dtype)
+    model = flexible_model(dtype, device)
     if mode == "per operation":
         checkpoint_operations(model, ())
     if compiled:
@@ -153,14 +197,15 @@ def test_flex_attention_keeps_documents_apart_as_the_dense_mask_does(monkeypatch
         found = loss_and_gradients(model, [batch])
         assert furthest(found, of_dense_mask) < within
         assert furthest(found, of_documents) < within
-    assert counters["stats"]["unique_graphs"] == 2  # the blocks of the mask, and attention or the layer that holds it
+    # the blocks of the mask, and attention or the layer that holds it; a CPU's mask is the dense one
+    assert counters["stats"]["unique_graphs"] == (2 if device.type == "cuda" else 0)
 
 
-def test_checkpointing_per_operation_sees_flex_attention_as_one_that_it_keeps(monkeypatch):
+def test_checkpointing_per_operation_sees_attention_as_one_operation_that_it_keeps(monkeypatch, device):
     seen, policy = set(), activation_checkpoint._policy
 
-    def spying(kept):
-        decide = policy(kept)
+    def spying(kept, rank):
+        decide = policy(kept, rank)
 
         def spy(context, operation, *args, **kwargs):
             seen.add(operation)
@@ -169,52 +214,53 @@ def test_checkpointing_per_operation_sees_flex_attention_as_one_that_it_keeps(mo
         return spy
 
     monkeypatch.setattr(activation_checkpoint, "_policy", spying)
-    model = flexible_model(torch.bfloat16)
+    model = flexible_model(torch.bfloat16, device)
     checkpoint_operations(model, ())
-    summed_loss(model, packed_rows()).backward()
-    assert torch.ops.higher_order.inductor_compiled_code in seen
+    summed_loss(model, packed_rows(device)).backward()
+    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert (torch.ops.higher_order.inductor_compiled_code if device.type == "cuda" else of_cpu) in seen
 
 
-def test_nothing_about_documents_waits_for_the_device():
-    model, batches = flexible_model(torch.bfloat16), [packed_rows(seed) for seed in range(2)]
+def test_nothing_about_documents_waits_for_the_device(device):
+    model, batches = flexible_model(torch.bfloat16, device), [packed_rows(device, seed) for seed in range(2)]
     summed_loss(model, batches[0]).backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error(device):
         summed_loss(model, batches[1]).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ------------------------------------------------------------------------------------------------------ kernels of attention
 
 
-def of_kernel(name: str, precision: str, mask: bool = False) -> tuple[dict[str, Tensor], str]:
+def of_kernel(name: str, precision: str, device: torch.device, mask: bool = False) -> tuple[dict[str, Tensor], str]:
     """Loss and gradients with one kernel of attention, and what the log says of it."""
     config = config_of({}, model={"attention": name}, training={"mixed_precision_param": precision})
-    model = flexible_model(DTYPES[precision])
-    choose_attention(model, config, torch.device("cuda"))
-    batch = packed_rows()
+    model = flexible_model(DTYPES[precision], device)
+    choose_attention(model, config, device)
+    batch = packed_rows(device)
     found = loss_and_gradients(model, [batch if mask else batch._replace(documents=None)])
     return found, attention_sentence(model, config)
 
 
 @pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "flash3", "efficient"])
-def test_every_kernel_of_a_gpu_computes_what_the_mathematics_says(name):
+def test_every_kernel_computes_what_the_mathematics_says(name, device):
     config = config_of({}, model={"attention": name}, training={"mixed_precision_param": "bfloat16"})
     if faults := list(attention_faults(config, family_of(config.model))):
         pytest.skip(faults[0])
-    expected, _ = of_kernel("math", "float32")
+    expected, _ = of_kernel("math", "float32", device)
     try:
-        found, label = of_kernel(name, "bfloat16")
+        found, label = of_kernel(name, "bfloat16", device)
     except UserError as error:
         pytest.skip(str(error))
     assert furthest(found, expected) < 5e-2
-    rule = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
-    assert label == (f"{rule}, and FlexAttention where masked or capped" if name == "auto" else f"{name}, forced")
+    if device.type == "cpu":
+        by_rule = "flash"
+    else:
+        kernel = "cudnn" if torch.cuda.get_device_capability()[0] == 9 else "flash"
+        by_rule = f"{kernel}, and FlexAttention where masked or capped"
+    assert label == (by_rule if name == "auto" else f"{name}, forced")
 
 
-@pytest.mark.parametrize("name", ["efficient", "math"])
-def test_kernels_that_take_masks_keep_documents_apart_as_flex_attention_does(name):
+@pytest.mark.parametrize("name", [pytest.param("efficient", marks=needs_cuda), "math"])
+def test_kernels_that_take_masks_keep_documents_apart_as_flex_attention_does(name, device):
     torch.backends.cuda.matmul.allow_tf32 = False
-    assert furthest(of_kernel(name, "float32", mask=True)[0], of_kernel("auto", "float32", mask=True)[0]) < 1e-4
+    assert furthest(of_kernel(name, "float32", device, mask=True)[0], of_kernel("auto", "float32", device, mask=True)[0]) < 1e-4
