@@ -101,7 +101,7 @@ FILES = {
 
 @pytest.fixture
 def own(tmp_path, monkeypatch) -> Callable[[], ModuleType]:
-    """Imports own.model anew, as another start does."""
+    """Imports own.model again, as another start does."""
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
