@@ -66,7 +66,7 @@ def test_every_source_that_would_be_read_too_often_is_told(tmp_path):
 
 
 def test_samples_that_replace_those_of_a_rollback_do_not_count_as_epochs(tmp_path, caplog, monkeypatch):
-    """Also where the mixture rounds, and after several rollbacks: what fitted at the start still fits, and no more than that."""
+    """Also where the mixture rounds, and after several rollbacks: what fitted at the start still fits, and no more."""
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     config = Config.model_validate({"training": {"seq_len": 8}})
     names = {"a": (7.0, 40 / 30), "b": (2.0, 1.0), "c": (1.0, 5.0)}
