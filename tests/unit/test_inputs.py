@@ -1,0 +1,239 @@
+"""The inputs that names, folders, patterns, data sets and URLs stand for, and their parts."""
+
+import os
+
+import fsspec
+import pytest
+
+from tests.raw_files import TEXTS, contents, faults_in, json_lines, write_packed, write_table
+from titanlite.data.prepare import documents, open_files
+from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
+from titanlite.data.prepare.readers import Document, read
+from titanlite.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("small_parts")
+
+
+def test_a_text_file_is_one_document_whose_bytes_are_kept_compressed_or_not(tmp_path):
+    for name in ("a.txt", "b.md", "c.PY", "d.rst.gz", "e.txt.zst"):
+        write_packed(tmp_path / name, f"{name}\r\n\n".encode())
+    assert contents(tmp_path) == [f"{name}\r\n\n" for name in ("a.txt", "b.md", "c.PY", "d.rst.gz", "e.txt.zst")]
+
+
+@pytest.mark.parametrize("name", ["a.log", "a.arrow", "a.html", "a.txt.bz2", "a.parquet.gz", "a.gz", "none", "a.jsonl~"])
+@pytest.mark.parametrize("url", ["", "file://"])
+def test_a_file_of_an_unknown_kind_is_refused_with_the_kinds_that_are_known(tmp_path, name, url):
+    (tmp_path / name).write_text("text")
+    with pytest.raises(
+        UserError, match=r"not of a known kind of text; known are \.jsonl \.ndjson \.json .*\.gz or \.zst"
+    ) as error:
+        list_inputs([f"{url}{tmp_path / name}"], "training.dataset_path =")
+    assert f'training.dataset_path = "{url}{tmp_path / name}"' in str(error.value)
+
+
+@pytest.mark.parametrize(("url", "name"), [("", ""), ("", "/*"), ("", "/**/*"), ("file://", "/[!.]*")])
+def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_patterns_and_each_is_named_once(
+    tmp_path, name, url
+):
+    write_packed(tmp_path / "data.jsonl", json_lines(["x"]))
+    others = ["LICENSE", "README.md", "dataset_infos.json", "a.png", "b.arrow", "c"]
+    for other in (*others, ".gitattributes"):
+        (tmp_path / other).write_text("not data")
+    warnings: list[str] = []
+    [entry] = list_inputs([f"{url}{tmp_path}{name}"], "--input", warnings.append)
+    assert entry.path == f"{url}{tmp_path}/data.jsonl"
+    [warning] = warnings
+    assert [line.strip().rpartition("/")[2] for line in warning.splitlines()[1:]] == sorted(others)
+    assert warning.splitlines()[0].startswith(f'--input "{url}{tmp_path}')
+    (tmp_path / "data.jsonl").unlink()
+    with pytest.raises(UserError, match=r"holds no file of a known kind of text:\n.*LICENSE"):
+        list_inputs([f"{url}{tmp_path}{name}"])
+
+
+def test_a_readme_that_is_named_is_text(tmp_path):
+    (tmp_path / "README.md").write_text("text")
+    assert contents(tmp_path / "README.md") == ["text"]
+
+
+def test_of_many_files_that_are_left_out_the_first_fifty_are_named(tmp_path):
+    for number in range(60):
+        (tmp_path / f"{number:02d}.png").touch()
+    (tmp_path / "a.txt").touch()
+    warnings: list[str] = []
+    list_inputs([str(tmp_path)], warn=warnings.append)
+    assert warnings[0].splitlines()[50:] == [f"  {tmp_path}/49.png", "  and 10 more"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("c4", "titanlite tokenize --input hub:allenai/c4:en --output data/c4 --tokenizer ASSETS --append-eos"),
+        ("c4_validation", "--input hub:allenai/c4:en:validation --output data/c4_validation"),
+        ("c4_test", "--input torchtitan/tests/assets/c4_test --output data/c4_test"),
+        ("FineWeb", "--input hub:HuggingFaceFW/fineweb --output data/fineweb"),
+        ("allenai/c4", 'a data set of the Hugging Face hub "hub:allenai/c4"'),
+        ("nowhere", 'the built-in data is called "stdlib"'),
+    ],
+)
+def test_a_data_set_by_name_is_refused_with_the_command_that_makes_it(name, words):
+    with pytest.raises(UserError, match=f'training.dataset = "{name}": no such file or folder') as error:
+        list_inputs([name], "training.dataset =")
+    assert words in str(error.value)
+
+
+def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folder(tmp_path):
+    for name in ("b/2.txt", "a.txt", "b/1.txt", "b/10.txt", ".hidden", ".git/objects", "b/.cache/x.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert contents(tmp_path / "b", tmp_path / "*.txt") == ["b/1.txt", "b/10.txt", "b/2.txt", "a.txt"]
+    assert contents(tmp_path / "**" / "*.txt") == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
+    assert contents(tmp_path) == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
+
+
+def test_a_hidden_folder_that_the_user_names_is_read(tmp_path):
+    (tmp_path / ".data").mkdir()
+    (tmp_path / ".data" / "a.txt").write_text("text")
+    assert contents(tmp_path / ".data") == ["text"]
+
+
+def test_a_name_with_brackets_is_a_file_before_it_is_a_pattern(tmp_path):
+    (tmp_path / "a[1].txt").write_text("brackets")
+    (tmp_path / "a1.txt").write_text("pattern")
+    assert contents(tmp_path / "a[1].txt") == ["brackets"]
+
+
+def test_paths_are_absolute_so_that_a_manifest_means_the_same_from_every_folder(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    assert [entry.path for entry in list_inputs(["a.txt"])] == [str(tmp_path / "a.txt")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("none.txt", "no such file"),
+        ("*.none", "no file matches"),
+        ("empty", "holds no files"),
+        ("file:///none/*.txt", "not found"),
+    ],
+)
+def test_an_input_that_nothing_is_found_under_is_refused_with_its_name(tmp_path, name, words):
+    (tmp_path / "empty").mkdir()
+    path = name if "://" in name else str(tmp_path / name)
+    with pytest.raises(UserError, match=f"training.dataset_path .*{words}") as error:
+        list_inputs([path], "training.dataset_path")
+    assert path in str(error.value)
+
+
+def test_a_file_that_two_inputs_name_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"a\.txt is named twice"):
+        list_inputs([str(tmp_path / "a.txt"), str(tmp_path / "*.txt")])
+
+
+def test_a_changed_file_has_another_stamp(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    before = list_inputs([str(tmp_path)])[0]
+    os.utime(tmp_path / "a.txt", (1, 1))
+    assert list_inputs([str(tmp_path)])[0].stamp != before.stamp
+
+
+def test_stdlib_is_listed_sorted_without_tests_and_is_all_readable():
+    files = stdlib_files()
+    assert files == sorted(files)
+    assert len(files) > 300
+    found = [
+        document
+        for entry in list_inputs([str(file) for file in files])
+        for part in entry.parts
+        for document in read(part, "text")
+    ]
+    assert len(found) == len(files) and all(isinstance(document, Document) for document in found)
+
+
+def test_units_hold_all_parts_in_order_and_are_of_about_one_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_SMALLEST", 100)
+    monkeypatch.setattr(documents, "_UNITS", 10)
+    for number in range(50):
+        (tmp_path / f"{number:02d}.txt").write_text("x" * (number + 1))
+    (tmp_path / "30.jsonl").write_bytes(json_lines(["y" * 50] * 20))
+    parts = [part for entry in list_inputs([str(tmp_path)]) for part in entry.parts]
+    units = group(parts)
+    assert [part for unit in units for part in unit] == parts
+    target = documents.unit_size(sum(part.size for part in parts))
+    assert all(sum(part.size for part in unit) <= target or len(unit) == 1 for unit in units)
+    assert len(units) < 25
+    assert group([]) == []
+    empty = parts[0]._replace(size=0)
+    assert group([empty, empty]) == [[empty, empty]]
+
+
+# ------------------------------------------------------------------------------------------------- data sets by name, URLs
+
+
+def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path, hub_cache):
+    for name, texts in (("train-0", ["a", "b"]), ("train-1", ["c"]), ("test-0", ["d"])):
+        write_packed(tmp_path / f"{name}.jsonl", json_lines(texts))
+    [entry] = list_inputs([f"hub:{tmp_path}"])
+    assert len(entry.parts) == 2
+    assert contents(f"hub:{tmp_path}") == ["a", "b", "c"]
+    assert contents(f"hub:{tmp_path}::test") == ["d"]
+    os.utime(tmp_path / "train-1.jsonl", (1, 1))
+    assert list_inputs([f"hub:{tmp_path}"])[0].stamp != entry.stamp
+
+
+def test_a_dataset_by_name_tells_the_shard_and_row_of_a_fault(tmp_path, hub_cache):
+    for number, texts in enumerate((["a"], ["b", None])):
+        write_packed(tmp_path / f"train-{number}.jsonl", json_lines(texts))
+    [(place, reason)] = faults_in(f"hub:{tmp_path}")
+    assert place == f"hub:{tmp_path}, shard 1, row 1"
+    assert '"text" is null' in reason
+
+
+def test_a_dataset_that_cannot_be_opened_is_refused_with_its_name(tmp_path, hub_cache):
+    with pytest.raises(UserError, match=f"hub:{tmp_path}/none: cannot be opened"):
+        list_inputs([f"hub:{tmp_path}/none"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "*.jsonl", "a.txt"])
+def test_urls_and_their_patterns_are_read_as_files_are(tmp_path, name):
+    content = b"text" if name.endswith("txt") else json_lines(TEXTS)
+    write_packed(tmp_path / name.replace("*", "b"), content)
+    assert contents(f"file://{tmp_path}/{name}") == (["text"] if name.endswith("txt") else TEXTS)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl?signature=a.txt"])
+def test_a_url_is_known_by_its_suffix_before_any_signature_and_even_without_a_folder(name):
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(f"/{name}", json_lines(TEXTS))
+    assert contents(f"memory://{name}") == TEXTS
+    memory.rm(f"/{name}")
+
+
+def test_a_url_that_does_not_tell_its_size_is_one_part(tmp_path):
+    path = write_packed(tmp_path / "a.jsonl", json_lines(TEXTS))
+    [part] = documents._split(f"file://{path}", "jsonl", None, 10)
+    assert [found.content for found in read(part, "text")] == TEXTS
+
+
+def test_parquet_behind_a_url_is_read(tmp_path):
+    write_table(tmp_path / "a.parquet")
+    assert len(contents(f"file://{tmp_path}/a.parquet")) == 1000
+
+
+def test_a_url_of_an_unknown_kind_is_refused():
+    with pytest.raises(UserError, match="nowhere://x: cannot be listed"):
+        list_inputs(["nowhere://x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard"), ("hub:x", "datasets"), ("file:///x", "fsspec")]
+)
+def test_a_missing_optional_package_is_named_with_what_installs_it(tmp_path, monkeypatch, name, module):
+    def import_module(wanted: str) -> None:
+        raise ImportError(wanted)
+
+    monkeypatch.setattr(open_files.importlib, "import_module", import_module)
+    (tmp_path / name).touch() if ":" not in name else None
+    with pytest.raises(UserError, match=rf"needs {module}: pip install 'titanlite\[data\]'"):
+        list_inputs([name if ":" in name else str(tmp_path / name)])
