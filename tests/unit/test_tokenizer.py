@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from titanlite.data import sources
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import begin_of_text, byte_lengths, describe, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest, train_tokenizer
 from titanlite.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
@@ -160,8 +160,7 @@ def test_a_document_that_spells_out_the_end_of_text_token_does_not_end_there(fol
 def test_the_begin_of_text_is_the_bos_token_of_the_settings(folder, settings, expected):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     loaded = load_tokenizer(str(folder))
-    assert begin_of_text(loaded, str(folder)) == (loaded.tokenizer.token_to_id(expected) if expected else None)
-    assert begin_of_text(loaded, "") is None
+    assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
 
 
 def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(folder, tmp_path):

@@ -26,6 +26,7 @@ class LoadedTokenizer(NamedTuple):
     vocabulary: int  # one more than the largest id
     bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
     add_bos: bool = False  # whether they begin every document and prompt
+    bos_token: int | None = None  # the id that tokenizer_config.json calls so, also where the post-processor adds another
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -57,10 +58,8 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = read_settings(Path(folder))
-    end, bos = (
-        value.get("content") if isinstance(value := settings.get(f"{name}_token"), dict) else value for name in ("eos", "bos")
-    )
-    loaded = _with_bos(describe(tokenizer, None if end is None else str(end), str(path)), bos)
+    loaded = describe(tokenizer, _token_named(settings, "eos_token"), str(path))
+    loaded = _with_bos(loaded, _token_named(settings, "bos_token"))
     if add_bos and not loaded.bos:
         raise UserError(
             f"{path}: has no beginning-of-text token, which add_bos = true needs: its post-processor adds none, and "
@@ -69,25 +68,25 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     return loaded if add_bos is None else loaded._replace(add_bos=add_bos)
 
 
-def _with_bos(loaded: LoadedTokenizer, name: Any) -> LoadedTokenizer:
+def _token_named(settings: dict[str, Any], key: str) -> str | None:
+    """A token of tokenizer_config.json, which has its text or a table with it; None if there is none."""
+    value = settings.get(key)
+    value = value.get("content") if isinstance(value, dict) else value
+    return None if value is None else str(value)
+
+
+def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
     """With its beginning-of-text ids, and whether it adds them to every text.
 
     name: "bos_token" of tokenizer_config.json, which counts where the post-processor adds nothing before a text.
     """
-    named = loaded.tokenizer.token_to_id(str(name)) if name is not None else None
+    named = None if name is None else loaded.tokenizer.token_to_id(name)
     encoding = loaded.tokenizer.encode("")  # nothing but what the post-processor adds, before and after a text
     added = [number for number, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if special]
     if added[-1:] == [loaded.end_of_text] and (len(added) > 1 or named != loaded.end_of_text):
         added.pop()
     bos = tuple(added) or (() if named is None else (named,))
-    return loaded._replace(bos=bos, add_bos=bool(added))
-
-
-def begin_of_text(loaded: LoadedTokenizer, folder: str) -> int | None:
-    """The id of the token that tokenizer_config.json calls bos_token; None if it names none. folder: "" for the default one."""
-    begin = read_settings(Path(folder)).get("bos_token") if folder else None
-    begin = begin.get("content") if isinstance(begin, dict) else begin
-    return None if begin is None else loaded.tokenizer.token_to_id(str(begin))
+    return loaded._replace(bos=bos, add_bos=bool(added), bos_token=named)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,8 @@ class Harness(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """Precedes a text without context: as in lm-eval's `hf` model, the tokenizer's bos_token, or else the end of text."""
-        return self.eot_token_id if self._loaded.begin is None else self._loaded.begin
+        named = self._loaded.tokenizer.bos_token
+        return self.eot_token_id if named is None else named
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         prefix = self._tokenizer.id_to_token(self.prefix_token_id)

@@ -12,7 +12,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import stored_config
 from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import LoadedTokenizer, begin_of_text, load_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError, listed
 from titanlite.hf.folder import find_weights, recognise
 from titanlite.hf.load import load_weights
@@ -35,7 +35,6 @@ class LoadedModel(NamedTuple):
     model: Decoder
     seq_len: int  # training.seq_len of its run, or max_position_embeddings of a folder in Hugging Face's format
     tokenizer: LoadedTokenizer
-    begin: int | None  # the tokenizer's bos_token
     tp: int  # the number of ranks that the model is split over
 
 
@@ -72,8 +71,7 @@ def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, asse
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
     model = _build(family, config, device, DTYPES[dtype or config.training.mixed_precision_param])
     load.load_tensors(source, manifest, model_tensors(model), prefix="model.")
-    begin = begin_of_text(tokenizer, assets or cfg.hf_assets_path)
-    return LoadedModel(model.eval(), config.training.seq_len, tokenizer, begin, dist.get_world_size())
+    return LoadedModel(model.eval(), config.training.seq_len, tokenizer, dist.get_world_size())
 
 
 def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
@@ -85,8 +83,7 @@ def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: 
     model = _build(found.family, config, device, DTYPES[dtype] if dtype else stored)
     load_weights(model_tensors(model), weights)
     length = read_description(source).get("max_position_embeddings", _DEFAULT_LENGTH)
-    begin = begin_of_text(tokenizer, assets or str(source))
-    return LoadedModel(model.eval(), length, tokenizer, begin, dist.get_world_size())
+    return LoadedModel(model.eval(), length, tokenizer, dist.get_world_size())
 
 
 def _build(family: Family, config: Config, device: torch.device, dtype: torch.dtype) -> Decoder:
