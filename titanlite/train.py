@@ -40,6 +40,7 @@ from titanlite.loop.step import begin_training, forward_backward, update, warn_o
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.state import run_tensors
+from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
@@ -63,7 +64,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     clock = Clock(started)
     training, main_rank = config.training, dist.get_rank() == 0
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
-    family, global_batch = family_of(config.model), config.global_batch(data_degree(mesh))
+    family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), Deferred.of(config)
     saver = None
     if config.checkpoint.enable:
         try_out(saves)
@@ -116,7 +117,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
             with clock.phase(step, "reading data"):
                 batch = next(batches)
             with clock.phase(step, "forward and backward"):
-                share = forward_backward(model, batch, mesh, loss_scale, config.parallelism.reduce_every_microbatch)
+                share = forward_backward(model, batch, mesh, loss_scale, deferred)
             if step == first:
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):

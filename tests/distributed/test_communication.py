@@ -19,6 +19,7 @@ from tests.traffic_cases import CASES, COUNTED
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
+from titanlite.parallel.fsdp import Deferred
 from titanlite.plan.predict import predict
 from titanlite.transforms.registry import family_of
 
@@ -90,7 +91,7 @@ def second_step(degrees: dict[str, int], config: Config) -> tuple[dict[Any, tupl
         official, sent = CommDebugMode(), Sent()
         official.advanced_module_tracker = _Anywhere()
         with official, sent:
-            forward_backward(model, batch, mesh, None, config.parallelism.reduce_every_microbatch)
+            forward_backward(model, batch, mesh, None, Deferred.of(config))
             update(model, optimizer, 1e-3, 1.0)
     return {key: (calls, sent.bytes[key]) for key, calls in sent.calls.items()}, official.get_total_counts()
 
@@ -110,6 +111,8 @@ def group_of_rank_0(degrees: dict[str, int], over: tuple[str, ...], ranks: int) 
 ON_GLOO = {name: CASES[name] for name in (
     "shard 4, reshard to 2",
     "hybrid, accumulation, reduced once",
+    "hybrid, accumulation",
+    "hybrid, tied, accumulation",
     "2 x 2, tied",
     "2 x 2, bfloat16, full recomputation",
     "tp 2, norms behind sublayers",
@@ -117,7 +120,7 @@ ON_GLOO = {name: CASES[name] for name in (
 )} | COUNTED  # fmt: skip
 # A table by shapes, accumulation, and what only counting can say: Muon, gathers in float8, weights of features.
 SHORT = [
-    "hybrid, accumulation, reduced once",
+    "hybrid, accumulation",
     "2 x 2, bfloat16, full recomputation",
     "2 x 2, Muon",
     "tp 2, weights of features",

@@ -1,7 +1,9 @@
 """What sharding must do beside the right numbers: gather as often as asked, hold no more than its share, refuse bad tables."""
 
+import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.blocks import SwiGLU
 from models.head import Sizes
 from tests.distributed.pool import WorkerFailure
-from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches
+from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches, trajectory
+from titanlite.config.schema import Config
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward
+from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.tensor import sharding_faults
+from titanlite.tools.compare import compare
 from titanlite.transforms.registry import Family, load_family
 
 HERE = "tests.distributed.test_parallelize"
@@ -88,21 +94,60 @@ class Reductions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def accumulated(reduce_every_microbatch: bool) -> int:
+def accumulated(at_end: bool) -> int:
     degrees = {"dp_shard": 2}
     config = config_of(degrees, accumulation=2)
     mesh = mesh_of(degrees)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = next(rank_batches(config, mesh))
-    forward_backward(model, batch, mesh, None, reduce_every_microbatch)
+    forward_backward(model, batch, mesh, None, Deferred(at_end))
     with Reductions() as reductions:
-        forward_backward(model, batch, mesh, None, reduce_every_microbatch)
+        forward_backward(model, batch, mesh, None, Deferred(at_end))
     return reductions.count
 
 
-@pytest.mark.parametrize(("every", "reductions"), [(True, 2 * 4), (False, 4)])
-def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, every, reductions):
-    assert pools[2].run(f"{HERE}:accumulated", reduce_every_microbatch=every) == [reductions] * 2
+@pytest.mark.parametrize(("at_end", "reductions"), [(False, 2 * 4), (True, 4)])
+def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, at_end, reductions):
+    assert pools[2].run(f"{HERE}:accumulated", at_end=at_end) == [reductions] * 2
+
+
+@pytest.mark.parametrize(("reduced", "kept", "waits"), [
+    ("float32", "float32", True), ("float32", "bfloat16", True), ("bfloat16", "bfloat16", True), ("bfloat16", "float32", False),
+])  # fmt: skip
+def test_replicas_wait_for_the_last_microbatch_unless_the_sum_would_be_narrower_than_the_gradients(reduced, kept, waits):
+    config = config_of({}, training={"mixed_precision_reduce": reduced, "dtype": kept})
+    assert Deferred.of(config) == (False, waits)
+
+
+@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+def test_replicas_that_reduce_once_a_step_give_the_gradients_and_losses_of_one_process(pools, degrees):
+    """Three steps: no sum may be left over for the next one."""
+    alone, split = (config_of(mesh, accumulation=2, training={"steps": 3}) for mesh in ({}, degrees))
+    (expected, _), *_ = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=alone)
+    ranks = pools[math.prod(degrees.values())].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=split)
+    assert compare(ranks[0][0], expected).excessive == []
+
+
+def one_matrix_a_microbatch(degrees: dict[str, int], config: Config) -> Any:
+    """Trains a model whose two feed-forward layers use one of two matrices of equal shape in each microbatch."""
+    calls = itertools.count()
+
+    def forward(ffn: SwiGLU, x: Tensor) -> Tensor:
+        return ffn.w2((ffn.w1, ffn.w3)[next(calls) // 2 % 2](x))
+
+    with mock.patch.object(SwiGLU, "forward", forward):
+        return trajectory(degrees, config)
+
+
+def test_replicas_do_not_add_gradients_of_different_parameters_of_equal_size(pools):
+    name, replicas = f"{HERE}:one_matrix_a_microbatch", {"dp_replicate": 2}
+    twice = {"accumulation": 2, "training": {"steps": 2}}
+    with pytest.raises(WorkerFailure, match=r"gradients for 24,704 of the 30,848 trained values of Block.* = false"):
+        pools[2].run(name, degrees=replicas, config=config_of(replicas, **twice))
+    at_end = config_of(replicas, **twice, parallelism={"reduce_every_microbatch": False})
+    found, _ = pools[2].run(name, degrees=replicas, config=at_end)[0]
+    expected, _ = pools[2].run(name, degrees=SHARD, config=config_of(SHARD, **twice))[0]
+    assert compare(found, expected).excessive == []
 
 
 def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:

@@ -135,6 +135,13 @@ def test_kept_parameters_and_whole_gradients_are_counted():
     assert late.gradients == 4 * sharded.gradients
 
 
+def test_sums_that_wait_for_replicas_are_counted_in_the_precision_of_the_reduction():
+    narrow = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
+    hybrid = {"data_parallel_replicate_degree": 2}
+    prediction = predict(tiny(parallelism=hybrid, training=narrow | {"global_batch_size": 16}), 4)
+    assert prediction.memory.gradients == 4 * prediction.parameters // 2  # bytes of float32, shards
+
+
 @pytest.mark.parametrize(("gib", "code", "verdict"), [(80, 0, "fits"), (3, 1, "does not fit")])
 def test_the_command_says_whether_it_fits(gib, code, verdict, capsys, monkeypatch):
     words = ["estimate", "train_configs/llama_debug.toml", "--device-memory-gib", str(gib), "--training.seq_len", "64"]

@@ -161,8 +161,9 @@ class Parallelism(Section):
     """How many blocks ahead parameters are gathered, in the forward and in the backward pass. FSDP2's own value is 1; each
     further block costs memory for its parameters and hides more of a slow network."""
     reduce_every_microbatch: bool = True
-    """Reduce gradients over ranks after every microbatch. false: only after the last one of a step, which saves communication
-    under accumulation; until then every rank keeps the whole model's gradients in float32."""
+    """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
+    saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
+    all-reduced once a step in both cases, except with mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
     enable_async_tensor_parallel: Annotated[bool, EffectiveWhen("parallelism.tensor_parallel_degree > 1")] = False
     """Overlap the collectives of tensor parallelism with the adjacent matrix products, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable."""

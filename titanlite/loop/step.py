@@ -5,7 +5,6 @@ import logging
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from models.decoder import Decoder
 from models.head import Head
@@ -14,6 +13,7 @@ from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
+from titanlite.parallel.fsdp import DEFERRED, Deferred, choose_reductions
 from titanlite.parallel.parallelize import parallelize
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
@@ -43,12 +43,13 @@ def begin_training(
 
 
 def forward_backward(
-    model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, reduce_every_microbatch: bool = True
+    model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, deferred: Deferred = DEFERRED
 ) -> Tensor:
     """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
 
     batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
-    loss_scale: of float16; the gradients are then those of the loss times `loss_scale.divisor`.
+    loss_scale: of float16; the gradients are then those of the loss times `loss_scale.divisor`. deferred: what is reduced with
+    the last microbatch only.
     """
     labels = count_labels(batch, mesh)
     if loss_scale is not None:
@@ -56,8 +57,7 @@ def forward_backward(
     share = torch.zeros((), device=batch.tokens.device)
     microbatches = batch.microbatches()
     for number, microbatch in enumerate(microbatches, 1):
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(reduce_every_microbatch or number == len(microbatches))
+        choose_reductions(model, deferred, last=number == len(microbatches))
         summed = summed_loss(model, microbatch)
         loss = summed / labels
         (loss if loss_scale is None else summed * loss_scale.scale).backward()

@@ -5,17 +5,22 @@ are used instead (transforms/cast.py), which costs less.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.parallel.mesh import data_degree
 from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.shards import local_part
 
 
 def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
@@ -32,9 +37,10 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
     shards = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
+    whole = {unit: _WholeReduceScatter(unit, mesh["dp_shard"].size()) for unit in waiting_units(model)}
     blocks = [fully_shard(block, reshard_after_forward=of_block, **options) for block in model.layers.values()]
     embed, head = model.embed, model.head
-    if embed is not None and head is not None and head.output.weight is embed.weight:
+    if embed is not None and head is not None and _tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
         _, sharded_head = fully_shard([embed, head], reshard_after_forward=of_head, **options)
         if of_head is False:  # it stays gathered through the head's backward pass, and nothing later reads it
@@ -51,11 +57,81 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    microbatches = config.global_batch(data_degree(mesh)) // (training.local_batch_size * data_degree(mesh))
+    if shards.ndim > 1 and microbatches > 1 and Deferred.of(config).replicas:
+        for unit, reduce_scatter in whole.items():
+            unit.set_custom_reduce_scatter(reduce_scatter)
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
         depth = parallelism.fsdp_prefetch
         for place, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
             block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+
+
+class Deferred(NamedTuple):
+    """Which reductions of gradients wait for the last microbatch of a step."""
+
+    shards: bool = False  # the reduce-scatter over dp_shard, and with it all others
+    replicas: bool = True  # the all-reduce over dp_replicate of what the reduce-scatters of `waiting_units` add up to
+
+    @classmethod
+    def of(cls, config: Config) -> "Deferred":
+        """FSDP2 adds up what waits in the precision of the reduction, which must not be narrower than that of the gradients."""
+        training, shards = config.training, not config.parallelism.reduce_every_microbatch
+        narrow = training.mixed_precision_reduce == "bfloat16" and training.dtype == "float32"
+        return cls(shards, not shards and not narrow)
+
+
+DEFERRED = Deferred()  # where a float32 gradient is reduced in float32
+
+
+def choose_reductions(model: Decoder, deferred: Deferred, last: bool) -> None:
+    """Before a microbatch: its gradients are reduced as `deferred` says. last: whether it is the last one of its step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or not deferred.shards)
+        if deferred.replicas:
+            for unit in waiting_units(model):
+                unit.set_requires_all_reduce(last, recurse=False)
+
+
+def waiting_units(model: Decoder) -> list[Any]:
+    """The units of FSDP2 whose all-reduce over replicas can wait: those that reduce all their parameters at once.
+
+    The unit of a tied embedding and head does not, since the two run at different times.
+    """
+    ends = () if _tied(model) else (model.embed, model.head)
+    return [*model.layers.values(), *(unit for unit in ends if unit is not None)]
+
+
+class _WholeReduceScatter(DefaultReduceScatter):
+    """The reduce-scatter of a unit whose all-reduce waits; refuses gradients of only some of its parameters.
+
+    FSDP2 adds the flat results of a step's microbatches without knowing whose values they are. Results of equal size from
+    different parameters would be added to each other.
+    """
+
+    def __init__(self, unit: nn.Module, ranks: int) -> None:
+        """unit: not yet sharded over dp_shard, which has so many ranks."""
+        self.unit = type(unit).__name__
+        shapes = [local_part(parameter).shape for parameter in unit.parameters() if parameter.requires_grad]
+        # FSDP2 pads the first dimension
+        self.elements = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes)
+        self.to_send = True
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 takes a buffer for what it sends, and then one for the result."""
+        if self.to_send and math.prod(size) != self.elements:
+            raise UserError(
+                f"a microbatch has gradients for {math.prod(size):,} of the {self.elements:,} trained values of {self.unit}. "
+                "With replicas and accumulation, every microbatch must reach every parameter; set "
+                "parallelism.reduce_every_microbatch = false, which adds up gradients before they are reduced"
+            )
+        self.to_send = not self.to_send
+        return super().allocate(size, dtype=dtype, device=device)
+
+
+def _tied(model: Decoder) -> bool:
+    return model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
 
 
 @contextlib.contextmanager

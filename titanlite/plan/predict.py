@@ -11,6 +11,7 @@ import torch
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
+from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.record import Work, combine
@@ -18,6 +19,7 @@ from titanlite.plan.step import Setup, local_bytes, measure_memory, measure_upda
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
+from titanlite.transforms.shards import local_part
 
 T = TypeVar("T")
 
@@ -63,10 +65,13 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         updated = layers._replace(few=layers.whole, more=layers.whole) if config.optimizer.name == "Muon" else layers
         updates = updated.run(lambda depth: measure_update(setup, depth))
         masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
-        if microbatches > 1 and not config.parallelism.reduce_every_microbatch:
-            # FSDP2 keeps them whole until the last microbatch, in the precision of the reduction
-            reduced = DTYPES[config.training.mixed_precision_reduce].itemsize
+        deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
+        # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
+        if microbatches > 1 and deferred.shards:
             gradients = reduced * sum(p.numel() for p in trained(model)) // mesh["tp"].size()
+        elif microbatches > 1 and deferred.replicas and mesh["dp_replicate"].size() > 1:
+            waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
+            gradients = sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
     states = (0, 0, 0) if offload else (masters, gradients, updated.extend(*(update.state for update in updates)))
     # Activations are gone when the optimizer begins.
     working = max(working, updated.extend(*(update.working for update in updates)) - activations)

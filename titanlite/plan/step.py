@@ -21,6 +21,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.step import forward_backward, update
 from titanlite.optim.build import build_optimizer
+from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_slices
 from titanlite.transforms import float8
@@ -136,4 +137,4 @@ def _materialize(model: nn.Module) -> None:
 def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:
     training = setup.config.training
     tokens = torch.zeros(microbatches, training.local_batch_size, training.seq_len + 1, dtype=torch.int64)
-    forward_backward(model, Batch(tokens), setup.mesh, None, setup.config.parallelism.reduce_every_microbatch)
+    forward_backward(model, Batch(tokens), setup.mesh, None, Deferred.of(setup.config))

@@ -24,6 +24,7 @@ from titanlite.loop.divergence import Steps
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
+from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import DATA_DIMENSIONS, data_degree, data_rank, rng_rank
 from titanlite.transforms.registry import family_of
 
@@ -89,7 +90,7 @@ def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: rang
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
-        share = forward_backward(run.model, batch, run.mesh, run.loss_scale, run.config.parallelism.reduce_every_microbatch)
+        share = forward_backward(run.model, batch, run.mesh, run.loss_scale, Deferred.of(run.config))
         yield number, batch
         norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale)
         run.steps.add(number, 0, share, norm)
