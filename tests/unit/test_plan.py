@@ -9,6 +9,7 @@ from tests import tiny
 from tests.distributed.scenarios import MODES
 from tests.repetitions import one_of_each, slow_but
 from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HYBRID, LATE, MUON, SHARD, TP, Case
+from titanlite.config.schema import Config
 from titanlite.plan import predict as module
 from titanlite.plan.predict import Depths, Prediction, predict
 from titanlite.plan.record import Channel, ring_bytes
@@ -110,6 +111,16 @@ def test_muon_sends_each_rank_the_parts_of_its_matrices():
     assert traffic.calls == 2 * 7
     # there, half of rank 1's matrices; back, half of rank 0's: together half of all matrices
     assert traffic.sent == matrices // 2
+
+
+def test_a_compiled_kernel_of_an_optimizer_has_no_temporaries():
+    """The update of a large matrix alone would need more than the passes of 16 tokens."""
+    keys = {"training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16", "seq_len": 16, "local_batch_size": 1}}
+    working = {}
+    for implementation in ("fused", "for-loop"):
+        config = {"model": {"name": "tests.tiny", "flavor": "large"}, "optimizer": {"implementation": implementation}, **keys}
+        working[implementation] = predict(Config.model_validate(config), 1).memory.working
+    assert working["fused"] < working["for-loop"] / 2
 
 
 def test_the_table_adds_up():
