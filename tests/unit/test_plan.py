@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.distributed.scenarios import MODES
 from tests.repetitions import one_of_each, slow_but
-from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HYBRID, LATE, MUON, SHARD, TP, Case
+from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HALF, HYBRID, LATE, MUON, SHARD, TP, Case
 from titanlite.config.schema import Config
 from titanlite.plan import predict as module
 from titanlite.plan.predict import Depths, Prediction, predict
@@ -54,6 +54,13 @@ def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
     assert extrapolated.work == whole.work
     assert extrapolated.memory[:3] == whole.memory[:3]
     assert extrapolated.memory.total == pytest.approx(whole.memory.total, rel=0.01)
+
+
+@pytest.mark.parametrize("training", [{}, HALF], ids=["float32", "bfloat16"])
+def test_one_process_keeps_the_activations_that_a_rank_of_a_mesh_keeps(training):
+    """It casts parameters itself, and keeps masters in place of their casts; mistaking activations for casts, it kept none."""
+    alone, sharded = (predicted(Case(mesh, "deep", training=training)).memory.activations for mesh in ({}, SHARD))
+    assert alone == pytest.approx(2 * sharded, rel=0.01)  # each of two ranks has half of the batch
 
 
 def test_layers_that_differ_are_run():

@@ -58,10 +58,11 @@ def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.d
 
 def _kept_as_masters(unit: nn.Module, cast: dict[str, Tensor]) -> saved_tensors_hooks:
     """Makes autograd keep the master instead of its cast copy, and repeat the cast in the backward pass."""
-    masters = {part.untyped_storage().data_ptr(): name for name, part in cast.items()}
+    # by the storage itself: those of a prediction (titanlite/plan) have no memory, and so all the same address
+    masters = {part.untyped_storage()._cdata: name for name, part in cast.items()}
 
     def pack(tensor: Tensor) -> Any:
-        name = masters.get(tensor.untyped_storage().data_ptr())
+        name = masters.get(tensor.untyped_storage()._cdata)
         return tensor if name is None else (name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(kept: Any) -> Tensor:
