@@ -17,5 +17,6 @@ FLAVORS: dict[str, Config] = {
     "uneven": dataclasses.replace(_PLAIN, vocab_size=515),
     "deep": dataclasses.replace(_PLAIN, n_layers=4),
     "large": dataclasses.replace(_PLAIN, vocab_size=4096),  # for the default tokenizer
+    "large tied": dataclasses.replace(_PLAIN, vocab_size=4096, tied_embeddings=True),
     "scaled": dataclasses.replace(_PLAIN, rope_scaling=_SCALING),
 }

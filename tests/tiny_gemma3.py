@@ -20,3 +20,4 @@ FLAVORS: dict[str, Config] = {
         _PLAIN, rope_theta=50.0, rope_factor=1.0, global_every=2, qk_norm=False, attention_softcap=5.0, logits_softcap=3.0
     ),
 }
+FLAVORS["large two"] = dataclasses.replace(FLAVORS["two"], vocab_size=4096)
