@@ -100,14 +100,9 @@ def score(copy: Copy, past: Past, passing: set[str], suite: bool) -> dict[str, A
             answer = ask(copy, words)
         finally:
             copy.write(past.fault.file, source)
-        found = answer.code != 0
-        says = re.search(past.named, _said(answer.output)) is not None
-        result[name] = {
-            "found": found,
-            "named": found and says,
-            "seconds": round(answer.seconds),
-            "said": _first(answer.output),
-        }
+        found, said = answer.code != 0, _said(answer.output)
+        named = found and re.search(past.named, said) is not None
+        result[name] = {"found": found, "named": named, "seconds": round(answer.seconds), "said": said.strip()[:160]}
     if suite:
         result["suite"] = judge(copy, past.fault, past.fault.tests, set(), 1)
     return result
