@@ -9,9 +9,10 @@ as reading. storage.py guards against manipulation. `xxhsum -H128` computes the 
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from titanlite.errors import UserError
 from titanlite.files import publish, replace_file
@@ -19,8 +20,72 @@ from titanlite.files import publish, replace_file
 FILE = "manifest.json"
 _FORMAT = 3
 _OWN = "xxh3_128"
-_NUMBERS = ("step", "samples", "global_batch", "data", "schedule", "config", "architecture")
 _CHUNK = 2**22
+
+_Whole = Annotated[int, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    """Entries that a later version adds are kept, and those of this version have the types with which it writes them."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Source(_Part):
+    name: str
+    documents: _Whole
+    tokens: _Whole
+    fingerprint: str
+    share: Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class _Data(_Part):
+    sources: list[_Source] = []  # imported weights have none
+
+
+class _Reached(_Part):
+    model_config = ConfigDict(extra="forbid")
+
+    fingerprint: str
+    order: _Whole
+    drawn: _Whole
+    replaced: _Whole
+
+
+class _Mixture(_Part):
+    position: _Whole
+    sources: list[_Reached]
+
+
+class _Module(_Part):
+    hash: str
+    text: str
+
+
+class _Numbers(_Part):
+    """What `Manifest.numbers` must hold. The optional ones are not in the manifests of titanlite 0.1 and of imported weights."""
+
+    step: _Whole
+    samples: _Whole
+    global_batch: _Whole
+    data: _Data
+    schedule: dict[str, Any]
+    config: dict[str, Any]
+    architecture: dict[str, Any]
+    mixture: _Mixture | None = None
+    model_source: dict[str, _Module] | None = None
+    loss_sum: float = 0.0
+    loss_count: _Whole = 0
+
+    @model_validator(mode="after")
+    def mixture_is_of_the_data(self) -> "_Numbers":
+        if self.mixture is not None:
+            if self.mixture.position > self.samples:
+                raise ValueError(f"mixture.position is {self.mixture.position:,}, after samples = {self.samples:,}")
+            read = [source.fingerprint for source in self.data.sources]
+            if [source.fingerprint for source in self.mixture.sources[: len(read)]] != read:
+                raise ValueError("mixture.sources are not those of data.sources")
+        return self
 
 
 class Contents(NamedTuple):
@@ -73,8 +138,14 @@ def read(folder: Path) -> Manifest:
         raise Damaged(f"{path}: is damaged: its checksum is not {own}")
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
-    if missing := [name for name in _NUMBERS if name not in values]:
+    if missing := [name for name, field in _Numbers.model_fields.items() if field.is_required() and name not in values]:
         raise Damaged(f"{path}: is damaged: it has no {', '.join(missing)}")
+    try:
+        _Numbers.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "its numbers"
+        raise Damaged(f"{path}: is damaged: {place}: {first['msg']}") from None
     try:
         files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in values.pop("files").items()}
     except (AttributeError, KeyError, TypeError, ValueError):
