@@ -1,19 +1,27 @@
 """titanlite data show and stats: what a step sees, and what there is in each source."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.token_files import write_file
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import open_data
+from titanlite.data.origin import Origin, continued
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import train_tokenizer
 from titanlite.errors import UserError
+from titanlite.loop.resume import Progress, Setting, numbers_of
+from titanlite.optim.lr_schedule import build_schedule
 from titanlite.tools import data as tool
+from titanlite.transforms.registry import family_of
 
 TEXTS = {f"doc{number}.txt": f"document {number}: " + f"word{number} " * (5 + 7 * number) for number in range(8)}
 
@@ -114,6 +122,75 @@ def test_stats_reads_and_checks_the_whole_index(config, capsys, monkeypatch, tmp
     content[34 + 4 * 9 + 8 * 4] += 2  # where the fifth sequence begins
     index.write_bytes(content)
     assert str(index) in refusal(capsys, monkeypatch, "stats", str(config), "--training.dataset_path", str(file.prefix))
+
+
+@pytest.fixture
+def changed(config, tmp_path) -> dict[int, tuple[list[str], int, Origin]]:
+    """A run that read 16 samples 1 : 1, then 3 : 1, with checkpoints of steps 2, 4 and 6; step -> options, samples before, origin."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "doc.txt").write_text("another source: " + "words " * 200)
+    saves, common = tmp_path / "run" / "checkpoint", ["--job.dump_folder", "run", "--checkpoint.enable", "true"]
+    common += ["--training.steps", "9", "--training.dataset_path", ""]
+    steps: dict[int, tuple[list[str], int, Origin]] = {}
+    numbers = None
+    for weight, last in ((1, 4), (3, 6)):
+        sources = f'[{{ path = "text", weight = {weight} }}, {{ path = "more", weight = 1 }}]'
+        options = [*common, "--training.sources", sources]
+        keys = read_config(config, options)
+        data, family = open_data(keys), family_of(keys.model)
+        began = continued(numbers, data.describe()["sources"]) if numbers else data.beginning()
+        for step in range(len(steps) + 1, last + 1):
+            steps[step] = options, (step - 1) * 4, began
+            run = Setting(keys, family, data, 4)
+            numbers = json.loads(json.dumps(numbers_of(run, build_schedule(keys), Progress(step, step * 4, began))))
+            if step % 2 == 0:
+                (saves / f"step-{step:08d}").mkdir(parents=True)
+                manifest.write(saves / f"step-{step:08d}", Manifest(numbers, {}))
+    return steps | {8: (options, 28, began)}
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 6, 8])
+def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, capsys, monkeypatch, changed, step):
+    options, position, began = changed[step]
+    keys = read_config(config, options)
+    data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
+    expected = data.read(*StepDataset(keys, data, position, 4, (0, 1), began).located(0)).tokens
+    found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *options))
+    assert found == [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in expected]
+    if step > 4:
+        old = data.read(*StepDataset(keys, data, position, 4, (0, 1)).located(0)).tokens
+        assert not np.array_equal(old, expected)
+
+
+def test_show_continues_where_a_rollback_continued(config, capsys, monkeypatch, changed, tmp_path):
+    entry = {"kind": "rollback", "step": 7, "samples": [24, 28], "action": "rollback", "superseded": False}
+    (tmp_path / "run" / "incidents.jsonl").write_text(
+        json.dumps(entry | {"found_at": 7, "to_step": 6, "next_sample": 28}) + "\n"
+    )
+    options, _, _ = changed[8]
+    before = output(capsys, monkeypatch, "show", str(config), "--step", "7", *options)
+    (tmp_path / "run" / "incidents.jsonl").unlink()
+    assert shown_samples(before) == shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "8", *options))
+
+
+def test_show_refuses_a_step_of_other_weights_and_one_whose_checkpoint_is_gone(config, capsys, monkeypatch, changed, tmp_path):
+    words = ["show", str(config), *changed[6][0], "--step"]
+    refused = refusal(capsys, monkeypatch, *words, "3")
+    assert "did this step with other sources, weights" in refused and "4 sequences of text 50.00%, more 50.00%" in refused
+    assert "did this step with other" in refusal(capsys, monkeypatch, *words, "5", "--training.global_batch_size", "8")
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / "run" / "checkpoint" / f"step-{step:08d}")
+    refused = refusal(capsys, monkeypatch, *words, "3")
+    assert "changed sources or weights after 16 samples, and the checkpoint from before is gone" in refused
+
+
+def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(config, capsys, monkeypatch, changed):
+    text = output(capsys, monkeypatch, "stats", str(config), *changed[6][0])
+    drawn = [int(count) for count in re.findall(r"in the run  (\d+) samples", text)]
+    assert drawn == [
+        8 + 14,
+        8 + 6,
+    ]  # 16 samples 1 : 1, then 20 samples 3 : 1, of which the first source has its share rounded down
 
 
 @pytest.mark.parametrize(

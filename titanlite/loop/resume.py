@@ -199,7 +199,7 @@ def load_run(source: Path, found: Manifest, run: Setting, tensors: dict[str, Ten
     """Loads one checkpoint into `tensors`. Raises UserError for one that does not fit."""
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
-    _refuse_foreign(source, found)
+    refuse_foreign(source, found)
     schedule = check_changes(run, source, found)
     exclude = run.config.checkpoint.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
@@ -220,7 +220,7 @@ def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
     return Progress(numbers["step"], numbers["samples"], began, **losses)
 
 
-def _refuse_foreign(source: Path, found: Manifest) -> None:
+def refuse_foreign(source: Path, found: Manifest) -> None:
     """Raises UserError for a sound checkpoint whose numbers are not those of `numbers_of`."""
     config, data, schedule = (found.numbers[name] for name in ("config", "data", "schedule"))
     if found.numbers.get("imported"):
@@ -244,7 +244,7 @@ def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | No
 
     newest = load.newest_sound(folder)
     if newest is not None:
-        _refuse_foreign(*newest)
+        refuse_foreign(*newest)
     if newest is None or cfg.load_step < 0:
         return newest
     numbers = newest[1].numbers

@@ -2,24 +2,30 @@
 titanlite data stats CONFIG.toml [--ranks N] [--section.key value ...]
 
 `show` prints the documents and the text of a step's batch, for one rank or for all. `stats` prints what each source holds, how
-much of it the run will use, and how often. Neither trains or starts a process group.
+much of it the run will use, and how often. Neither trains or starts a process group. Where job.dump_folder has checkpoints of a
+run, they say how many samples, and which of each source, came before a step.
 """
 
 import argparse
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, MixtureSource, open_data
-from titanlite.data.order import drawn
+from titanlite.data.origin import Origin, continued
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
+from titanlite.loop import divergence
 from titanlite.loop.checks import check
+from titanlite.loop.resume import refuse_foreign
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.tools.options import command_parser, config_parser, read_command
 
@@ -42,6 +48,42 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     return options, config, resolve_degrees(config.parallelism, options.ranks)
 
 
+def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Origin]:
+    """(samples before a step, the origin of its mixture): as the run in job.dump_folder read them, or will read them.
+
+    Between two checkpoints a run changes neither batch nor mixture, so the first checkpoint at or after the step has both. Beyond
+    the last checkpoint, the run continues from it with this configuration. Raises UserError where the run did the step with
+    another batch or mixture, and where the checkpoint is gone from which the mixture of the step counts.
+    """
+    saves = Path(config.job.dump_folder) / config.checkpoint.folder
+    steps = list_steps(saves) if config.checkpoint.enable else []
+    if not steps:
+        return (step - 1) * size, data.beginning()
+    number = next((each for each in steps if each >= step), steps[-1])
+    source = step_folder(saves, number)
+    found = manifest.read(source)
+    refuse_foreign(source, found)
+    began = continued(found.numbers, data.describe()["sources"])
+    samples, batch = found.numbers["samples"], found.numbers["global_batch"]
+    if number < step:  # a rollback to this checkpoint continues with a later sample
+        entries = divergence.read_entries(Path(config.job.dump_folder) / divergence.FILE)
+        jumps = {each.after: each.next_sample for each in divergence.stretches(entries)}
+        samples = jumps.get(number) or samples
+    position = samples + (step - 1 - number) * size
+    if number >= step and (batch != size or began.position == found.numbers["samples"]):
+        then = ", ".join(f"{each['name']} {each['share']:.2%}" for each in found.numbers["data"]["sources"])
+        raise UserError(
+            f"step {step}: the run in {config.job.dump_folder} did this step with other sources, weights or "
+            f"training.global_batch_size, as {source} says: {batch} sequences of {then}; give these"
+        )
+    if position < began.position:
+        raise UserError(
+            f"step {step}: the run in {config.job.dump_folder} changed sources or weights after {began.position:,} samples, and "
+            "the checkpoint from before is gone; which samples the step read is no longer known"
+        )
+    return position, began
+
+
 # ---------------------------------------------------------------------------------------------------------------- show
 
 
@@ -58,10 +100,11 @@ def _show(words: list[str]) -> Iterator[str]:
         raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
     data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path).tokenizer
     size = config.global_batch(data_ranks)
+    position, began = _position(config, data, options.step, size)
     # the ranks of a tensor-parallel group are neighbours and read the same samples
     parts = range(data_ranks) if options.rank is None else [options.rank // degrees["tp"]]
     for part in parts:
-        steps = StepDataset(config, data, (options.step - 1) * size, size, (part, data_ranks))
+        steps = StepDataset(config, data, position, size, (part, data_ranks), began)
         for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), steps.first):
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
 
@@ -98,12 +141,13 @@ def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
 def _stats(words: list[str]) -> Iterator[str]:
     _, config, degrees = _open(config_parser("data stats"), words)
     data = open_data(config)
-    samples = config.training.steps * config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"])
+    size = config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"])
+    samples, began = _position(config, data, config.training.steps + 1, size)
     yield (
         f"{samples:,} samples of {config.training.seq_len:,} tokens in {config.training.steps:,} steps, "
         f"{config.training.document_policy}, documents {'kept apart' if data.mask else 'not kept apart'}"
     )
-    for mixed, draws in zip(data.sources, drawn(samples, data.shares), strict=True):
+    for mixed, draws in zip(data.sources, data.drawn(began, samples), strict=True):
         padding, unused = data.waste(mixed)
         limit = mixed.source.cfg.epochs
         yield f"\n{mixed.source.name}: {mixed.source.cfg.path}"
