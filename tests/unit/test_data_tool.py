@@ -126,7 +126,7 @@ def test_stats_reads_and_checks_the_whole_index(config, capsys, monkeypatch, tmp
 
 @pytest.fixture
 def changed(config, tmp_path) -> dict[int, tuple[list[str], int, Origin]]:
-    """A run that read 16 samples 1 : 1, then 3 : 1, with checkpoints of steps 2, 4 and 6; step -> options, samples before, origin."""
+    """step -> options, samples before, origin, of a run that read 16 samples 1 : 1, then 3 : 1; it saved steps 2, 4 and 6."""
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "doc.txt").write_text("another source: " + "words " * 200)
     saves, common = tmp_path / "run" / "checkpoint", ["--job.dump_folder", "run", "--checkpoint.enable", "true"]

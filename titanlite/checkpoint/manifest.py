@@ -63,7 +63,7 @@ class _Module(_Part):
 
 
 class _Numbers(_Part):
-    """What `Manifest.numbers` must hold. The optional ones are not in the manifests of titanlite 0.1 and of imported weights."""
+    """What `Manifest.numbers` must hold. Manifests of titanlite 0.1 and of imported weights lack the optional ones."""
 
     step: _Whole
     samples: _Whole

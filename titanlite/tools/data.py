@@ -51,9 +51,9 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
 def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Origin]:
     """(samples before a step, the origin of its mixture): as the run in job.dump_folder read them, or will read them.
 
-    Between two checkpoints a run changes neither batch nor mixture, so the first checkpoint at or after the step has both. Beyond
-    the last checkpoint, the run continues from it with this configuration. Raises UserError where the run did the step with
-    another batch or mixture, and where the checkpoint is gone from which the mixture of the step counts.
+    Between two checkpoints a run changes neither batch nor mixture, so the first checkpoint at or after the step has both.
+    Beyond the last checkpoint, the run continues from it with this configuration. Raises UserError where the run did the step
+    with another batch or mixture, and where the checkpoint that had the step's mixture is gone.
     """
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
     steps = list_steps(saves) if config.checkpoint.enable else []
@@ -78,8 +78,8 @@ def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Or
         )
     if position < began.position:
         raise UserError(
-            f"step {step}: the run in {config.job.dump_folder} changed sources or weights after {began.position:,} samples, and "
-            "the checkpoint from before is gone; which samples the step read is no longer known"
+            f"step {step}: the run in {config.job.dump_folder} changed sources or weights after {began.position:,} samples, "
+            "and the checkpoint from before is gone; which samples the step read is no longer known"
         )
     return position, began
 
