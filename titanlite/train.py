@@ -34,6 +34,7 @@ from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents, Rollback, Steps, finite
+from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.loop.resume import Progress, Setting, numbers_of, restore
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
@@ -61,10 +62,11 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     started: time.perf_counter() of the program's start; the first report says how long the start took.
     Raises UserError when a loss or gradient stops being finite.
     """
-    clock = Clock(started)
     training, main_rank = config.training, dist.get_rank() == 0
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
     family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), Deferred.of(config)
+    memory = Memory(config, device, global_batch)
+    clock = Clock(started, memory.explained)
     saver = None
     if config.checkpoint.enable:
         try_out(saves)
@@ -74,6 +76,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     set_timeout(config.comm.init_timeout_seconds)
     with clock.phase(0, "building the model"):
         model, optimizer, loss_scale = begin_training(family, config, mesh, device)
+    memory.model, memory.optimizer = model, optimizer
     setting = Setting(config, family, data, global_batch)
     load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
@@ -100,7 +103,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config, model)
     measure_speed = functools.partial(speed, clock, global_batch * training.seq_len, mesh.size(), flops, peak)
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
-    watch = profiling.Watch(config, device, model, optimizer, global_batch, clock)
+    watch = profiling.Watch(config, device, clock)
     recompilations = RecompilationWatch()
     tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None
     clock.add_pause("startup", time.perf_counter() - started)

@@ -13,7 +13,7 @@ from tests.repetitions import slow_but
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.schema import Config
 from titanlite.hf.export import Exported
-from titanlite.loop.profiling import held_memory
+from titanlite.loop.memory import held_memory
 from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import named_state

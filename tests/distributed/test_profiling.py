@@ -13,7 +13,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
 from titanlite.errors import UserError
 from titanlite.loop import step as one_step
-from titanlite.loop.profiling import held_memory
+from titanlite.loop.memory import held_memory
 from titanlite.optim.build import build_optimizer
 from titanlite.transforms.registry import load_family
 
@@ -93,10 +93,32 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
     return ""
 
 
+def run_out_of_memory_at_start(folder: str, part: str) -> str:
+    """What a run says when a part of its start, a function of titanlite.loop.step, needs more memory than there is."""
+    function = getattr(one_step, part)
+    setattr(one_step, part, lambda *_: torch.empty(2**60, dtype=torch.uint8))
+    try:
+        full_run(SHARDED, run_config(folder))
+    except UserError as error:
+        return str(error)
+    finally:
+        setattr(one_step, part, function)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("part", "phase"), [("initialize", "building the model"), ("build_optimizer", "creating the optimizer state")]
+)
+def test_a_start_that_is_out_of_memory_ends_with_its_phase(pools: dict[int, Pool], tmp_path, part, phase):
+    for message in pools[2].run(f"{HERE}:run_out_of_memory_at_start", folder=str(tmp_path), part=part):
+        assert f", starting, {phase}: out of memory, {2**60} bytes more were requested" in message
+        assert '1. training.dtype = "bfloat16"' in message or "1. a larger parallelism" in message
+
+
 def test_a_run_that_is_out_of_memory_ends_with_the_step_the_bytes_and_the_remedies(pools: dict[int, Pool], tmp_path):
     for message in pools[2].run(f"{HERE}:run_out_of_memory", folder=str(tmp_path), failing_step=5):
-        assert message.startswith("step 5: out of memory, 2.00 GiB more were requested")
+        assert "step 5, forward and backward: out of memory, 2.00 GiB more were requested" in message
         assert "parameters 0.00 GiB" in message
         assert '1. activation_checkpoint.mode = "selective"' in message
         assert "2. training.local_batch_size = 2 with training.global_batch_size = 8" in message
-        assert "3. a larger parallelism.data_parallel_shard_degree" in message
+        assert ". a larger parallelism.data_parallel_shard_degree" in message

@@ -110,7 +110,7 @@ def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_othe
 def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_path):
     ended = run_failing(tmp_path, 1, WAY_0="out of memory")
     assert (ended.code, ended.left) == (2, []), ended.err
-    assert "step 3: out of memory, 2.00 GiB more were requested" in ended.err
+    assert "rank 0, step 3, forward and backward: out of memory, 2.00 GiB more were requested" in ended.err
     assert "held by this rank: parameters 0.00 GiB" in ended.err
     assert '1. activation_checkpoint.mode = "selective"' in ended.err
     assert "2. training.local_batch_size = 1 with training.global_batch_size = 2" in ended.err

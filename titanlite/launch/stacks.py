@@ -47,6 +47,12 @@ def at(step: int, what: str) -> None:
     _position = step, what
 
 
+def position() -> str:
+    """Which rank this is, and what `at` noted last."""
+    step, what = _position
+    return f"rank {process.rank_and_world()[0]}, {f'step {step}' if step else 'starting'}, {what}"
+
+
 def open_dump(dump_folder: Path, rank: int) -> None:
     """From now on this rank leaves its stacks at SIGQUIT, when it crashes, and in `report`. `close_dump` must follow.
 
@@ -79,19 +85,18 @@ def report(error: Exception, patience: float = 0.0) -> None:
 
     patience: seconds until the log line of an error that may be an echo: meanwhile the rank that caused it logs its own.
     """
-    step, what = _position
-    position = f"rank {process.rank_and_world()[0]}, {f'step {step}' if step else 'starting'}, {what}"
+    here = position()
     if _dump is not None:
-        _dump.write(f"==== {_now()} {position} (process {os.getpid()}): {_first_line(error)}\n")
+        _dump.write(f"==== {_now()} {here} (process {os.getpid()}): {_first_line(error)}\n")
         _dump.writelines(traceback.format_exception(error))
         _dump.flush()
         faulthandler.dump_traceback(_dump, all_threads=True)
     if is_echo := process.is_echo(error):
         time.sleep(patience)
     if is_echo and _dump is not None:  # another rank is the cause; the traceback is in the dump
-        log.error("%s: %s\n%s", position, _echo(error), "".join(_innermost(error)).rstrip())
+        log.error("%s: %s\n%s", here, _echo(error), "".join(_innermost(error)).rstrip())
     else:
-        log.error("%s: %s", position, error, exc_info=error)
+        log.error("%s: %s", here, error, exc_info=error)
 
 
 def _echo(error: Exception) -> str:

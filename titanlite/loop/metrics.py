@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -79,8 +79,11 @@ _PAUSES = {
 class Clock:
     """Splits the time between two reports into training and named pauses such as saving."""
 
-    def __init__(self, started: float):
-        """started: time.perf_counter() where the first interval begins."""
+    def __init__(
+        self, started: float, explained: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    ):
+        """started: time.perf_counter() where the first interval begins. explained: surrounds each phase."""
+        self._explained = explained
         self.totals: dict[str, float] = {}  # seconds of each pause since the start
         self.restart()
         self.started = started
@@ -99,7 +102,8 @@ class Clock:
         """
         stacks.at(step, what)
         begin = time.perf_counter()
-        yield
+        with self._explained():
+            yield
         if name := _PAUSES.get(what):
             self.add_pause(name, time.perf_counter() - begin)
 

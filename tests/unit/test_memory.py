@@ -1,0 +1,181 @@
+"""What holds the memory of a rank, and the message when there is no more."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titanlite.config.schema import Config
+from titanlite.launch import stacks
+from titanlite.loop.memory import Memory, OutOfMemory, bytes_on, held_memory, remedies
+from titanlite.loop.metrics import Clock
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+def configuration(**sections: dict[str, Any]) -> Config:
+    return Config.model_validate(sections)
+
+
+def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """5 x 3 weights, 5 biases, and their optimizer."""
+    model = nn.Linear(3, 5)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+
+def held(parameters: int, gradients: int, state: int) -> dict[str, int]:
+    return {"parameters": parameters, "gradients": gradients, "optimizer state": state}
+
+
+def test_bytes_are_counted_by_what_holds_them():
+    model, optimizer = small_model()
+    assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 0)
+    model(torch.ones(2, 3)).sum().backward()
+    assert held_memory(model, optimizer, CPU) == held(20 * 4, 20 * 4, 0)
+    optimizer.step()  # two moments of every value, and a float32 that counts the steps of each parameter
+    assert held_memory(model, optimizer, CPU) == held(20 * 4, 20 * 4, 2 * 20 * 4 + 2 * 4)
+    optimizer.zero_grad()
+    assert held_memory(model, optimizer, CPU) == held(20 * 4, 0, 2 * 20 * 4 + 2 * 4)
+
+
+def test_tied_parameters_count_once_and_other_precisions_by_their_size():
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7, bias=False)}).bfloat16()
+    model["head"].weight = model["embed"].weight
+    assert held_memory(model, torch.optim.AdamW(model.parameters()), CPU)["parameters"] == 7 * 3 * 2
+
+
+def test_what_lies_on_another_device_does_not_count():
+    assert bytes_on(CPU, [torch.empty(4), torch.empty(4, device="meta"), None]) == 16
+
+
+def test_the_rest_of_the_allocated_memory_is_activations(monkeypatch):
+    monkeypatch.setattr("titanlite.loop.memory.bytes_on", lambda device, tensors: GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12 * GIB)
+    rest = {"activations and all else": 7 * GIB, "reserved but unused": 2 * GIB}
+    assert held_memory(*small_model(), torch.device("cuda")) == held(GIB, GIB, GIB) | rest
+
+
+AC, BATCH, SHARD = "activation_checkpoint.mode", "training.local_batch_size", "parallelism.data_parallel_shard_degree"
+NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true"
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, [f'{AC} = "selective"', f"{BATCH} = 4 with training.global_batch_size = 16", NARROW, OFFLOAD]),
+        ({"activation_checkpoint": {"mode": "selective"}}, [f'{AC} = "full"', BATCH, NARROW, SHARD]),
+        (
+            {"activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}},
+            [f'{AC} = "full"', BATCH, NARROW, SHARD],
+        ),
+        ({"activation_checkpoint": {"mode": "full"}}, [BATCH, NARROW, SHARD]),
+        ({"training": {"local_batch_size": 9}}, [AC, f"{BATCH} = 3 ", NARROW, SHARD]),
+        ({"training": {"local_batch_size": 1}}, [AC, NARROW, SHARD]),
+        ({"training": {"local_batch_size": 1, "dtype": "bfloat16"}}, [AC, SHARD]),
+        ({"training": {"local_batch_size": 1, "mixed_precision_param": "float32"}}, [AC, SHARD]),
+        ({"lora": {"enable": True}}, [AC, BATCH, SHARD]),
+        (
+            {"parallelism": {"data_parallel_replicate_degree": 2}},
+            [AC, BATCH, NARROW, "or with a smaller data_parallel_replicate_degree"],
+        ),
+        (
+            {"parallelism": {"reduce_every_microbatch": False}},
+            [AC, BATCH, "parallelism.reduce_every_microbatch = true", NARROW, SHARD],
+        ),
+    ],
+)
+def test_remedies_name_only_what_is_not_in_use_yet(sections, expected):
+    found = remedies(configuration(**sections), global_batch=16)
+    assert len(found) == len(expected), found
+    assert [part for part, line in zip(expected, found, strict=True) if part not in line] == []
+
+
+def test_before_the_first_step_only_what_makes_the_state_smaller_helps():
+    first, second = remedies(configuration(), 16, training=False)
+    assert NARROW in first and SHARD in second
+
+
+def test_cpu_offload_is_not_proposed_twice():
+    (*_, last) = remedies(configuration(parallelism={"cpu_offload": True}), global_batch=16)
+    assert SHARD in last and "cpu_offload" not in last
+
+
+@pytest.mark.parametrize("local", [2, 3, 8, 15, 49])
+def test_the_smaller_batch_that_is_proposed_divides_the_same_global_batch(local):
+    line = next(line for line in remedies(configuration(training={"local_batch_size": local}), 6 * local) if BATCH in line)
+    smaller = int(line.split(" with ")[0].split(" = ")[1])
+    assert 1 <= smaller < local and (6 * local) % (6 * smaller) == 0
+
+
+@pytest.fixture
+def memory(monkeypatch) -> Memory:
+    """That of rank 3 of 8 before its model is built, on a GPU of 80 GiB that tensors on a CPU stand for."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(stacks, "_position", stacks._position)
+    monkeypatch.setattr(sys, "argv", ["titanlite train", "run.toml", "--job.description", "two words"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB // 2, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 78 * GIB)
+    return Memory(configuration(), torch.device("cuda", 3), 16)
+
+
+ERRORS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 GiB. GPU 3 has a total capacity of ..."),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    ),
+    RuntimeError("CUDA error: out of memory"),
+    OSError(12, "Cannot allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("phase", [(0, "building the model"), (7, "saving")])
+def test_memory_that_runs_out_in_any_phase_of_the_loop_is_explained(memory, error, phase):
+    with pytest.raises(OutOfMemory) as raised, Clock(0.0, memory.explained).phase(*phase):
+        raise error
+    where = "starting, building the model" if phase[0] == 0 else "step 7, saving"
+    assert str(raised.value).startswith(f"rank 3, {where}: out of memory")
+
+
+def test_the_message_has_phase_rank_sizes_remedies_and_the_command_that_predicts(memory):
+    clock = Clock(0.0, memory.explained)
+    with pytest.raises(OutOfMemory) as raised, clock.phase(0, "building the model"):
+        raise ERRORS[0]
+    assert str(raised.value).splitlines() == [
+        "rank 3, starting, building the model: out of memory, 20.50 GiB more were requested",
+        "  held by this rank: all tensors so far 70.00 GiB, reserved but unused 8.00 GiB",
+        "  cuda:3 has 80.00 GiB, of which 1.50 GiB are free",
+        "  remedies, the cheapest first:",
+        *(f"  {number}. {line}" for number, line in enumerate(remedies(memory.config, 16, training=False), 1)),
+        "  a prediction: titanlite estimate run.toml --job.description 'two words' --ranks 8 --device-memory-gib 80",
+    ]
+    memory.model, memory.optimizer = small_model()
+    with pytest.raises(OutOfMemory) as raised, clock.phase(12, "forward and backward"):
+        raise ERRORS[0]
+    text = str(raised.value)
+    assert "rank 3, step 12, forward and backward: out of memory" in text
+    assert "parameters 0.00 GiB, gradients 0.00 GiB, optimizer state 0.00 GiB, activations and all else 70.00 GiB" in text
+    assert all(f"{number}. {line}" in text for number, line in enumerate(remedies(memory.config, 16), 1))
+
+
+def test_an_allocator_of_the_cpu_that_has_no_memory_is_explained_too():
+    with (
+        pytest.raises(OutOfMemory, match=f"{2**50} bytes more were requested") as raised,
+        Memory(configuration(), CPU, 16).explained(),
+    ):
+        torch.empty(2**50, dtype=torch.uint8)
+    assert "held by this rank: no model yet" in str(raised.value) and "the machine has " in str(raised.value)
+
+
+def test_other_errors_pass_as_they_are(memory):
+    for error in (RuntimeError("something else"), ValueError("out of memory"), OSError(2, "No such file")):
+        with pytest.raises(type(error)) as raised, memory.explained():
+            raise error
+        assert raised.value is error

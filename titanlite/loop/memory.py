@@ -1,0 +1,142 @@
+"""The message when memory runs out, in any phase of a run: where, what holds the memory, and what helps."""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.launch import process, stacks
+from titanlite.transforms.shards import local_part
+
+GIB = 2**30
+
+
+class OutOfMemory(UserError):
+    """The memory of a GPU, or of the machine, ran out."""
+
+
+class Memory:
+    """The memory of this rank: what holds it, once the loop has set `model` and `optimizer`."""
+
+    def __init__(self, config: Config, device: torch.device, global_batch: int):
+        self.config, self.device, self.global_batch = config, device, global_batch
+        self.model: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises OutOfMemory, whose text says where and what helps, in place of the errors of allocators."""
+        try:
+            yield
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not ran_out(error):
+                raise
+            raise OutOfMemory(self._text(str(error))) from None
+
+    def _text(self, error: str) -> str:
+        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", error)
+        held = held_memory(self.model, self.optimizer, self.device)
+        total, free = capacity(self.device)
+        ranks, training = process.rank_and_world()[1], self.model is not None
+        where = "the machine" if self.device.type == "cpu" else str(self.device)
+        lines = [
+            f"{stacks.position()}: out of memory" + (f", {requested[1]} more were requested" if requested else ""),
+            "held by this rank: "
+            + (", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in held.items()) or "no model yet"),
+            f"{where} has {total / GIB:.2f} GiB, of which {free / GIB:.2f} GiB are free",
+            "remedies, the cheapest first:",
+            *(f"{number}. {way}" for number, way in enumerate(remedies(self.config, self.global_batch, training), 1)),
+            f"a prediction: titanlite estimate {shlex.join(sys.argv[1:])} --ranks {ranks} --device-memory-gib {total // GIB}",
+        ]
+        return "\n  ".join(lines)
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether an allocator of PyTorch, CUDA, NCCL or Python had no memory left."""
+    known = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error).lower() for words in known)
+
+
+def capacity(device: torch.device) -> tuple[int, int]:
+    """(bytes of a GPU, or those of the machine that this process may use; how many are free)."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free
+    return machine_memory(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def machine_memory() -> int:
+    """Bytes of the machine's memory, or of the part that a container gives to this process."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no control group, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def bytes_on(device: torch.device, tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of tensors on a device; of a DTensor, its local shard."""
+    local = [local_part(t) for t in tensors if t is not None]
+    return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
+
+
+def held_memory(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, device: torch.device) -> dict[str, int]:
+    """What holds the memory of `device` -> bytes. What cpu_offload has moved off the device does not count.
+
+    model, optimizer: None before they are built.
+    """
+    held: dict[str, int] = {}
+    if model is not None and optimizer is not None:
+        state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        held = {
+            "parameters": bytes_on(device, model.parameters()),
+            "gradients": bytes_on(device, (p.grad for p in model.parameters())),
+            "optimizer state": bytes_on(device, state),
+        }
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        held["activations and all else" if held else "all tensors so far"] = max(0, allocated - sum(held.values()))
+        held["reserved but unused"] = max(0, torch.cuda.memory_reserved(device) - allocated)
+    return held
+
+
+def remedies(config: Config, global_batch: int, training: bool = True) -> list[str]:
+    """Ways to save memory that are not in use yet, the cheapest first. global_batch: sequences of a step over all ranks.
+
+    training: False before the first step, where nothing is held for a backward pass yet.
+    """
+    ways = []
+    mode, local, parallelism = config.activation_checkpoint.mode, config.training.local_batch_size, config.parallelism
+    if training and mode != "full":
+        stronger = "selective" if mode == "none" else "full"
+        ways.append(f'activation_checkpoint.mode = "{stronger}": a part of the forward pass is computed twice')
+    if training and local > 1:
+        smaller = local // next(n for n in range(2, local + 1) if local % n == 0)
+        ways.append(
+            f"training.local_batch_size = {smaller} with training.global_batch_size = {global_batch}: "
+            "more microbatches a step, the same mathematics"
+        )
+    if training and not parallelism.reduce_every_microbatch:
+        ways.append("parallelism.reduce_every_microbatch = true: sharded gradients between microbatches, more communication")
+    if narrower(config) is not None:
+        ways.append('training.dtype = "bfloat16": half of the bytes of parameters, gradients and moments')
+    shard = "a larger parallelism.data_parallel_shard_degree, on more GPUs"
+    if parallelism.data_parallel_replicate_degree > 1:
+        shard += " or with a smaller data_parallel_replicate_degree"
+    ways.append(shard + ("" if parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"))
+    return ways
+
+
+def narrower(config: Config) -> Config | None:
+    """The configuration with bfloat16 parameters, where it has not and could have them."""
+    training = config.training
+    if training.dtype == "bfloat16" or training.mixed_precision_param != "bfloat16" or config.lora.enable:
+        return None
+    return config.model_copy(update={"training": training.model_copy(update={"dtype": "bfloat16"})})
