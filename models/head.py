@@ -1,7 +1,7 @@
 """The output head and its loss: final norm, output projection, and a cross entropy that never holds all logits at once."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,17 @@ class Sizes(NamedTuple):
     """The largest temporary tensors of the head, in elements."""
 
     logits: int  # the logits of one chunk
-    product: int  # one product added to the weight's gradient, where the products are not float32
+    # One 16-bit product that is added to the float32 gradient of the weight. None: the product itself adds to it, without
+    # rounding in between, which only CUDA offers.
+    product: int | None
 
 
 SIZES = {
     # Larger chunks are slightly faster, but use proportionally more memory (benchmarks/NOTES.md).
     "cpu": Sizes(logits=2**26, product=2**23),
-    # Not measured. Each chunk reads and writes the weight's gradient: for 8B, as long as the products of 250 tokens.
-    "cuda": Sizes(logits=2**28, product=2**62),
+    # Not measured yet (benchmarks/head_chunks.py). Each chunk reads and writes the weight's gradient: for 8B, as long as the
+    # products of 250 tokens. PyTorch for CUDA adds 16-bit products to a float32 matrix since 2.10 (its pull request 167931).
+    "cuda": Sizes(logits=2**28, product=None),
 }
 
 
@@ -133,7 +136,7 @@ class _Options(NamedTuple):
     first: int  # this rank's first row of the vocabulary
     group: dist.ProcessGroup | None  # the ranks that the vocabulary is split over
     chunk: int  # tokens per chunk
-    product: int  # as in Sizes
+    product: int | None  # as in Sizes
     softcap: float | None
     z_loss: float
     scale: Tensor | None  # of the gradients that the forward pass computes
@@ -216,16 +219,20 @@ class _WeightGradient:
     def __init__(self, weight: Tensor, options: _Options):
         self.total = torch.empty_like(weight, dtype=torch.float32)
         self._accumulate, self._begun = options.kernels.accumulate, False
-        # few enough rows at a time that the product is still in the CPU's cache when it is added
-        self._rows = min(len(weight), max(1, options.product // weight.shape[1]))
-        self._product = weight.new_empty(self._rows, weight.shape[1]) if weight.dtype != torch.float32 else None
+        self._product: Tensor | None = None
+        self._wide: dict[str, Any] = {} if weight.dtype == torch.float32 else {"out_dtype": torch.float32}
+        if weight.dtype != torch.float32 and options.product is not None:
+            # few enough rows at a time that the product is still in the CPU's cache when it is added
+            rows = min(len(weight), max(1, options.product // weight.shape[1]))
+            self._product = weight.new_empty(rows, weight.shape[1])
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """gradient: (chunk, rows), of the logits. hidden: (chunk, dim)."""
         if self._product is None:
-            torch.addmm(self.total, gradient.T, hidden, beta=int(self._begun), out=self.total)
+            torch.addmm(self.total, gradient.T, hidden, **self._wide, beta=int(self._begun), out=self.total)
         else:
-            for part, total in zip(gradient.T.split(self._rows), self.total.split(self._rows), strict=True):
+            rows = len(self._product)
+            for part, total in zip(gradient.T.split(rows), self.total.split(rows), strict=True):
                 product = torch.mm(part, hidden, out=self._product[: len(part)])
                 if self._begun:
                     self._accumulate(total, product)

@@ -1,16 +1,18 @@
 """The output head: its chunked loss is the plain cross entropy, gradients included, and never holds all logits at once."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.blocks import RMSNorm
-from models.head import IGNORE, Head, Sizes, chunk_of
+from models.head import IGNORE, SIZES, Head, Sizes, _WeightGradient, chunk_of
 
 _BATCH, _SEQ, _DIM, _VOCABULARY, _EPS = 3, 10, 16, 72, 1e-5
 _TOKENS = _BATCH * _SEQ
@@ -234,6 +236,58 @@ def test_a_float32_weight_under_bfloat16_gets_a_gradient_that_is_not_rounded_to_
     assert gradient.dtype == torch.float32
     assert not torch.equal(gradient, gradient.bfloat16().float()) or chunk == _TOKENS  # one chunk's product is bfloat16
     _assert_equal((hidden.sum(), [gradient]), (hidden.sum().double(), [_reference(head, hidden, labels)[1][1]]), 0.02)
+
+
+@pytest.fixture
+def products_in_float32() -> Iterator[None]:
+    """What CUDA computes, on the CPU: products of 16-bit matrices add to a float32 matrix without rounding in between."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+        assert out_dtype == total.dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16 and alpha == 1
+        return out.copy_(torch.addmm(total, a.float(), b.float(), beta=beta))
+
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("chunk", [7, 30])
+def test_products_that_accumulate_in_float32_lose_nothing_to_rounding(products_in_float32, chunk):
+    def error(product: int | None) -> float:
+        """Of the weight's gradient, relative to the same 16-bit gradients of the logits multiplied in float64."""
+        head, (hidden, labels) = _head(chunk), _inputs()
+        head.sizes = Sizes(chunk * _VOCABULARY, product)
+        half = hidden.detach().bfloat16().requires_grad_()
+        exact = torch.zeros(_VOCABULARY, _DIM, dtype=torch.float64)
+        add = _WeightGradient.add
+
+        def adding(total: _WeightGradient, gradient: Tensor, normed: Tensor) -> None:
+            exact.add_(gradient.double().T @ normed.double())
+            add(total, gradient, normed)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_WeightGradient, "add", adding)
+            head.norm.bfloat16()
+            head(half, labels).backward()
+        return ((head.output.weight.grad.double() - exact).norm() / exact.norm()).item()
+
+    assert error(None) < 1e-6
+    assert error(5 * _DIM) > 1e-4
+
+
+def test_without_products_in_float32_the_head_of_a_gpu_would_hold_another_gradient():
+    """One product as large as the weight, in 16 bits: 1 GiB for Llama 8B. The estimate for a GPU leaves it out too."""
+    made = {}
+    for device in ("cpu", "cuda"):
+        head, (hidden, labels) = _head(), _inputs()
+        head.norm.bfloat16()
+        head.sizes, half = SIZES[device], hidden.detach().bfloat16().requires_grad_()
+        with FakeTensorMode(allow_non_fake_inputs=True), _Operations() as operations:
+            head(half, labels)
+        made[device] = [name for name, _ in operations.seen if "mm" in name]
+    assert made["cpu"] == ["aten::mm.out"] * 3
+    assert made["cuda"] == ["aten::mm.out"] * 2 + ["aten::addmm.dtype_out"]
 
 
 @pytest.mark.parametrize("most, size", [(7, 6), (10, 10), (29, 15), (30, 30), (1, 1), (1000, 30)])

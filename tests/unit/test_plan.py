@@ -88,6 +88,11 @@ def test_flops_are_those_of_the_family_and_recomputation_adds_a_forward_pass():
     assert predict(again, 1).work.flops == flops + scores + layers - last
 
 
+def test_the_loss_of_a_gpu_has_other_products_than_a_cpus_and_the_same_flops():
+    config = Case({}, training={"mixed_precision_param": "bfloat16"}).config()
+    assert predict(config, 1, "cuda").work.flops == predict(config, 1, "cpu").work.flops > 0
+
+
 def test_the_loss_of_a_split_vocabulary_is_combined_chunk_by_chunk():
     """Of 256 tokens in chunks of at most 100, which are equal and so of 64."""
     traffic = predicted(Case(TP, name="tests.tiny_chunked")).work.traffic

@@ -148,6 +148,8 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int) -> i
 # The CPU's attention kernel, which PyTorch's table lacks: two products forward; backward the scores again and four gradients.
 _FORMULAS = {
     **flop_registry,
+    # PyTorch's own fails for the dtype of the result, which the head gives
+    torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: _attention_flops(q, k, 2),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
 }
