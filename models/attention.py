@@ -159,6 +159,8 @@ def attend(
     if isinstance(mask, BlockMask):
         mask = _dense(mask)
     if softcap is None:
+        if backend is None and gqa and mask is not None and q.is_cuda:
+            return _attend_by_groups(q, k, v, mask, scale)
         if backend is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
         if gqa and backend == SDPBackend.EFFICIENT_ATTENTION:  # it has no grouped-query attention
@@ -171,6 +173,17 @@ def attend(
     if mask is None:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).type_as(q) @ v
+
+
+def _attend_by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """Grouped queries under a dense mask: the queries of all heads that share keys are more queries of one head.
+
+    CUDA's kernels that take a dense mask know no grouped queries, so PyTorch would repeat keys and values and hold all scores.
+    """
+    groups = q.shape[1] // k.shape[1]
+    rows = q.unflatten(1, (-1, groups)).flatten(2, 3)  # (batch, kv heads, groups x queries, head_dim)
+    result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1), scale=scale)
+    return result.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 def _attend_by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:

@@ -162,6 +162,17 @@ def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, mas
     assert given == [(8, False)]
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_under_a_dense_mask_a_gpu_takes_the_queries_of_a_group_for_rows_of_one_head(queries):
+    """So its fused kernel for masks, which knows no groups, gets keys and values as they are."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 8, dtype=torch.float64) for heads, length in ((8, queries), (2, 32), (2, 32)))
+    positions = torch.tensor([3, 20])[:, None] + torch.arange(queries)  # two prompts of different lengths in one cache
+    mask = (torch.arange(32) <= positions[..., None])[:, None]
+    expected = attend(q, k, v, mask, 0.3, None, SDPBackend.MATH)
+    torch.testing.assert_close(their._attend_by_groups(q, k, v, mask, 0.3), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_forced_kernel_reads_flex_attentions_mask_as_the_dense_one(window):
     documents = torch.stack([torch.repeat_interleave(row) for row in LENGTHS])
