@@ -3,6 +3,8 @@
 import statistics
 from typing import Any, NamedTuple
 
+from models import llama3
+
 OURS = "titanlite"
 _STATE_BYTES = {"bfloat16": 16, "float32": 16, "bfloat16-pure": 8}  # a parameter, its gradient and its two moments
 
@@ -28,6 +30,22 @@ class Figures(NamedTuple):
 def state_bytes(parameters: int, precision: str) -> int:
     """Bytes of parameters, gradients and AdamW's moments."""
     return parameters * _STATE_BYTES[precision]
+
+
+def least_bytes(c: llama3.Config, precision: str, tokens: int, recompute: bool, float32_logits: bool) -> int:
+    """A lower bound of the bytes that a peer needs on a GPU; tokens: of one pass.
+
+    State, autocast's copies of the weights, what the matrix products of each block (or of one, when blocks are recomputed)
+    keep for the backward pass, and the logits with their gradients.
+    """
+    width = 4 if precision == "float32" else 2
+    parameters = c.n_layers * (2 * c.dim * (c.n_heads + c.n_kv_heads) * c.head_dim + 3 * c.dim * c.ffn_dim)
+    parameters += c.vocab_size * c.dim * (1 if c.tied_embeddings else 2)
+    copies = 2 * parameters if precision == "bfloat16" else 0
+    block = 2 * c.dim + 2 * (c.n_heads + c.n_kv_heads) * c.head_dim + 2 * c.ffn_dim
+    kept = c.n_layers * c.dim + block if recompute else c.n_layers * block
+    logits = 2 * c.vocab_size * (4 if float32_logits else width)
+    return state_bytes(parameters, precision) + copies + tokens * (width * kept + logits)
 
 
 def figures(result: dict[str, Any]) -> dict[str, Figures]:

@@ -136,6 +136,8 @@ def base_environment(allocator: dict[str, str], given: dict[str, str]) -> dict[s
     """
     prefixes = (
         "MALLOC_",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
         "OMP_",
         "KMP_",
         "GOMP_",

@@ -30,22 +30,23 @@ import torch
 
 from benchmarks.allocators import ALLOCATORS, environment
 from benchmarks.contestants import CONTESTANTS, MATMUL, Contestant
-from benchmarks.contestants.job import WEIGHTS, Job, Unfit
+from benchmarks.contestants.job import CONFIG, Job, Unfit
 from benchmarks.contestants.matmul import flops as matmul_flops
 from benchmarks.contestants.titanlite import config_of
-from benchmarks.figures import OURS, aligned, disagreements, table
+from benchmarks.figures import OURS, aligned, disagreements, least_bytes, table
 from benchmarks.processes import ROOT, Left, Process, base_environment, missing_packages, python_of
 from models import llama3
 from titanlite.errors import UserError
-from titanlite.hf.export import Item, write_file
 from titanlite.loop.metrics import peak_flops_of
-from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, every_layer
+from titanlite.transforms.registry import Family
 
 # The largest relative difference between the first losses of two contestants. In float32 only the order of sums differs. In
 # bfloat16 every matrix product rounds to 3 digits, and contestants differ in what else they store in it: autocast keeps the
 # residual path in float32, titanlite does not.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-3, "bfloat16-pure": 2e-3}
+
+
+PEERS = "plain,plain-compiled,hf,torchtitan,litgpt,fabric"  # of --peers
 
 
 class Fault(Exception):
@@ -63,8 +64,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add(
         "--peers",
-        default="plain,plain-compiled,hf,torchtitan,litgpt,fabric",
-        help=f"contestants beside titanlite, of {', '.join(CONTESTANTS)}; those that are not installed are left out",
+        help=f"contestants beside titanlite, of {', '.join(CONTESTANTS)}; those that are not installed are left out; "
+        f"default: {PEERS}, on CUDA without those that its memory cannot hold",
     )
     add(
         "--model",
@@ -104,8 +105,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add(
         "--allocator",
         choices=list(ALLOCATORS),
-        default="default",
-        help="allocator of every contestant, from benchmarks/allocators.py",
+        help="allocator of every contestant, from benchmarks/allocators.py; default: on CUDA expandable, on a CPU default",
     )
     add(
         "--env",
@@ -128,6 +128,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
+    args.allocator = args.allocator or {"cpu": "default", "cuda": "expandable"}[args.device]
     return args
 
 
@@ -154,9 +155,10 @@ def dimensions(model: str, vocab: int | None) -> llama3.Config:
     return replace(base, **found)
 
 
-def line_up(args: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]], dict[str, str]]:
+def line_up(args: argparse.Namespace, config: llama3.Config) -> tuple[dict[str, tuple[Contestant, int]], dict[str, str]]:
     """The contestants, name -> contestant and its number of ranks; and those left out, name -> reason."""
-    chosen = [OURS, *(name for name in args.peers.split(",") if name not in ("", OURS))]
+    peers = PEERS if args.peers is None else args.peers
+    chosen = [OURS, *(name for name in peers.split(",") if name not in ("", OURS))]
     if unknown := [name for name in chosen if name not in CONTESTANTS]:
         raise Fault(f"--peers {unknown[0]}: there are {', '.join(CONTESTANTS)}")
     pythons, found, left_out = pairs(args.python, "--python"), {}, {}
@@ -167,6 +169,12 @@ def line_up(args: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
             left_out[name] = f"not installed: {', '.join(missing)}"
             continue
         ours = contestant.module == "titanlite"
+        if args.peers is None and args.device == "cuda" and not ours:
+            facts = args.precision, args.batch * args.seq, args.recompute == "full", contestant.float32_logits
+            least, there = least_bytes(config, *facts), torch.cuda.get_device_properties(0).total_memory
+            if least > there:
+                left_out[name] = f"needs {least / 1e9:.0f} GB or more, of {there / 1e9:.0f}; --peers {name} tries it"
+                continue
         if ours:
             contestant = contestant._replace(keys=contestant.keys | {"options": common})
         found[name] = contestant, args.ranks if ours and not contestant.keys.get("fsdp") else 1
@@ -184,28 +192,15 @@ def line_up(args: argparse.Namespace) -> tuple[dict[str, tuple[Contestant, int]]
 # --------------------------------------------------------------------------------------------------------------- the work
 
 
-def write_model(folder: Path, config: llama3.Config, seed: int, device: str, dtype: torch.dtype = torch.float32) -> int:
-    """Writes titanlite's initial weights in Hugging Face's format, one tensor at a time; -> the number of parameters."""
-    family = Family(llama3, config)
-    model = family.on_meta()
-    distributions, faults = match_initial(model, family)
-    assert not faults, faults
-    named = dict(model.named_parameters())
-
-    def initial(name: str) -> torch.Tensor:
-        tensor = torch.empty(named[name].shape, device=device)
-        fill(tensor, name, distributions[name], seed)
-        return tensor.to("cpu", dtype)
-
-    theirs = {name: llama3.HF[every_layer(name).replace("*", "{i}")] for name in named}
-    numbers = {name: name.split(".")[1] for name in named}
-    items = [Item(name, theirs[name].replace("{i}", numbers[name]), tuple(named[name].shape), dtype) for name in named]
-    write_file(folder / WEIGHTS, items, initial)
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the contestants need all of it
+def write_config(folder: Path, config: llama3.Config, dtype: torch.dtype) -> None:
+    """Writes the dimensions in Hugging Face's format."""
     description = llama3.to_hf(config) | {"torch_dtype": str(dtype).removeprefix("torch."), "max_position_embeddings": 131_072}
-    (folder / "config.json").write_text(json.dumps(description, indent=2), encoding="utf-8")
-    return sum(tensor.numel() for tensor in named.values())
+    (folder / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
+
+
+def parameters_of(config: llama3.Config) -> int:
+    """The number of parameters."""
+    return sum(tensor.numel() for tensor in Family(llama3, config).on_meta().parameters())
 
 
 def training_flops(config: llama3.Config, seq: int) -> dict[str, float]:
@@ -365,10 +360,10 @@ class Session:
 
 def measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """The whole run -> its result. Raises Fault."""
-    chosen, left_out = line_up(args)
+    config = dimensions(args.model, args.vocab)
+    chosen, left_out = line_up(args, config)
     for name, reason in left_out.items():
         say(f"{name}: left out: {reason}")
-    config = dimensions(args.model, args.vocab)
     folder = Path(tempfile.mkdtemp(prefix="throughput-"))
     try:
         taken = {
@@ -376,7 +371,7 @@ def measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             for name in ("device", "precision", "batch", "seq", "accumulate", "threads", "recompute", "lr", "seed")
         }
         job = Job(module="", folder=str(folder), **taken)
-        parameters = write_model(folder, config, args.seed, args.device, job.dtype)
+        write_config(folder, config, job.dtype)
         session = Session(args, folder, job, chosen)
         for titanlite in [job for job in session.jobs.values() if job.module == "titanlite"]:
             config_of(titanlite)  # reports a wrong option before anything starts
@@ -405,7 +400,7 @@ def measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "hardware": hardware(args.device),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "environment": {"allocator": args.allocator, "variables": session.allocator | pairs(args.env, "--env")},
-        "job": taken | {"model": asdict(config), "parameters": parameters},
+        "job": taken | {"model": asdict(config), "parameters": parameters_of(config)},
         "tolerance": TOLERANCE[args.precision],
         "one_at_a_time": session.apart,
         "rounds": rounds,

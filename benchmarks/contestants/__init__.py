@@ -14,6 +14,7 @@ class Contestant(NamedTuple):
     module: str  # the file in this folder
     packages: tuple[str, ...] = ()  # required besides titanlite's own; if one is missing, the contestant is left out
     compiled: bool = True
+    float32_logits: bool = False  # whether it stores all logits in float32
     keys: dict[str, Any] = {}  # noqa: RUF012  its file reads them as job.keys
 
 
@@ -22,15 +23,15 @@ CONTESTANTS: dict[str, Contestant] = {
     "titanlite": Contestant("titanlite"),
     "titanlite-eager": Contestant("titanlite", compiled=False),
     "titanlite-fsdp": Contestant("titanlite", keys={"fsdp": True}),
-    "plain": Contestant("plain", compiled=False),
+    "plain": Contestant("plain", compiled=False, float32_logits=True),
     "plain-compiled": Contestant("plain"),
     "hf": Contestant("hf", ("transformers", "accelerate")),
-    "hf-eager": Contestant("hf", ("transformers", "accelerate"), compiled=False),
+    "hf-eager": Contestant("hf", ("transformers", "accelerate"), compiled=False, float32_logits=True),
     "torchtitan": Contestant("torchtitan", ("torchtitan",)),
     "torchtitan-eager": Contestant("torchtitan", ("torchtitan",), compiled=False),
     "litgpt": Contestant("litgpt", ("litgpt", "lightning")),
     "litgpt-eager": Contestant("litgpt", ("litgpt", "lightning"), compiled=False),
     "fabric": Contestant("fabric", ("lightning",)),
-    "fabric-eager": Contestant("fabric", ("lightning",), compiled=False),
+    "fabric-eager": Contestant("fabric", ("lightning",), compiled=False, float32_logits=True),
 }
 MATMUL = Contestant("matmul", compiled=False)  # part of every run: a large product, the reference for all speeds

@@ -9,10 +9,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 
+import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.contestants.job import Job
+from benchmarks.contestants.job import Job, load
 
 _FOREVER = 1_000_000  # steps
 
@@ -53,8 +54,11 @@ class _Trainer(transformers.Trainer):
 
 def build(job: Job) -> Callable[[Tensor], Tensor]:
     amp = job.amp
-    model = transformers.LlamaForCausalLM.from_pretrained(job.folder, dtype=job.dtype, attn_implementation="sdpa")
-    model.config.use_cache = False  # of keys and values, for generation; with recomputation it causes a warning
+    # without a cache of keys and values, which is for generation; with recomputation it causes a warning
+    config = transformers.LlamaConfig.from_pretrained(job.folder, use_cache=False)
+    with torch.device(job.device):  # a GPU makes its own initial values, which `load` replaces, in no time
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=job.dtype, attn_implementation="sdpa")
+    load(model, job.weights())
     arguments = transformers.TrainingArguments(
         output_dir=f"{job.folder}/trainer",
         max_steps=_FOREVER,

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from models import llama3
+from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.registry import Family, every_layer
 
-WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 
 
 class Unfit(Exception):
@@ -24,7 +25,7 @@ class Job:
     """One contestant's work."""
 
     module: str  # its file in this folder
-    folder: str  # the initial weights in Hugging Face's format: model.safetensors in `dtype`, and config.json
+    folder: str  # of config.json, the dimensions in Hugging Face's format, and of what contestants write
     device: str = "cpu"  # or "cuda"
     precision: str = "bfloat16"  # float32 master weights; "float32"; "bfloat16-pure": parameters and moments too
     batch: int = 8  # sequences in one forward and backward pass
@@ -51,7 +52,7 @@ class Job:
 
     def description(self) -> dict[str, Any]:
         """config.json."""
-        return json.loads((Path(self.folder) / "config.json").read_text(encoding="utf-8"))
+        return json.loads((Path(self.folder) / CONFIG).read_text(encoding="utf-8"))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,10 +81,19 @@ class Job:
         return (size**uniform).long().clamp_(max=size) - 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The initial weights by Hugging Face's names, one at a time, in `dtype` on the CPU."""
-        with safe_open(Path(self.folder) / WEIGHTS, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  not a dictionary
-                yield name, file.get_tensor(name)
+        """titanlite's initial weights by Hugging Face's names, one at a time, in `dtype` on the device.
+
+        They are computed: in a file, those of 8B would be 32 GB to write, and to read at the start of every turn.
+        """
+        family = Family(llama3, self.model)
+        model = family.on_meta()
+        distributions, faults = match_initial(model, family)
+        assert not faults, faults
+        for name, parameter in model.named_parameters():
+            tensor = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
+            fill(tensor, name, distributions[name], self.seed)
+            theirs = llama3.HF[every_layer(name).replace("*", "{i}")]
+            yield theirs.replace("{i}", name.split(".")[1]), tensor
 
     def decay_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """AdamW's groups: matrices are decayed, norms are not."""

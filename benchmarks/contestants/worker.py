@@ -1,7 +1,7 @@
 """One contestant's process: reads a job and then commands, one JSON object per line, and answers each with one.
 
-It imports nothing of titanlite that needs a package outside of a peer's environment. Only its answers go to standard output;
-the output of libraries goes to standard error.
+Of titanlite it imports only what needs PyTorch and pydantic, for a peer's own environment. Only its answers go to standard
+output; the output of libraries goes to standard error.
 """
 
 import gc
@@ -40,7 +40,7 @@ def main() -> None:
         step = module.build(job)
         gc.collect()
         answer(did="build", memory=memory(job.device), recomputed=_recomputed(module, job))
-        forget_peak(job.device)  # reading the weights belongs to the benchmark, not to the contestant
+        forget_peak(job.device)  # making the weights belongs to the benchmark, not to the contestant
         for line in sys.stdin:
             command = json.loads(line)
             answer(did="run", **run(job, step, command["first"], command["steps"]), memory=memory(job.device))
@@ -84,6 +84,7 @@ def forget_peak(device: str) -> None:
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")  # proc(5): resets VmHWM to VmRSS
     if device == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -16,14 +16,15 @@ from benchmarks.allocators import ALLOCATORS, environment
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.contestants.job import Job, interleaved
 from benchmarks.contestants.titanlite import recomputed
-from benchmarks.figures import aligned, disagreements, figures, markdown, state_bytes, table
+from benchmarks.figures import aligned, disagreements, figures, least_bytes, markdown, state_bytes, table
 from benchmarks.processes import Left, Process, base_environment
-from benchmarks.throughput import Fault, Session, dimensions, line_up, parse, training_flops, write_model
+from benchmarks.throughput import Fault, Session, dimensions, line_up, parse, training_flops, write_config
 from models import llama3
 from models.blocks import apply_rope, rope_frequencies, rope_tables
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.registry import Family
 
+DEBUG = llama3.FLAVORS["debug"]
 TINY = "llama3:debug,dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=48"
 
 
@@ -148,11 +149,11 @@ def test_without_the_plain_loop_the_first_is_the_reference():
 
 
 def _job(folder, config: llama3.Config, **keys) -> Job:
-    write_model(folder, config, keys.get("seed", 0), "cpu")
+    write_config(folder, config, torch.float32)
     return Job(module="plain", folder=str(folder), **keys)
 
 
-def test_the_weights_are_those_that_titanlite_initialises(tmp_path):
+def test_the_weights_are_those_that_titanlite_initialises_and_no_file_holds_them(tmp_path):
     for number, config in enumerate([dimensions(TINY, 70), dimensions("llama3:1b,dim=32,n_layers=1,ffn_dim=8", 50)]):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -163,6 +164,7 @@ def test_the_weights_are_those_that_titanlite_initialises(tmp_path):
         initialize(model, family, 3, torch.device("cpu"))
         expected, written = dict(model.named_parameters()), dict(job.weights())
         assert len(written) == len(expected)
+        assert [file.name for file in folder.iterdir()] == ["config.json"]
         for name, parameter in expected.items():
             place = name.split(".")[1]
             theirs = llama3.HF[name.replace(f".{place}.", ".{i}.") if place.isdecimal() else name].replace("{i}", place)
@@ -216,15 +218,40 @@ def test_a_model_that_is_none_is_refused_with_what_there_is(model):
 
 def test_peers_that_are_unknown_are_refused_and_missing_ones_left_out(monkeypatch):
     with pytest.raises(Fault, match="--peers plian: there are"):
-        line_up(parse(["--peers", "plain,plian"]))
+        line_up(parse(["--peers", "plain,plian"]), DEBUG)
     monkeypatch.setattr(throughput, "missing_packages", lambda _, packages: [name for name in packages if name == "accelerate"])
-    found, left_out = line_up(parse(["--peers", "plain,hf"]))
+    found, left_out = line_up(parse(["--peers", "plain,hf"]), DEBUG)
     assert list(found) == ["titanlite", "plain"] and left_out == {"hf": "not installed: accelerate"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "fit"),
+    [("bfloat16", ["titanlite"]), ("bfloat16-pure", ["titanlite", "plain", "plain-compiled", "hf"])],
+)
+def test_peers_that_a_gpu_cannot_hold_are_left_out_unless_they_are_named(monkeypatch, precision, fit):
+    monkeypatch.setattr(throughput, "missing_packages", lambda _, packages: set(packages) & {"torchtitan", "lightning"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=141 * 2**30))  # an H200
+    words = ["--device", "cuda", "--precision", precision, "--batch", "4", "--seq", "4096", "--recompute", "full"]
+    found, left_out = line_up(parse(words), llama3.FLAVORS["8b"])
+    assert list(found) == fit
+    if "plain" not in fit:
+        assert re.fullmatch(r"needs 1\d\d GB or more, of 151; --peers plain tries it", left_out["plain"])
+    assert "plain" in line_up(parse([*words, "--peers", "plain"]), llama3.FLAVORS["8b"])[0]
+
+
+def test_the_bytes_that_a_peer_needs_at_least_are_below_those_that_it_took():
+    result = json.loads((report._HERE / "results" / "throughput_cpu_128256_bfloat16.json").read_text(encoding="utf-8"))
+    config = dimensions("llama3:debug", 128256)
+    for name, found in figures(result).items():
+        if name != "titanlite":
+            least = least_bytes(config, "bfloat16", 8 * 256, False, CONTESTANTS[name].float32_logits)
+            assert 0.4 * found.net < least - state_bytes(result["job"]["parameters"], "bfloat16") < found.above_state
 
 
 def test_variants_add_their_options_and_ranks_to_those_of_titanlite():
     words = ["--peers", "plain", "--titanlite", "--optimizer.eps 1e-9", "--variant", "two=--ranks 2 --compile.enable false"]
-    found, _ = line_up(parse(words))
+    found, _ = line_up(parse(words), DEBUG)
     assert found["titanlite"][0].keys == {"options": ["--optimizer.eps", "1e-9"]} and found["titanlite"][1] == 1
     variant, ranks = found["titanlite:two"]
     assert ranks == 2 and variant.keys == {"options": ["--optimizer.eps", "1e-9", "--compile.enable", "false"]}
@@ -232,10 +259,11 @@ def test_variants_add_their_options_and_ranks_to_those_of_titanlite():
 
 def test_every_run_has_the_same_environment_but_for_what_is_asked(monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
     monkeypatch.setenv("LANG", "C")
     found = base_environment(environment("keep"), {"MALLOC_TOP_PAD_": "7"})
-    assert "MALLOC_ARENA_MAX" not in found and "TORCHINDUCTOR_FREEZING" not in found and found["LANG"] == "C"
+    assert not found.keys() & {"MALLOC_ARENA_MAX", "PYTORCH_ALLOC_CONF", "TORCHINDUCTOR_FREEZING"} and found["LANG"] == "C"
     assert found["MALLOC_TOP_PAD_"] == "7" and found.items() >= (ALLOCATORS["keep"] | {"MALLOC_TOP_PAD_": "7"}).items()
 
 
@@ -348,6 +376,10 @@ def test_an_interrupted_run_is_that_of_its_whole_rounds(whole):
             Session.take_turns(session)
 
 
-def test_what_the_launcher_sets_on_a_cpu_is_the_allocator_called_keep():
+def test_the_allocators_that_the_launcher_sets_are_keep_on_a_cpu_and_the_default_on_a_gpu(monkeypatch):
     text = (report._HERE.parent / "run_train.sh").read_text(encoding="utf-8")
     assert dict(re.findall(r"export (MALLOC_\w+)=\$\{\w+:-(\d+)\}", text)) == ALLOCATORS["keep"]
+    assert dict(re.findall(r"export (PYTORCH_ALLOC_CONF)=\$\{\w+:-(\S+)\}", text)) == ALLOCATORS["expandable"]
+    assert parse(["--device", "cpu"]).allocator == "default"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parse(["--device", "cuda"]).allocator == "expandable"
