@@ -142,11 +142,12 @@ def attend(
     softcap: float | None,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Attention of q (batch, heads, queries, head_dim) over k and v (batch, kv heads, keys, head_dim); returns q's shape.
+    """Attention of q (batch, heads, queries, head_dim) over k and v (batch, kv heads, keys, ...), which may differ in width.
 
-    mask: from `with_mask`; None: causal. scale: factor of the scores; None: 1 / sqrt(head_dim). softcap: a score s becomes
-    softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend: the only kernel that may run, one of
-    scaled_dot_product_attention's or TILES; None: PyTorch chooses, and FlexAttention runs where no other kernel is efficient.
+    Returns (batch, heads, queries, v's width). mask: from `with_mask`; None: causal. scale: factor of the scores; None:
+    1 / sqrt(head_dim). softcap: a score s becomes softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend:
+    the only kernel that may run, one of scaled_dot_product_attention's or TILES; None: PyTorch chooses, and FlexAttention runs
+    where no other kernel is efficient.
     """
     if backend == TILES:
         assert mask is None and softcap is None, "TILES computes causal attention without a softcap"
@@ -225,7 +226,43 @@ def _capped(softcap: float, causal: bool) -> Callable[..., Tensor]:
 # ------------------------------------------------------------------------------------------------------------ the module
 
 
-class Attention(nn.Module):
+class AttentionCore(nn.Module):
+    """The base of every attention module: masks, caches and kernels, without projections or positions.
+
+    n_heads, n_kv_heads: of the whole model. head_dim: of queries and keys. value_dim: of values and of the result; None:
+    head_dim. scale, softcap: see `attend`.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.scale, self.softcap = scale, softcap
+        # The `backend` of `attend` in training: (for plain causal attention, with a mask).
+        self.backends: tuple[Backend | None, Backend | None] = (None, None)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
+        """The only place for masks, caches and kernels. q, k: (batch, seq, heads, head_dim); v and the result: value_dim."""
+        assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
+            "Model.forward must build the mask of the documents: seq = with_mask(seq)"
+        )
+        causal, masked = self.backends
+        backend = causal if seq.mask is None else masked
+        if seq.cache is not None:
+            k, v, backend = *seq.cache.extend(self, k, v, seq.positions), None
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return attend(q, k, v, seq.mask, self.scale, self.softcap, backend).transpose(1, 2)
+
+
+class Attention(AttentionCore):
     """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
     qkv_bias: adds biases to queries, keys and values. scale, softcap: see `attend`.
@@ -241,10 +278,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
     ):
-        super().__init__()
-        self.head_dim, self.scale, self.softcap = head_dim, scale, softcap
-        # The `backend` of `attend` in training: (for plain causal attention, with a mask).
-        self.backends: tuple[Backend | None, Backend | None] = (None, None)
+        super().__init__(n_heads, n_kv_heads, head_dim, scale=scale, softcap=softcap)
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
@@ -262,15 +296,3 @@ class Attention(nn.Module):
     def split(self, x: Tensor) -> Tensor:
         # -1: under tensor parallelism, each rank has only its share of the heads
         return x.unflatten(-1, (-1, self.head_dim))
-
-    def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
-        """The only place for masks, caches and kernels. q, k, v: (batch, seq, heads, head_dim); returns q's shape."""
-        assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
-            "Model.forward must build the mask of the documents: seq = with_mask(seq)"
-        )
-        causal, masked = self.backends
-        backend = causal if seq.mask is None else masked
-        if seq.cache is not None:
-            k, v, backend = *seq.cache.extend(self, k, v, seq.positions), None
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return attend(q, k, v, seq.mask, self.scale, self.softcap, backend).transpose(1, 2)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention as their
-from models.attention import TILES, SeqInfo, attend, block_mask, dense_mask
+from models.attention import TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
@@ -294,8 +294,58 @@ def test_a_gpu_that_cannot_run_the_forced_kernel_refuses_it(monkeypatch):
 
 
 def test_a_model_with_attention_of_its_own_has_none_to_tell():
-    with pytest.raises(UserError, match=r"has no Attention of models/attention\.py"):
+    with pytest.raises(UserError, match=r"has no AttentionCore of models/attention\.py"):
         choose_attention(nn.Linear(1, 1), config_of("math"), CPU)
+
+
+def wide_core(value_dim: int = 6, **options: Any) -> tuple[AttentionCore, list[Tensor]]:
+    """A core of 4 heads of 8, 2 for keys and values, with values of another width, and its inputs."""
+    torch.manual_seed(0)
+    core = AttentionCore(4, 2, 8, value_dim, **options)
+    return core, [torch.randn(3, 16, heads, width) for heads, width in ((4, 8), (2, 8), (2, value_dim))]
+
+
+def expected_of(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention, written out."""
+    k, v = k.repeat_interleave(2, dim=2), v.repeat_interleave(2, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (core.scale or 8**-0.5)
+    if core.softcap is not None:
+        scores = core.softcap * torch.tanh(scores / core.softcap)
+    scores = scores.masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril(), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("backend", [None, TILES, SDPBackend.MATH])
+def test_a_core_has_no_projections_and_takes_values_of_another_width(options, backend):
+    core, inputs = wide_core(**options)
+    assert list(core.parameters()) == [] and not hasattr(core, "wq")
+    if backend is not None and "softcap" not in options:
+        core.backends = (backend, None)
+    torch.testing.assert_close(core.core(*inputs, SeqInfo(torch.arange(16).expand(3, 16))), expected_of(core, *inputs))
+
+
+def test_the_cache_holds_values_of_another_width():
+    core, inputs = wide_core()
+    cache, parts = their.Cache(), []
+    for columns in (slice(0, 9), slice(9, 10), slice(10, 16)):
+        cache.reserve(columns.stop)
+        seq = their.with_mask(SeqInfo(torch.arange(16).expand(3, 16)[:, columns], cache=cache))
+        parts.append(core.core(*(part[:, columns] for part in inputs), seq))
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected_of(core, *inputs))
+
+
+def test_the_kernel_of_a_core_is_chosen_and_a_cpus_flash_kernel_refused_where_widths_differ(monkeypatch):
+    core, _ = wide_core()
+    choose_attention(core, config_of("math"), CPU)
+    assert core.backends == (SDPBackend.MATH, SDPBackend.MATH)
+    with pytest.raises(UserError, match=r"needs values as wide as keys, and tests\.tiny has 6 and 8"):
+        choose_attention(core, config_of("flash"), CPU)
+    choose_attention(wide_core(8)[0], config_of("flash"), CPU)
+    shapes = []
+    monkeypatch.setitem(KERNELS, "flash", KERNELS["flash"]._replace(takes=lambda taken, debug: shapes.append(taken) or True))
+    assert attention._able("flash", core, "bfloat16", CPU, warn=False)
+    assert [part.shape[1::2] for part in (shapes[0].query, shapes[0].key, shapes[0].value)] == [(4, 8), (2, 8), (2, 6)]
 
 
 def refused(config: Config) -> list[str]:

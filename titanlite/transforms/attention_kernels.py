@@ -12,7 +12,7 @@ from torch import nn
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
-from models.attention import TILES, Attention, Backend
+from models.attention import TILES, AttentionCore, Backend
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.transforms.dtypes import DTYPES
@@ -54,13 +54,18 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
     name, modules = config.model.attention, _modules(model)
     precision = config.training.mixed_precision_param
     if name != "auto" and not modules:
-        raise UserError(f'model.attention = "{name}": {config.model.name} has no Attention of models/attention.py')
+        raise UserError(f'model.attention = "{name}": {config.model.name} has no AttentionCore of models/attention.py')
     for each in modules:
         if name != "auto":
             if device.type == "cuda" and not _able(name, each, precision, device, warn=True):
                 raise UserError(
                     f'model.attention = "{name}": {torch.cuda.get_device_name(device)} cannot run it with head_dim = '
                     f"{each.head_dim} in {precision}; the warnings above say why"
+                )
+            if device.type == "cpu" and name == "flash" and each.value_dim != each.head_dim:
+                raise UserError(
+                    f'model.attention = "flash": on CPUs it needs values as wide as keys, and {config.model.name} has '
+                    f'{each.value_dim} and {each.head_dim}; use "math" or "auto"'
                 )
             each.backends = (KERNELS[name].backend, KERNELS[name].backend)
         elif each.softcap is not None:
@@ -119,8 +124,8 @@ def faults(config: Config, family: Family) -> Iterator[str]:
         yield f'{key}: cannot cap scores, as {config.model.name} {config.model.flavor} does; use "auto" or "math"'
 
 
-def _modules(model: nn.Module) -> list[Attention]:
-    return [each for each in model.modules() if isinstance(each, Attention)]
+def _modules(model: nn.Module) -> list[AttentionCore]:
+    return [each for each in model.modules() if isinstance(each, AttentionCore)]
 
 
 def _tiles_win(config: Config) -> bool:
@@ -130,17 +135,17 @@ def _tiles_win(config: Config) -> bool:
     return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES
 
 
-def _able(name: str, attention: Attention, precision: str, device: torch.device, warn: bool) -> bool:
+def _able(name: str, attention: AttentionCore, precision: str, device: torch.device, warn: bool) -> bool:
     """Whether a GPU runs a kernel on this module's shapes, by PyTorch's own checks; warn: they log the reason if not."""
     takes = KERNELS[name].takes
     if takes is None:
         return True
-    heads, kv_heads = (part.out_features // attention.head_dim for part in (attention.wq, attention.wk))
+    heads, kv_heads, head_dim, value_dim = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.value_dim
     if name == "efficient":
         kv_heads = heads  # it has no grouped queries: `attend` repeats keys and values
     q, k, v = (
-        torch.empty(1, count, 128, attention.head_dim, dtype=DTYPES[precision], device=device, requires_grad=True)
-        for count in (heads, kv_heads, kv_heads)
+        torch.empty(1, count, 128, width, dtype=DTYPES[precision], device=device, requires_grad=True)
+        for count, width in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
     )
     return takes(cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=warn)
 
