@@ -7,11 +7,13 @@ import pytest
 from tests.mutations.draw import COMMIT, COUNT, SEED, draw
 from tests.mutations.faults import read_faults, with_fault
 from tests.mutations.run import ROOT
+from tests.mutations.score import read_history
 
 FAULTS = read_faults()
+HISTORY = [past.fault for past in read_history()]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
+@pytest.mark.parametrize("fault", FAULTS + HISTORY, ids=lambda fault: fault.id)
 def test_a_fault_stands_in_one_line_of_the_tree_and_names_tests_that_exist(fault):
     source = (ROOT / fault.file).read_text(encoding="utf-8")
     changed = with_fault(source, fault)
@@ -21,6 +23,12 @@ def test_a_fault_stands_in_one_line_of_the_tree_and_names_tests_that_exist(fault
     for test in fault.tests:
         path, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}" in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_at_least_forty_faults_of_other_frameworks_each_name_their_report():
+    history = read_history()
+    assert len(history) >= 40
+    assert all(past.source.startswith("https://github.com/") and past.named for past in history)
 
 
 def test_none_of_the_drawn_faults_was_replaced():
