@@ -1,0 +1,1 @@
+"""What is to be measured when a GPU is at hand, in one resumable program: python -m benchmarks.gpu --help"""

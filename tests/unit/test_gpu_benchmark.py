@@ -1,0 +1,216 @@
+"""benchmarks.gpu: a start goes on where the last one was cut off, a run that fails or hangs costs its own result only, and the
+page names the goals that are missed."""
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import runs
+from benchmarks.gpu.page import lines, write_page
+from benchmarks.gpu.plan import GOALS, PARTS, Part, Run, named, options_of, training_runs, words_of
+from benchmarks.gpu.runs import Kind, Setting, read_tests, read_training
+from titanlite.config.read import read_config
+
+ENDLESS = math.inf
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch) -> Setting:
+    """Runs of kind "shell" are bash commands; each attempt adds a line to the file `attempts`."""
+    attempts = tmp_path / "attempts"
+
+    def words(run: Run, setting: Setting) -> list[str]:
+        return ["bash", "-c", f"echo {run.name} >> {attempts}; cd FOLDER; {run.options['do']}"]
+
+    monkeypatch.setitem(runs.KINDS, "shell", Kind(words, lambda folder: json.loads((folder / "figures.json").read_text())))
+    return Setting(tmp_path / "work", 1, False)
+
+
+def shell(name: str, do: str, seconds: int = 60) -> Run:
+    return Run(name, "shell", seconds, options={"do": do})
+
+
+GOOD = "echo '{\"figure\": 1}' > figures.json"
+
+
+def attempts(setting: Setting) -> list[str]:
+    return (setting.work.parent / "attempts").read_text().split()
+
+
+# ------------------------------------------------------------------------------------------------------------------ the plan
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_every_training_run_of_the_plan_is_a_valid_configuration(rehearse):
+    for name, run in training_runs(PARTS).items():
+        path = program.ROOT / "train_configs" / f"{run.config}.toml"
+        config = read_config(path, words_of(options_of(run, rehearse)))
+        assert not config.checkpoint.enable and config.training.global_batch_size == -1, name
+        assert config.model.flavor == "debug" or not rehearse, name
+
+
+def test_every_goal_is_of_runs_in_the_plan_and_every_run_fits_its_part():
+    assert all(named(PARTS, [goal.runs]) for goal in GOALS)
+    for part in PARTS:
+        assert part.seconds >= max(run.seconds for run in part.runs)
+        assert len({run.name for run in part.runs}) == len(part.runs)
+
+
+# ----------------------------------------------------------------------------------------------------- cut off, failed, late
+
+
+def test_a_run_that_fails_or_hangs_and_a_part_out_of_time_stop_nothing_else(setting, tmp_path):
+    parts = (
+        Part("a", "", 60, (shell("good", GOOD), shell("bad", "echo torch.OutOfMemoryError: CUDA out of memory >&2; exit 3"))),
+        Part("b", "", 1, (shell("hangs", f"{GOOD}; sleep 60", 1), shell("late", GOOD))),
+        Part("c", "", 60, (shell("without-figures", "true"), shell("absent", GOOD)._replace(needs=("no_such_package",)))),
+    )
+    assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
+    found = program.load_results(tmp_path, parts)
+    assert found["a"]["good"]["status"] == "done" and found["a"]["good"]["figures"] == {"figure": 1}
+    assert found["a"]["bad"]["status"] == "failed" and "CUDA out of memory" in found["a"]["bad"]["reason"]
+    assert found["b"]["hangs"]["status"] == "out of time" and found["b"]["hangs"]["figures"] == {"figure": 1}
+    assert found["b"]["late"]["status"] == "out of time" and "used up" in found["b"]["late"]["reason"]
+    assert found["c"]["without-figures"]["status"] == "failed" and "figures.json" in found["c"]["without-figures"]["reason"]
+    assert found["c"]["absent"] == found["c"]["absent"] | {"status": "left out", "reason": "not installed: no_such_package"}
+    assert attempts(setting) == ["good", "bad", "hangs", "without-figures"]
+    assert program.carry_on(parts, setting, tmp_path, ENDLESS, ["a/b*"])  # repeats what is named, and nothing else
+    assert attempts(setting)[4:] == ["bad"]
+
+
+def test_a_kill_loses_only_the_run_at_work_and_ends_its_processes(setting, tmp_path):
+    pid_file = tmp_path / "pid"
+    slow = f"if [ ! -e {pid_file} ]; then echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 60; fi; {GOOD}"
+    parts = (Part("a", "", 90, (shell("first", GOOD), shell("second", slow), shell("third", GOOD))),)
+    if (child := os.fork()) == 0:
+        program.carry_on(parts, setting, tmp_path, ENDLESS, [])
+        os._exit(0)
+    until = time.monotonic() + 30
+    while not pid_file.exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(program.load_results(tmp_path, parts)["a"]) == ["first"]
+    while Path(f"/proc/{pid_file.read_text().strip()}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()
+    assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
+    assert attempts(setting) == ["first", "second", "second", "third"]
+    assert all(result["status"] == "done" for result in program.load_results(tmp_path, parts)["a"].values())
+
+
+def test_the_end_of_the_minutes_cuts_a_run_off_which_the_next_start_repeats(setting, tmp_path):
+    parts = (Part("a", "", 60, (shell("slow", f"sleep 60; {GOOD}", 2),)),)
+    assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 1.5, [])  # of its 2 seconds
+    assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 0.5, [])  # too late to begin
+    assert attempts(setting) == ["slow"] and not program.load_results(tmp_path, parts)
+    assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
+    assert program.load_results(tmp_path, parts)["a"]["slow"]["status"] == "out of time"
+
+
+# --------------------------------------------------------------------------------------------------------------- the figures
+
+
+def report(step: int, rate: float) -> dict:
+    values = {"step": step, "loss": 10.0 - step, "tokens_seen": 100 * step, "peak_memory_gib": 90.0 + step / 100}
+    return values | {"tokens_per_second": rate, "tokens_per_second_per_device": rate, "mfu_palm": rate / 20_000}
+
+
+def write_run(folder: Path, reports: list[dict]) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in reports))
+    values = {"attention": "cudnn", "recomputed": "nothing", "precision": "bfloat16", "device": "NVIDIA H200"}
+    (folder / "provenance.json").write_text(json.dumps([{"values": values}]))
+
+
+def test_a_training_runs_rate_is_the_median_of_the_reports_after_compilation(tmp_path):
+    first = report(1, 50.0) | {"startup_seconds": 20.0}
+    rates = [4_000.0, 12_900.0, 12_500.0, 12_700.0]
+    write_run(tmp_path, [first, *(report(4 * number, rate) for number, rate in enumerate(rates, 1))])
+    found = read_training(tmp_path)
+    assert found["tokens_per_second_per_device"] == 12_700 and found["reports"] == 3
+    assert found["peak_memory_gib"] == 90.16 and found["startup_seconds"] == 20 and found["first_step_seconds"] == 2
+    write_run(tmp_path, [])
+    with pytest.raises(ValueError, match="no step was reported"):
+        read_training(tmp_path)
+
+
+def test_the_tests_that_failed_are_named(tmp_path):
+    case = '<testcase name="test_b"><failure message="it waits"/></testcase>'
+    suite = f'<testsuite tests="2" skipped="0" failures="1" errors="0"><testcase name="test_a"/>{case}</testsuite>'
+    (tmp_path / "tests.xml").write_text(f"<testsuites>{suite}</testsuites>")
+    assert read_tests(tmp_path) == {"tests": 2, "skipped": 0, "failures": 1, "errors": 0, "failed": {"test_b": "it waits"}}
+
+
+def test_the_page_names_the_goals_that_are_missed_with_the_best_run_and_memory_far_from_its_estimate(tmp_path):
+    write_run(tmp_path, [report(1, 50.0) | {"startup_seconds": 20.0}, report(4, 100.0), report(8, 12_000.0)])
+    slow = {"status": "done", "seconds": 70.0, "command": "./run_train.sh", "commit": "0123456789abcdef", "changed": False}
+    slow |= {"date": "2026-11-23T00:00:00Z", "figures": read_training(tmp_path)}
+    write_run(tmp_path, [report(1, 50.0) | {"startup_seconds": 20.0}, report(4, 100.0), report(8, 15_000.0)])
+    fast = slow | {"figures": read_training(tmp_path)}
+    failed = {"status": "failed", "seconds": 30.0, "reason": "CUDA out of memory", "command": "./run_train.sh", "log": []}
+    (tmp_path / "8b.json").write_text(json.dumps({"4k batch 4": slow, "8k batch 2": fast, "4k batch 6": failed}))
+    estimates = {"8b/4k batch 4": {"total": 90.0}, "8b/8k batch 2": {"total": 80.0}}
+    (tmp_path / "memory.json").write_text(json.dumps({"estimates": {"status": "done", "seconds": 1.0, "figures": estimates}}))
+    page = write_page(tmp_path).read_text()
+    assert "| 12,700 tokens/s | 12,000 tokens/s | 8b/4k batch 4 | **missed** by 5.5% |" in page
+    assert "| 11,900 tokens/s | 15,000 tokens/s | 8b/8k batch 2 | reached |" in page
+    assert "| within 3% | 12.6% at most | 8b/8k batch 2 | **missed** by 1 of 2 runs |" in page
+    assert "failed: CUDA out of memory" in page and "commit 0123456789," in page
+    assert (tmp_path / "runs.png").stat().st_size > 1000
+
+
+def test_a_page_without_results_says_that_nothing_was_measured():
+    page = "\n".join(lines({}, {}))
+    assert page.startswith("# Not measured yet") and page.count("| not measured |") == len(GOALS) + 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parts", "8b"], "nvidia-smi names no GPU here; give --name"),
+        (["--name", "H200", "--parts", "8b"], "without one there is --parts memory, or --rehearse"),
+        (["--rehearse", "--parts", "8b,9b"], "--parts 9b: there are start, 8b,"),
+        (["--rehearse", "--again", "9b/*"], "matches no run; there are start/environment,"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_there_is(monkeypatch, capsys, words, message):
+    monkeypatch.setattr(program, "gpu_name", lambda: "")
+    with pytest.raises(SystemExit, match="2"):
+        program.parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_its_name_is_given_and_with_one_it_is_found(monkeypatch):
+    monkeypatch.setattr(program, "gpu_name", lambda: "")
+    assert program.parse(["--name", "H200", "--parts", "memory"]).results.name == "gpu_H200"
+    monkeypatch.setattr(program, "gpu_name", lambda: "NVIDIA H200")
+    assert program.parse([]).results == program.ROOT / "benchmarks" / "results" / "gpu_NVIDIA_H200"
+
+
+# ----------------------------------------------------------------------------------------------------------------- the whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_rehearsal_does_every_run_of_the_plan_and_writes_its_page(tmp_path):
+    words = ["--rehearse", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    assert program.main(words) == 0
+    found = program.load_results(tmp_path / "results")
+    statuses = {f"{part}/{name}": result["status"] for part, each in found.items() for name, result in each.items()}
+    assert statuses == dict.fromkeys(named(PARTS, ["*"]), "done")
+    page = (tmp_path / "results" / "README.md").read_text()
+    assert "Not measured:" not in page and "| within 3% |" in page and sys.executable not in page
+    assert found["costs"]["8b 4k batch 4"]["figures"]["largest"]
+    assert set(found["memory"]["estimates"]["figures"]) == set(training_runs(PARTS))
+    assert found["peers"]["hf"]["figures"]["contestants"].keys() == {"titanlite", "plain"}
