@@ -11,6 +11,10 @@ class UserError(ValueError):
     """
 
 
+class MachineFault(str):
+    """A fault of a configuration that another machine may not have, such as one with a GPU."""
+
+
 def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
     """The text of a UserError with a line for each fault."""
     return "\n".join([title, *(f"  {fault}" for fault in faults), *([remedy] if remedy else [])])

@@ -43,6 +43,7 @@ from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
+from titanlite.plan.memory import faults as memory_faults
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.meta import training_flops
@@ -260,7 +261,9 @@ def main(config: Config | None = None) -> None:
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
-            check(config, path, world, open_files=False)
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+            of_memory = functools.partial(memory_faults, ranks=world, local_ranks=local_ranks)
+            check(config, path, world, open_files=False, of_model=[of_memory])
         degrees = resolve_degrees(config.parallelism, world)
         _lock = lock_run(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
         profiling.record_collectives(config)

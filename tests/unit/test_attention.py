@@ -355,7 +355,7 @@ def refused(config: Config) -> list[str]:
 @pytest.mark.parametrize("name", sorted(set(KERNELS) - set(ON_CPU)))
 def test_kernels_of_a_gpu_are_refused_without_one(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (fault,) = refused(config_of(name))
+    (fault,) = refused(config_of(name, **HALF))
     assert f'model.attention = "{name}": is not for CPUs; there are "flash", "tiles", "math"' in fault
 
 

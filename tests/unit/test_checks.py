@@ -223,7 +223,7 @@ def test_overlapped_tensor_parallelism_needs_cuda_a_group_and_the_compiler(monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (fault,) = faults({OVERLAP: True, COMPILE: True, BACKEND: "aot_eager"})
     assert f"{OVERLAP} = true: has no effect unless {TP} > 1" in fault
-    (fault,) = faults({OVERLAP: True, TP: 2}, ranks=2)
+    (fault,) = faults({OVERLAP: True, TP: 2, COMPILE: True}, ranks=2)
     assert f"{OVERLAP} = true: needs CUDA" in fault
     assert faults({OVERLAP: False, TP: 2}, ranks=2) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Checkpoint, Config
-from titanlite.errors import UserError
+from titanlite.errors import MachineFault, UserError
 from titanlite.files import replace_file, sync
 from titanlite.launch.process import together
 
@@ -175,4 +175,6 @@ def faults(config: Config) -> Iterator[str]:
             f"checkpoint.interval = {cfg.interval}, since only those steps are saved"
         )
     if cfg.async_mode == "async_with_pinned_mem" and not torch.cuda.is_available():
-        yield 'checkpoint.async_mode = "async_with_pinned_mem": only copies from a GPU gain by pinned memory; use "async"'
+        yield MachineFault(
+            'checkpoint.async_mode = "async_with_pinned_mem": only copies from a GPU gain by pinned memory; use "async"'
+        )

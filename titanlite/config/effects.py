@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from titanlite.errors import MachineFault
+
 CUDA = "the machine has a GPU with CUDA"
 
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -38,7 +40,8 @@ def faults(config: BaseModel, cuda: bool) -> Iterator[str]:
             value = getattr(table, name)
             rule = effective_when(type(table), name)
             if rule and value != field.default and (condition := rule.failing(config, cuda)):
-                yield f"{section}.{name} = {json.dumps(value)}: has no effect unless {condition}"
+                kind = MachineFault if condition == CUDA else str
+                yield kind(f"{section}.{name} = {json.dumps(value)}: has no effect unless {condition}")
 
 
 def effective_when(section: type[BaseModel], name: str) -> EffectiveWhen | None:

@@ -71,7 +71,8 @@ def start(config: Config) -> torch.device:
     # Without a launcher the process is a group of one and needs no address.
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}
     # No device_id: with it, each dimension of the mesh is split off this group, gloo too, which all ranks meet for through the
-    # store (PyTorch pull request 182057); older versions refuse two backends there (issue 159200).
+    # store (PyTorch pull request 182057); older versions refuse two backends there (issue 159200). `barrier` does not need it:
+    # in a group with gloo it synchronises by gloo. NCCL connects at its first collective, within init_timeout_seconds.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
@@ -186,6 +187,12 @@ def once_per_node(make: Callable[[], Result]) -> Result:
             answer = [make()]
     dist.broadcast_object_list(answer, src=first, group=node)
     return answer[0]
+
+
+def unverified(ranks: int) -> Iterator[str]:
+    """What only GPUs can try."""
+    if ranks > 1:
+        yield f"{ranks} ranks: their communication by NCCL"
 
 
 def faults(local_ranks: int) -> Iterator[str]:

@@ -6,7 +6,8 @@ validation.py  loss and samples on text that is not trained on
 resume.py      what a run continues from, and which keys may have changed
 divergence.py  losses that are not finite, spikes, rollbacks
 metrics.py     reports: console, metrics.jsonl, TensorBoard; speed
-profiling.py   traces, memory snapshots, out of memory
+profiling.py   traces, memory snapshots
+memory.py      what holds a rank's memory, and the error when it runs out
 summary.py     derived values, for the start of the log
 checks.py      every fault of a configuration, before a process starts
 """

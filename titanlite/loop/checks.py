@@ -3,16 +3,17 @@
 All faults are found before any process starts, and reported together.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from titanlite.checkpoint import folder
 from titanlite.config import effects
 from titanlite.config.read import refusal
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import MachineFault, UserError
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import loss, resume
@@ -22,6 +23,8 @@ from titanlite.transforms import activation_checkpoint, attention_kernels, compi
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of, place_of
+
+ModelFaults = Callable[[Config, nn.Module], Iterable[str]]  # of a model on the meta device
 
 OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
     lambda config: effects.faults(config, cuda=torch.cuda.is_available()),
@@ -36,22 +39,41 @@ OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
 )
 
 
-def check(config: Config, path: str, ranks: int, local_ranks: int | None = None, open_files: bool = True) -> None:
+def check(
+    config: Config,
+    path: str,
+    ranks: int,
+    local_ranks: int | None = None,
+    open_files: bool = True,
+    elsewhere: bool = False,
+    of_model: Sequence[ModelFaults] = (),
+) -> list[str]:
     """Raises Faults that lists every fault of a configuration for `ranks` processes.
 
     local_ranks: how many of them will run on this machine; None if it is not the machine that will train.
     open_files: False for a rank, which opens and validates the token files next.
+    elsewhere: the run is for a machine with GPUs, and this one has none. The faults that only this machine has are then
+    returned, not raised. of_model: further faults.
     """
     faults = [fault for part in OF_THE_CONFIGURATION for fault in part(config)]
     faults += mesh.faults(config, ranks)
     faults += sources.faults(config) if open_files else ()
     faults += process.faults(local_ranks) if local_ranks is not None else ()
-    faults += _model_faults(config, local_ranks is not None)
-    if faults:
-        raise refusal(path, faults)
+    faults += _model_faults(config, local_ranks is not None, of_model)
+    left: list[str] = [fault for fault in faults if elsewhere and isinstance(fault, MachineFault)]
+    if len(left) < len(faults):
+        raise refusal(path, [fault for fault in faults if fault not in left])
+    return left
 
 
-def _model_faults(config: Config, here: bool) -> Iterator[str]:
+def unverified(config: Config, ranks: int) -> Iterator[str]:
+    """What a sound configuration does on GPUs alone, for a machine that has none."""
+    yield from attention_kernels.unverified(config, family_of(config.model))
+    yield from compile.unverified(config)
+    yield from process.unverified(ranks)
+
+
+def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> Iterator[str]:
     """The faults that need the model, which is built on the meta device; here: on the machine that will train."""
     try:
         family = family_of(config.model)
@@ -70,5 +92,7 @@ def _model_faults(config: Config, here: bool) -> Iterator[str]:
     yield from loss.faults(config, model)
     yield from build.decay_faults(config.optimizer, model)
     yield from tokenizer.faults(config, family.config.vocab_size)
+    for part in more:
+        yield from part(config, model)
     if here:
         yield from state.faults(config, model)

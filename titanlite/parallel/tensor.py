@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.errors import MachineFault, UserError
 from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
@@ -180,8 +180,8 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
         return
     key = "parallelism.enable_async_tensor_parallel = true"
     if not torch.cuda.is_available():
-        yield f"{key}: needs CUDA and GPUs that reach each other's memory; set it to false"
-    elif not (compiled.enable and "model" in compiled.components and compiled.backend == "inductor"):
+        yield MachineFault(f"{key}: needs CUDA and GPUs that reach each other's memory; set it to false")
+    if not (compiled.enable and "model" in compiled.components and compiled.backend == "inductor"):
         yield (
             f'{key}: needs inductor, which does the overlap: compile.enable = true, "model" among compile.components and '
             'compile.backend = "inductor"'

@@ -4,4 +4,5 @@ predict.py  the prediction: a few layers are measured, and the others extrapolat
 step.py     the parts of a step on pretended ranks and tensors without memory
 record.py   allocations, FLOPs and collectives, as they pass PyTorch's dispatcher
 report.py   the prediction as text, and what it leaves out
+memory.py   what a start checks by arithmetic: room for parameters, gradients and optimizer state
 """

@@ -1,14 +1,19 @@
 """titanlite check CONFIG.toml [--ranks N] [--local-ranks N] [--section.key value ...]
 
-Finds every fault that can be found without training, and prints it; with job.print_config the resolved TOML too.
+Finds every fault that can be found without training, and prints it; with job.print_config the resolved TOML too. On a machine
+without a GPU, it checks a configuration for GPUs, and lists what only GPUs can verify. With --local-ranks it checks a run on
+this machine.
 """
 
 import contextlib
+import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.read import Faults, refusal, to_toml
 from titanlite.config.schema import Config
+from titanlite.errors import listed
 from titanlite.tools.options import at_least, config_parser, read_command
 
 
@@ -19,7 +24,8 @@ def main() -> None:
     options = parser.parse_known_args()[0]
     with all_faults(options.ranks, options.local_ranks):
         _, path, config = read_command(parser)
-    check_here(config, path, options.ranks, options.local_ranks)
+    if notes := check_here(config, path, options.ranks, options.local_ranks):
+        print(listed(f"{path}: no faults; this machine has no GPU, so on GPUs this is not verified:", notes), file=sys.stderr)
     if config.job.print_config:
         print(to_toml(config))
 
@@ -38,12 +44,21 @@ def all_faults(ranks: int, local_ranks: int | None) -> Iterator[None]:
         raise
 
 
-def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -> None:
-    """Raises Faults that lists all faults of a configuration for `ranks` ranks, `local_ranks` of them on this machine."""
-    # Imported late: a fault in the file itself, or --help, needs no torch.
-    from titanlite.launch.run_folder import other_run
-    from titanlite.loop.checks import check
+def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -> list[str]:
+    """Raises Faults that lists all faults of a configuration for `ranks` ranks, `local_ranks` of them on this machine.
 
-    check(config, path, ranks, local_ranks)
+    local_ranks: None if another machine will train. If this one has no GPU, what only a GPU can verify is returned.
+    """
+    # Imported late: a fault in the file itself, or --help, needs no torch.
+    import torch
+
+    from titanlite.launch.run_folder import other_run
+    from titanlite.loop.checks import check, unverified
+    from titanlite.plan import memory
+
+    elsewhere = local_ranks is None and not torch.cuda.is_available()
+    of_memory = [functools.partial(memory.faults, ranks=ranks, local_ranks=local_ranks)] if local_ranks is not None else []
+    left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
     if fault := other_run(Path(config.job.dump_folder)):
         raise refusal(path, [fault])
+    return [*left, *unverified(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from titanlite.checkpoint import manifest
@@ -44,7 +45,7 @@ def main() -> None:
 def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Config, dict[str, int]]:
     """The options of a command, its checked configuration, and the degrees of its mesh."""
     options, path, config = read_command(parser, words)
-    check(config, path, options.ranks)
+    check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
     return options, config, resolve_degrees(config.parallelism, options.ranks)
 
 

@@ -9,6 +9,8 @@ Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of t
 
 import sys
 
+import torch
+
 from titanlite.loop.checks import check
 from titanlite.plan.predict import predict
 from titanlite.plan.report import fits, lines
@@ -19,7 +21,7 @@ def main() -> None:
     parser = config_parser("estimate")
     parser.add_argument("--device-memory-gib", type=float, default=80.0)
     options, path, config = read_command(parser)
-    check(config, path, options.ranks)
+    check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
     prediction = predict(config, options.ranks)
     print("\n".join(lines(prediction, config, options.ranks, options.device_memory_gib)))
     sys.exit(0 if fits(prediction, options.device_memory_gib) else 1)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from models.attention import TILES, AttentionCore, Backend
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.errors import MachineFault, UserError
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import Family
 
@@ -96,7 +96,10 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
 
 
 def faults(config: Config, family: Family) -> Iterator[str]:
-    """A document mask that FlexAttention cannot apply, or a forced kernel that cannot run, before the device is known."""
+    """A document mask that FlexAttention cannot apply, or a forced kernel that cannot run, before the device is known.
+
+    A kernel that only GPUs have is checked as on a GPU.
+    """
     name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":
         head_dim = getattr(family.config, "head_dim", 16)
@@ -104,12 +107,15 @@ def faults(config: Config, family: Family) -> Iterator[str]:
             yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
+    fault = ""
     if device not in kernel.devices:
         there = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.devices)
-        yield f"{key}: is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}"
-        return
-    if name == "flash3" and (fault := _flash3_fault()):
-        yield f"{key}: {fault}"
+        fault = f"is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}"
+    elif name == "flash3":
+        fault = _flash3_fault()
+    if fault:
+        yield MachineFault(f"{key}: {fault}")
+    device = device if device in kernel.devices else kernel.devices[0]
     if kernel.half and device == "cuda" and config.training.mixed_precision_param == "float32":
         yield f'{key}: computes in 16 bits, and training.mixed_precision_param = "float32"; use "efficient" or "math"'
     window = getattr(family.config, "window", None)
@@ -122,6 +128,20 @@ def faults(config: Config, family: Family) -> Iterator[str]:
             yield f"{key}: takes no mask, which the window of {config.model.name} {config.model.flavor} makes; {others}"
     if name != "math" and getattr(family.config, "attention_softcap", None) is not None:
         yield f'{key}: cannot cap scores, as {config.model.name} {config.model.flavor} does; use "auto" or "math"'
+
+
+def unverified(config: Config, family: Family) -> Iterator[str]:
+    """What only a GPU can try."""
+    name, window = config.model.attention, getattr(family.config, "window", None)
+    if name in ("auto", "flash"):
+        yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
+    keys = {
+        "training.document_mask = true": config.training.document_mask,
+        f"the window of {config.model.name} {config.model.flavor}": window is not None and window < config.training.seq_len,
+        f"the capped scores of {config.model.name} {config.model.flavor}": getattr(family.config, "attention_softcap", None),
+    }
+    if name == "auto" and any(keys.values()):
+        yield f"{', '.join(key for key, used in keys.items() if used)}: FlexAttention"
 
 
 def _modules(model: nn.Module) -> list[AttentionCore]:

@@ -10,6 +10,7 @@ import torch
 from models.decoder import Decoder
 from models.head import Head, Kernels
 from titanlite.config.schema import Compile, Config
+from titanlite.errors import MachineFault
 from titanlite.files import cache_folder
 
 log = logging.getLogger(__name__)
@@ -87,10 +88,17 @@ def faults(config: Config) -> Iterator[str]:
         yield from compiler_faults('compile.backend = "inductor":', "compile.enable = false")
 
 
+def unverified(config: Config) -> Iterator[str]:
+    """What only a GPU can try."""
+    if config.compile.enable and config.compile.backend == "inductor":
+        yield 'compile.backend = "inductor": its kernels for GPUs'
+
+
 def compiler_faults(what: str, instead: str) -> Iterator[str]:
     """That `what`, which inductor compiles for the CPU, cannot be compiled; instead: a setting without it."""
     if not has_compiler():
-        yield f"{what} needs a C++ compiler on a CPU, and none is found; install g++ or clang, or set {instead}"
+        why = "needs a C++ compiler on a CPU, and none is found"
+        yield MachineFault(f"{what} {why}; install g++ or clang, or set {instead}")
 
 
 def has_compiler() -> bool:

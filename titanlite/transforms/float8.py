@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.errors import MachineFault, UserError
 from titanlite.transforms.registry import block_linears, every_layer
 
 MULTIPLE = 16  # every dimension of a float8 product is a multiple of this
@@ -99,7 +99,7 @@ def faults(config: Config) -> Iterator[str]:
     if not cfg.emulate:
         least = (8, 9) if cfg.recipe_name == "tensorwise" else (9, 0)
         if not torch.cuda.is_available() or torch.cuda.get_device_capability() < least:
-            yield (
+            yield MachineFault(
                 f'float8.recipe_name = "{cfg.recipe_name}": needs a GPU of compute capability {least[0]}.{least[1]} at least; '
                 "float8.emulate = true computes the same on any device, slowly"
             )

@@ -1,0 +1,90 @@
+"""Recipes for GPUs, checked on a machine that has none: faults are found, and what only a GPU can verify is listed."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite.config.read import read_config
+from titanlite.errors import UserError
+from titanlite.tools import check as tool
+from titanlite.tools.check import check_here
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+BRANCH = "llama_debug_decay"  # begins at a checkpoint of another run, which is missing here
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+
+
+def notes(recipe: str, *options: str, local_ranks: int | None = None) -> list[str]:
+    path = FOLDER / f"{recipe}.toml"
+    ranks = int(re.search(r"^# Ranks: (\d+)", path.read_text(), re.MULTILINE)[1])
+    return check_here(read_config(path, list(options)), str(path), ranks, local_ranks)
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != BRANCH))
+def test_every_recipe_is_sound_and_says_what_only_its_gpus_can_verify(recipe):
+    found = notes(recipe)
+    compiled, alone = not recipe.startswith("llama_debug"), recipe.startswith("llama_debug") or recipe.endswith("_1gpu")
+    expected = ['model.attention = "auto"', *(["the window of gemma3"] if "gemma" in recipe else [])]
+    expected += ['compile.backend = "inductor"'] * compiled + ["NCCL"] * (not alone) + ["memory: "]
+    assert len(found) == len(expected)
+    assert [part for part, note in zip(expected, found, strict=True) if part not in note] == []
+
+
+TWO = "--parallelism.tensor_parallel_degree 2"
+OPTIONS = {
+    "--model.attention flash3": 'model.attention = "flash3"',
+    "--model.attention cudnn": 'model.attention = "cudnn"',
+    "--training.document_mask true": "training.document_mask = true: FlexAttention",
+    "--float8.enable true": 'float8.recipe_name = "tensorwise": needs a GPU of compute capability 8.9',
+    "--parallelism.cpu_offload true": "parallelism.cpu_offload = true",
+    "--profiling.enable_memory_snapshot true": "profiling.enable_memory_snapshot = true",
+    "--comm.trace_buf_size 100": "comm.trace_buf_size = 100",
+    "--checkpoint.async_mode async_with_pinned_mem": 'checkpoint.async_mode = "async_with_pinned_mem"',
+    f"{TWO} --parallelism.enable_async_tensor_parallel true": "enable_async_tensor_parallel = true",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_option_that_only_a_gpu_has_is_no_fault_but_listed_unless_this_machine_trains(options):
+    if "float8" in options:
+        pytest.importorskip("torchao", reason="needs torchao")
+    assert any(OPTIONS[options] in note for note in notes("llama_8b", *options.split()))
+    if "document_mask" in options:
+        return
+    with pytest.raises(UserError) as raised:
+        notes("llama_8b", *options.split(), local_ranks=8)
+    assert OPTIONS[options] in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ("--model.attention cudnn --training.document_mask true", "takes no mask, which training.document_mask = true makes"),
+        ("--model.attention flash3 --training.mixed_precision_param float32", 'use "efficient" or "math"'),
+        (
+            f"{TWO} --parallelism.enable_async_tensor_parallel true --compile.enable false",
+            "needs inductor, which does the overlap",
+        ),
+        ("--parallelism.cpu_offload true --optimizer.name Muon", 'use "AdamW", or no offload'),
+    ],
+)
+def test_what_no_gpu_could_run_is_a_fault_here_too_and_the_only_one_that_is_reported(options, fault):
+    with pytest.raises(UserError) as raised:
+        notes("llama_8b", *options.split())
+    assert str(raised.value).splitlines()[0].endswith(": 1 fault") and fault in str(raised.value)
+
+
+def test_the_command_lists_it_on_standard_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["titanlite check", str(FOLDER / "llama_8b_1gpu.toml"), "--model.attention", "flash3"])
+    tool.main()
+    out, err = capsys.readouterr()
+    assert out == "" and "llama_8b_1gpu.toml: no faults; this machine has no GPU" in err
+    assert '\n  model.attention = "flash3": ' in err
+    assert "\n  memory: 59.8 GiB a rank for parameters, gradients and optimizer state" in err

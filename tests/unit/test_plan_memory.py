@@ -1,0 +1,96 @@
+"""What a rank holds at least, by arithmetic, before a run starts: as much as is measured, and a refusal that says what fits."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.repetitions import slow_but
+from tests.traffic_cases import ADAPTERS, BOTH, HALF, HYBRID, LATE, MUON, SHARD, TP, Case
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.loop.checks import check
+from titanlite.plan import memory
+from titanlite.plan.memory import faults, kept_bytes
+from titanlite.plan.predict import predict
+from titanlite.tools.check import check_here
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import family_of
+
+GIB = 2**30
+NARROW = {"dtype": "bfloat16", **HALF}
+CASES = {
+    "one process": Case({}),
+    "replicas of shards": Case(HYBRID),
+    "tp 2": Case(TP),
+    "adapters": Case(SHARD, others=ADAPTERS),
+    "Muon": Case(SHARD, others=MUON),
+    "bfloat16": Case(BOTH, training=NARROW),
+    "bfloat16 with remainders": Case(SHARD, training=NARROW, others={"optimizer": {"rounding": "compensated"}}),
+    "whole gradients": Case(BOTH, accumulation=2, parallelism=LATE),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["whole gradients"], CASES))
+def test_arithmetic_agrees_with_the_prediction_that_is_measured(name):
+    config, ranks = CASES[name].config(), CASES[name].ranks
+    measured = sum(predict(config, ranks, "cpu").memory[:3])
+    # tensor parallelism replicates norms, and shards may be padded; both matter in a model as small as this
+    assert kept_bytes(config, on_meta(family_of(config.model), config), ranks) == pytest.approx(measured, rel=0.02)
+
+
+def llama_8b(**sections) -> Config:
+    return Config.model_validate({"model": {"flavor": "8b"}, **sections})
+
+
+def refused(config: Config, ranks: int, local_ranks: int) -> list[str]:
+    return list(faults(config, on_meta(family_of(config.model), config), ranks, local_ranks))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Eight GPUs of 80 GiB in a machine of 2,000 GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    monkeypatch.setattr(memory, "machine_memory", lambda: 2000 * GIB)
+
+
+def test_a_model_that_a_gpu_cannot_hold_is_refused_with_its_size_and_every_option_that_fits(gpus):
+    (fault,) = refused(llama_8b(), 1, 1)
+    assert fault == (
+        "memory: parameters, gradients and optimizer state take 119.7 GiB on each rank, and a GPU of this machine has 80.0 "
+        'GiB; these fit: training.dtype = "bfloat16" (59.8 GiB), or 2 ranks with parallelism.data_parallel_shard_degree = -1 '
+        "(59.8 GiB), or parallelism.cpu_offload = true, which is slower; titanlite estimate predicts what activations add"
+    )
+    assert refused(llama_8b(training={"dtype": "bfloat16"}), 1, 1) == refused(llama_8b(), 2, 2) == []
+    assert refused(llama_8b(parallelism={"cpu_offload": True}), 1, 1) == []
+
+
+def test_replicas_and_whole_gradients_are_named_where_they_are_the_reason(gpus, monkeypatch):
+    (fault,) = refused(llama_8b(parallelism={"data_parallel_replicate_degree": 8}), 8, 8)
+    assert "parallelism.data_parallel_replicate_degree = 1, not 8 (15.0 GiB)" in fault
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=70 * GIB))
+    (fault,) = refused(llama_8b(parallelism={"reduce_every_microbatch": False}), 2, 2)
+    assert "take 74.8 GiB" in fault and "parallelism.reduce_every_microbatch = true (59.8 GiB)" in fault
+
+
+def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memory, "machine_memory", lambda: 120 * GIB)
+    assert refused(llama_8b(), 1, 1) == refused(llama_8b(), 2, 2) == []
+    replicas = llama_8b(parallelism={"data_parallel_replicate_degree": 2})
+    (fault,) = refused(replicas, 2, 2)
+    assert "and this machine, for each of 2 ranks, has 60.0 GiB" in fault and "cpu_offload" not in fault
+
+
+def test_a_start_reports_it_together_with_all_other_faults(gpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = llama_8b(job={"dump_folder": str(tmp_path)}, training={"steps": 10})
+    with pytest.raises(UserError, match=r"run.toml: 2 faults\n(.*\n)+  memory: parameters"):
+        check_here(config, "run.toml", 1, 1)
+    check(llama_8b(), "run.toml", 1)  # of another machine
+
+
+def test_a_mesh_that_does_not_fit_the_ranks_is_a_fault_of_its_own(gpus):
+    assert refused(llama_8b(parallelism={"tensor_parallel_degree": 3}), 8, 8) == []

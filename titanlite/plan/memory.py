@@ -1,0 +1,85 @@
+"""Before a run starts: what parameters, gradients and optimizer state take, by arithmetic; `predict` measures all the rest."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.loop.memory import GIB, machine_memory, narrower
+from titanlite.optim.state import state_bytes
+from titanlite.parallel.mesh import resolve_degrees
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import family_of
+
+_MORE_RANKS = [2**power for power in range(1, 13)]
+
+
+def kept_bytes(config: Config, model: nn.Module, ranks: int) -> int:
+    """Bytes of parameters, gradients and optimizer state on each rank: the least that it holds. model: on the meta device.
+
+    Raises UserError for a mesh that does not fit the ranks.
+    """
+    degrees = resolve_degrees(config.parallelism, ranks)
+    total = whole = 0
+    for name, p in model.named_parameters():
+        total += p.numel() * p.element_size()
+        if p.requires_grad:
+            total += p.numel() * state_bytes(name, p, config.optimizer)
+            if config.parallelism.reduce_every_microbatch:
+                total += p.numel() * p.element_size()
+            else:  # as the reduction takes them, until the last microbatch
+                whole += p.numel() * DTYPES[config.training.mixed_precision_reduce].itemsize
+    return (total // degrees["dp_shard"] + whole) // degrees["tp"]
+
+
+def faults(config: Config, model: nn.Module, ranks: int, local_ranks: int) -> Iterator[str]:
+    """A GPU, or the machine's memory, that cannot hold what `local_ranks` of `ranks` ranks keep there; with what fits."""
+    offload = config.parallelism.cpu_offload
+    on_gpu = torch.cuda.is_available() and not offload
+    if on_gpu:  # its size, since asking for what is free takes a context, which a start would wait for
+        devices = range(torch.cuda.device_count())
+        room, where = min(torch.cuda.get_device_properties(each).total_memory for each in devices), "a GPU of this machine"
+    else:
+        room, where = machine_memory() // local_ranks, f"this machine, for each of {local_ranks} ranks,"
+    try:
+        kept = kept_bytes(config, model, ranks)
+    except UserError:  # a fault of its own
+        return
+    if kept > room:
+        fitting = [f"{way} ({size / GIB:.1f} GiB)" for way, size in _ways(config, model, ranks, room) if size <= room]
+        if on_gpu and kept * local_ranks <= machine_memory():
+            fitting.append("parallelism.cpu_offload = true, which is slower")
+        yield (
+            f"memory: parameters, gradients and optimizer state take {kept / GIB:.1f} GiB on each rank, and {where} has "
+            f"{room / GIB:.1f} GiB; these fit: {', or '.join(fitting) or 'none of the options'}; titanlite estimate "
+            "predicts what activations add"
+        )
+
+
+def _ways(config: Config, model: nn.Module, ranks: int, room: int) -> Iterator[tuple[str, int]]:
+    """Options that leave less to keep, each with the bytes that remain; of more ranks, the first number that fits `room`."""
+    parallelism = config.parallelism
+    if not parallelism.reduce_every_microbatch:
+        other = config.model_copy(update={"parallelism": parallelism.model_copy(update={"reduce_every_microbatch": True})})
+        yield "parallelism.reduce_every_microbatch = true", kept_bytes(other, model, ranks)
+    if (other_dtype := narrower(config)) is not None:
+        narrow = on_meta(family_of(config.model), other_dtype)
+        yield 'training.dtype = "bfloat16"', kept_bytes(other_dtype, narrow, ranks)
+    shards = {"data_parallel_shard_degree": -1}
+    if (replicas := parallelism.data_parallel_replicate_degree) > 1:
+        update = parallelism.model_copy(update={**shards, "data_parallel_replicate_degree": 1})
+        whole = config.model_copy(update={"parallelism": update})
+        yield f"parallelism.data_parallel_replicate_degree = 1, not {replicas}", kept_bytes(whole, model, ranks)
+    sharded = config.model_copy(update={"parallelism": parallelism.model_copy(update=shards)})
+    of_more = ((ranks * more, kept_bytes(sharded, model, ranks * more)) for more in _MORE_RANKS)
+    if (enough := next((found for found in of_more if found[1] <= room), None)) is not None:
+        yield f"{enough[0]} ranks with parallelism.data_parallel_shard_degree = -1", enough[1]
+
+
+def unverified(config: Config, ranks: int) -> Iterator[str]:
+    """What a sound configuration needs, for a machine that has no GPU."""
+    kept = kept_bytes(config, on_meta(family_of(config.model), config), ranks)
+    yield f"memory: {kept / GIB:.1f} GiB a rank for parameters, gradients and optimizer state; titanlite estimate predicts all"
