@@ -5,7 +5,7 @@ this rank's slice of the sequence) and its parameters are DTensors. `local_weigh
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,37 @@ class Normal(NamedTuple):
     cutoff: float = 3.0
 
 
+class Uniform(NamedTuple):
+    """Initial distribution: uniform between `low` and `high`."""
+
+    low: float
+    high: float
+
+
 class Constant(NamedTuple):
     """Initial distribution: every element equals `value`."""
 
     value: float
+
+
+class Identity(NamedTuple):
+    """Initial values of a matrix, or of each matrix of the last two dimensions: `scale` on the diagonal, 0 elsewhere."""
+
+    scale: float = 1.0
+
+
+class Computed(NamedTuple):
+    """Initial values that a function computes, such as the logarithms of Mamba's decays: `Computed(lambda index, shape: ...)`.
+
+    index: one int64 tensor for each dimension of the parameter, all of one shape, which is also that of the result. shape: of
+    the whole parameter. Each rank passes the positions of its own shard, so a value must follow from its own index alone. The
+    function runs on the CPU; give it float64, index[0].double(), so that the rounding to float32 is the same everywhere.
+    """
+
+    values: Callable[[tuple[Tensor, ...], tuple[int, ...]], Tensor]
+
+
+Distribution = Normal | Uniform | Constant | Identity | Computed
 
 
 class Flops(NamedTuple):

@@ -12,13 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama3
-from models.blocks import Constant, Normal
+from models.blocks import Computed, Constant, Identity, Normal, Uniform
 from tests import tiny
 from titanlite.errors import UserError
 from titanlite.transforms.initialize import (
     _CHUNK,
     _normal,
     _normal_table,
+    _values_at,
     fill,
     initialize,
     match_initial,
@@ -108,6 +109,60 @@ def test_neighbours_rows_columns_and_parameters_are_uncorrelated():
     between_rows = np.corrcoef(values)[np.triu_indices(side, 1)]
     assert abs(between_rows.std() * side**0.5 - 1) < 0.02
     assert np.abs(between_rows).max() < 6 / side**0.5
+
+
+def _with(distribution, *shape: int, seed: int = 0) -> torch.Tensor:
+    tensor = torch.full(shape, math.nan)
+    fill(tensor, "layers.0.mixer.weight", distribution, seed)
+    return tensor
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.25, 0.75), (0.1, 0.3)])
+def test_uniform_values_have_the_moments_and_the_distribution_between_their_bounds(low, high):
+    values = np.sort(_with(Uniform(low, high), 512, 512).double().numpy().ravel())
+    count, width = len(values), high - low
+    assert low <= values[0] + 1e-8 and values[-1] <= high + 1e-8
+    assert abs(values.mean() - (low + high) / 2) < 4 * width / (12 * count) ** 0.5
+    assert abs(values.var() / width**2 - 1 / 12) < 4 * (1 / 80 - 1 / 144) ** 0.5 / count**0.5
+    steps, wanted = np.arange(count + 1) / count, (values - low) / width
+    assert max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max()) < 1.95 / count**0.5
+
+
+def test_uniform_values_are_uncorrelated_with_neighbours_other_seeds_and_normal_values():
+    values = _with(Uniform(-1.0, 1.0), 512, 512).double().numpy()
+    others = [np.roll(values, 1), values.T * (1 - np.eye(512)), _with(Uniform(-1.0, 1.0), 512, 512, seed=1).double().numpy()]
+    for other in others:
+        assert abs(np.corrcoef(values.ravel(), other.ravel())[0, 1]) < 4 / 512
+
+
+def test_identity_is_a_diagonal_of_the_last_two_dimensions():
+    assert torch.equal(_with(Identity(), 5, 5), torch.eye(5))
+    assert torch.equal(_with(Identity(0.5), 3, 7), 0.5 * torch.eye(3, 7))
+    assert torch.equal(_with(Identity(2.0), 4, 6, 3), 2 * torch.eye(6, 3).expand(4, 6, 3))
+
+
+def _decays(index, shape):
+    return ((index[0] + 1).double() / shape[0]).log() + index[-1].double().sqrt()
+
+
+def test_computed_values_are_those_of_the_function_in_float64():
+    row, column = torch.arange(40).double()[:, None], torch.arange(30).double()
+    assert torch.equal(_with(Computed(_decays), 40, 30), (((row + 1) / 40).log() + column.sqrt()).float())
+    assert torch.equal(_with(Computed(lambda index, shape: index[0]), 6), torch.arange(6.0))
+    assert torch.equal(_with(Computed(lambda index, shape: shape[0] / 4), 3), torch.full((3,), 0.75))
+
+
+@pytest.mark.parametrize("distribution", [Uniform(-0.1, 0.7), Identity(3.0), Computed(_decays)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_a_shard_and_a_chunk_have_the_values_of_the_whole_for_every_distribution(monkeypatch, distribution, chunk):
+    shape, offset, box = (13, 6, 9), (7, 2, 4), (5, 3, 3)
+    whole = _with(distribution, *shape)
+    base, inner = box_index(shape, offset, box, _CPU)
+    values = _values_at(distribution, _key("layers.0.mixer.weight", 0), shape, _CPU)
+    part = tuple(slice(first, first + size) for first, size in zip(offset, box, strict=True))
+    assert torch.equal(values(base[:, None] + inner).reshape(box), whole[part])
+    monkeypatch.setitem(_CHUNK, "cpu", chunk)
+    assert torch.equal(_with(distribution, *shape), whole)
 
 
 # ----------------------------------------------------------------------------------------------- a function of its inputs
@@ -349,3 +404,29 @@ def test_a_buffer_with_computed_values_and_a_scalar_parameter_are_refused(change
     family = _odd_family(change)
     _, faults = match_initial(family.on_meta(), family)
     assert [found for found in faults if found.startswith(fault)] and len(faults) == 1
+
+
+def _faults_of(distribution, *shape: int) -> list[str]:
+    family = _odd_family(lambda block: block.register_parameter("gain", nn.Parameter(torch.ones(shape))))
+    family.module.initial = staticmethod(lambda config: {"*.gain": distribution, "*": Normal(0.02)})
+    return match_initial(family.on_meta(), family)[1]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "fault"),
+    [
+        (Identity(), "is Identity, which is for matrices, and has 1 dimension"),
+        (Computed(lambda index, shape: index[0] / index[0].max()), "another result for all positions together than for each"),
+        (Computed(lambda index, shape: torch.rand(index[0].shape)), "another result for all positions together than for each"),
+        (Computed(lambda index, shape: index[0].double().log()), "which is not finite"),
+        (0.02, "has 0.02; models/blocks.py offers Normal, Uniform, Constant, Identity, Computed"),
+    ],
+)
+def test_a_distribution_that_depends_on_the_shard_or_does_not_fit_is_refused(distribution, fault):
+    (found,) = _faults_of(distribution, 12)
+    assert found.startswith("initial: layers.*.gain ") and fault in found
+
+
+def test_every_distribution_is_taken_for_a_parameter_that_it_fits():
+    for distribution in (Uniform(0.0, 1.0), Identity(), Constant(2.0), Computed(_decays)):
+        assert _faults_of(distribution, 12, 12) == []

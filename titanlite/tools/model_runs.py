@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing import ProcessExitedException
 
-from models.blocks import Constant, Normal
+from models.blocks import Normal, Uniform
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
@@ -170,14 +170,14 @@ def small_config(name: str, flavor: str) -> Config:
 def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
     """A run as any other, with two changes without which a comparison could miss a fault.
 
-    Parameters that start as a constant get random values: a gain of one, or a gate of zero, would hide errors around it.
+    Parameters that start without random values get some: a gain of one, or a gate of zero, would hide errors around it.
     Dropout is off, since it draws other numbers on every mesh.
     """
     run = begin(config, mesh, device)
     distributions, _ = match_initial(run.model, family_of(config.model))
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
-            if isinstance(distributions[name], Constant):
+            if not isinstance(distributions[name], Normal | Uniform):
                 noise = torch.empty_like(parameter)
                 fill(noise, name, Normal(0.1), config.training.seed)
                 parameter.add_(noise)

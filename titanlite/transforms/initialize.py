@@ -5,13 +5,14 @@ of positions (transforms/shards.py), a table look-up, and single IEEE operations
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import NormalDist
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from models.blocks import Constant, Normal
+from models.blocks import Computed, Constant, Distribution, Identity, Normal, Uniform
 from models.decoder import Decoder
 from titanlite.errors import UserError
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
@@ -39,7 +40,7 @@ def initialize(model: Decoder, family: Family, seed: int, device: torch.device) 
     assert not unset, f"not initialised: {unset}"
 
 
-def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | Constant], list[str]]:
+def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Distribution], list[str]]:
     """The distribution of every parameter and buffer by name, and the faults of the family's `initial` table.
 
     A model is built without memory, which loses what a constructor computes into a buffer: a buffer can only be constant.
@@ -52,14 +53,36 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Normal | 
     distributions, faults = match_table(family.module.initial(family.config), others, "initial")
     distributions |= own
     for name, tensor in named.items():
-        if not isinstance(tensor, nn.Parameter) and isinstance(distributions.get(name), Normal):
+        distribution = distributions.get(name)
+        if not isinstance(distribution, Distribution | None):
+            kinds = ", ".join(kind.__name__ for kind in get_args(Distribution))
+            faults.append(f"initial: {every_layer(name)} has {distribution!r}; models/blocks.py offers {kinds}")
+        elif not isinstance(tensor, nn.Parameter) and not isinstance(distribution, Constant | None):
             faults.append(
                 f"initial: {every_layer(name)} is a buffer, and must be a Constant: a model is built on the meta device, which "
                 "loses what its constructor computes; compute it in forward"
             )
         elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
             faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one of size 1")
+        elif isinstance(distribution, Identity) and tensor.ndim < 2:
+            faults.append(f"initial: {every_layer(name)} is Identity, which is for matrices, and has {tensor.ndim} dimension")
+        elif isinstance(distribution, Computed):
+            faults.extend(f"initial: {every_layer(name)} {fault}" for fault in _computed_faults(distribution, tensor))
     return distributions, list(dict.fromkeys(faults))
+
+
+def _computed_faults(distribution: Computed, tensor: Tensor) -> Iterator[str]:
+    """Evaluates a function at a few positions, together and one by one, as meshes evaluate it on shards."""
+    positions = torch.linspace(0, max(0, tensor.numel() - 1), 8, dtype=torch.float64).long()
+    together = _computed(distribution, positions, tuple(tensor.shape))
+    apart = torch.cat([_computed(distribution, position, tuple(tensor.shape)) for position in positions.split(1)])
+    if not together.isfinite().all():
+        yield f"is Computed as {together.tolist()}, which is not finite"
+    elif not torch.equal(together, apart):
+        yield (
+            "is Computed with another result for all positions together than for each alone; compute each value from its own "
+            "index, without random numbers"
+        )
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -78,30 +101,57 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, name: str, distribution: Normal | Constant, seed: int) -> None:
+def fill(tensor: Tensor, name: str, distribution: Distribution, seed: int) -> None:
     """Writes a parameter's initial values (of a DTensor those of the local shard), rounded to its dtype."""
     local = local_part(tensor)
     if isinstance(distribution, Constant):
         local.fill_(distribution.value)
         return
-    key = key_of(f"{seed}/{name}")
-    steps, heights = (part.to(local.device) for part in _normal_table(distribution.cutoff))
+    values = _values_at(distribution, key_of(f"{seed}/{name}"), tuple(tensor.shape), local.device)
     # A shard is a box of the whole parameter. It is filled a few rows at a time; a row is all but the first dimension.
     base, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
     rows = max(1, _CHUNK[local.device.type] // max(1, inner.numel()))
     flat = local.view(local.shape[0], -1) if local.numel() else local
     for start in range(0, local.shape[0] if local.numel() else 0, rows):
-        index = base[start : start + rows, None] + inner
-        flat[start : start + rows] = _normal(index, key, steps, heights) * distribution.std
+        flat[start : start + rows] = values(base[start : start + rows, None] + inner)
+
+
+def _values_at(
+    distribution: Distribution, key: int, shape: tuple[int, ...], device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """The function from int64 positions in the flattened parameter to its values, float32."""
+    if isinstance(distribution, Normal):
+        steps, heights = (part.to(device) for part in _normal_table(distribution.cutoff))
+        return lambda index: _normal(index, key, steps, heights) * distribution.std
+    if isinstance(distribution, Uniform):
+        low, high = distribution
+        # Separate operations, as in `_normal`; the clamp because low + (high - low) may be rounded to above high.
+        return lambda index: _fraction(splitmix64(index, key)).mul_(high - low).add_(low).clamp_(low, high)
+    if isinstance(distribution, Constant):
+        return lambda index: torch.full(index.shape, distribution.value, device=device)
+    if isinstance(distribution, Identity):
+        rows, columns = shape[-2:]
+        return lambda index: (index // columns % rows == index % columns) * distribution.scale
+    return lambda index: _computed(distribution, index, shape)
+
+
+def _computed(distribution: Computed, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The values that a function computes at int64 positions; on the CPU, whose functions are the same for all meshes."""
+    values = distribution.values(torch.unravel_index(index.cpu(), shape), shape)
+    return torch.as_tensor(values, dtype=torch.float64).expand(index.shape).float().to(index.device)
 
 
 def _normal(index: Tensor, key: int, steps: Tensor, heights: Tensor) -> Tensor:
     """Standard normal values, float32, for int64 positions."""
     bits = splitmix64(index, key)
     step = (bits >> _FRACTION_BITS) & (2**_TABLE_BITS - 1)
-    fraction = (bits & (2**_FRACTION_BITS - 1)).float() * 2.0**-_FRACTION_BITS
     # Separate operations: a fused multiply-add rounds once, and only some devices have it.
-    return fraction.mul_(heights[step]).add_(steps[step])
+    return _fraction(bits).mul_(heights[step]).add_(steps[step])
+
+
+def _fraction(bits: Tensor) -> Tensor:
+    """Uniform values of [0, 1), float32, from the low bits of a hash."""
+    return (bits & (2**_FRACTION_BITS - 1)).float() * 2.0**-_FRACTION_BITS
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import Constant, Normal
+from models.blocks import Constant, Distribution, Normal
 from titanlite.config.read import suggest
 from titanlite.config.schema import Lora
 from titanlite.errors import UserError
@@ -29,7 +29,7 @@ class LoraLinear(nn.Linear):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
 
-    def own_initial(self) -> dict[str, Normal | Constant]:
+    def own_initial(self) -> dict[str, Distribution]:
         """How the adapter begins, by parameter; a family's own table does not list it.
 
         B zero; A normal with variance 1 / in, so that A x is as large as x is (Hayou et al., arXiv:2406.08447: this choice
