@@ -93,7 +93,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
         clean_up(saves, progress.step)
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
-        record_start(config, record | {"model_source": source_of(family.module)})
+        record_start(config, record | {"architecture": family.dimensions(), "model_source": source_of(family.module)})
 
     def batches_from(at: Progress) -> Batches:
         part = data_rank(mesh), data_degree(mesh)

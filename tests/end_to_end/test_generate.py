@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.attention import Cache
 from tests.end_to_end.forked import Done, titanlite, train
 from tests.end_to_end.test_oracle import both_models, every_model, family
+from tests.repetitions import slow_but
 from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate
 
@@ -119,20 +120,29 @@ def test_the_seed_decides_what_the_command_draws(trained):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "weights with adapters"])
-def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, adapters):
-    source = trained / "out"
-    if adapters:
+@pytest.mark.parametrize("kind", slow_but(["weights", "adapters"], ["weights", "adapters", "overrides"]))
+def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, kind):
+    source, adapters = trained / "out", kind == "adapters"
+    if kind != "weights":
         shutil.copy(trained / "data.txt", tmp_path)
         shutil.copy(trained / "run.toml", tmp_path)
         base = trained / "out" / "checkpoint" / "step-00000015"
-        options = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
+        adapted = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
+        options = (
+            adapted if adapters else ["--model.overrides", "{ window = 5, ffn_dim = 80 }", "--model.overrides.n_layers", "3"]
+        )
         ended = train("run.toml", *options, folder=tmp_path)
         assert ended.code == 0, ended.err
         source = tmp_path / "out"
     exported = command(tmp_path, "--checkpoint", str(source), "--output", "export", name="export-hf")
     assert exported.code == 0, exported.err
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    if kind == "overrides":
+        assert (model.config.num_hidden_layers, model.config.sliding_window, model.config.intermediate_size) == (3, 5, 80)
+        refused = train("run.toml", *options[:2], folder=tmp_path)
+        assert refused.code == 2 and "n_layers = " in refused.err and "another architecture" in refused.err
+        resumed = train("run.toml", *options, folder=tmp_path)
+        assert resumed.code == 0 and "nothing to do" in resumed.err
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     prompt = "two four six"
     ids = tokenizer(prompt, return_tensors="pt").input_ids

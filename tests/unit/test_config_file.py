@@ -26,7 +26,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "print_config": True,
         "time_limit_minutes": 1.5,
     },
-    "model": {"name": "my.model", "flavor": "8b", "hf_assets_path": "none", "attention": "math"},
+    "model": {
+        "name": "my.model",
+        "flavor": "8b",
+        "hf_assets_path": "none",
+        "attention": "math",
+        "overrides": {"dim": 96, "a key": [1, 2.5, "x"], "rope_scaling": {"factor": 1e20, "on": True}},
+    },
     "training": {
         "dataset": "",
         "dataset_path": "true",

@@ -34,7 +34,7 @@ from titanlite.loop.resume import (
 )  # fmt: skip
 from titanlite.optim.loss_scale import FIRST
 from titanlite.optim.lr_schedule import Schedule, build_schedule
-from titanlite.transforms.registry import Family, load_family
+from titanlite.transforms.registry import Family, family_of, load_family
 
 TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
 DATA = learnable_data(Config.model_validate(TINY))
@@ -54,7 +54,7 @@ MATHEMATICS = """
     float8.enable float8.recipe_name float8.filter_fqns float8.enable_fsdp_float8_all_gather
 """
 NOTHING = """
-    job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.hf_assets_path
+    job.dump_folder job.description job.time_limit_minutes job.print_config model.flavor model.overrides model.hf_assets_path
     model.attention training.dataset training.dataset_path training.sources training.add_bos training.local_batch_size
     training.steps
     training.on_nonfinite training.gc_freq training.deterministic
@@ -103,7 +103,7 @@ def setting(config: Config) -> Setting:
 def resume(keys: dict[str, Any] | None = None, found: Manifest | None = None, global_batch: int = 8) -> Schedule:
     """The schedule of a run with these keys that goes on from a checkpoint."""
     config = configuration(keys)
-    family = load_family(config.model.name, config.model.flavor)
+    family = family_of(config.model)
     return check_changes(Setting(config, family, DATA, global_batch), SOURCE, found or stored())
 
 
@@ -279,6 +279,13 @@ def test_another_architecture_is_refused_by_its_dimensions_and_cannot_be_allowed
 def test_a_flavour_of_another_name_and_the_same_dimensions_is_the_same_model(monkeypatch):
     monkeypatch.setitem(tiny.FLAVORS, "renamed", tiny.FLAVORS["plain"])
     assert resume({"model.flavor": "renamed"}) == build_schedule(configuration())
+
+
+def test_other_overrides_are_another_architecture_and_those_of_an_equal_flavour_are_not():
+    title = r"another architecture than tests.tiny plain with n_layers = 4:\n  n_layers = 4, was 2\nA changed model"
+    with pytest.raises(UserError, match=title):
+        resume({"model.overrides": {"n_layers": 4}, "checkpoint.allow_changes": ["*"]})
+    assert resume({"model.flavor": "deep", "model.overrides": {"n_layers": 2}}) == build_schedule(configuration())
 
 
 def test_dimensions_that_json_writes_in_another_way_are_no_change():

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -84,11 +85,13 @@ def read_config(path: str | Path, options: list[str], taken: list[str] | None = 
         _print_help(values)
     texts, faults = _parse_options(options)
     for key, text in texts.items():
-        section, _, name = key.partition(".")
-        table = values.setdefault(section, {}) if name else values
+        *tables, name = _path(key)
+        table: Any = values
+        for above in tables:
+            table = table.setdefault(above, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):  # anything else is a fault of the file, reported below
-            table[name or section] = _parse_value(key, text)
-            origins[key] = "option"
+            table[name] = _parse_value(key, text)
+            origins[".".join([*tables, name][:2])] = "option"
     replaced, doubled = take_foreign_keys(values, origins)
     faults += doubled
     if taken is not None:
@@ -135,13 +138,18 @@ def to_toml(config: Config) -> str:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(entry)}" for key, entry in value.items() if entry is not None) + " }"
+        entries = [f"{_toml_key(key)} = {_toml_value(entry)}" for key, entry in value.items() if entry is not None]
+        return f"{{ {', '.join(entries)} }}" if entries else "{}"
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
     if isinstance(value, float):
         return repr(value)
     # a JSON string is a valid TOML basic string once DEL, which JSON does not escape, is escaped
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml_value(name)
 
 
 def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[str, Any]:
@@ -164,14 +172,20 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
     if base == "" or not isinstance(base, str | None):
         raise UserError(f"{path}: base = {base!r}: must be the name of a TOML file, as a string")
     merged = _load_toml(path.parent / base, [*chain, path], origins) if base else {}
+    _merge(merged, values)
     for section, table in values.items():
-        if isinstance(table, dict) and isinstance(merged.get(section), dict):
-            merged[section].update(table)
-        else:
-            merged[section] = table
         for key in table if isinstance(table, dict) else ():
             origins[f"{section}.{key}"] = path.name
     return merged
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
+    """Puts the values of `above` into `below`, table by table."""
+    for name, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(name), dict):
+            _merge(below[name], value)
+        else:
+            below[name] = value
 
 
 # ---------------------------------------------------------------------------------------------------- command line
@@ -220,7 +234,14 @@ def _print_help(file_values: dict[str, Any]) -> NoReturn:
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is list:
         return "[{KEY=VALUE,...},...]" if _entry_schema(annotation) else f"{_type_name(get_args(annotation)[0])},..."
-    names = {"boolean": "BOOL", "integer": "INT", "number": "FLOAT", "string": "TEXT", "null": "NONE"}
+    names = {
+        "boolean": "BOOL",
+        "integer": "INT",
+        "number": "FLOAT",
+        "string": "TEXT",
+        "null": "NONE",
+        "object": "{KEY=VALUE,...}",
+    }
     schema = TypeAdapter(annotation).json_schema()
     parts: list[str] = []
     for option in schema.get("anyOf", [schema]):
@@ -230,17 +251,26 @@ def _type_name(annotation: Any) -> str:
 
 def _parse_value(key: str, text: str) -> Any:
     """The text of an option as the key's type; the validation reports an unknown key, and a text that does not fit."""
-    annotation = KEYS.get(key, str)
+    annotation = KEYS.get(key, Any if len(_path(key)) > 2 else str)
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
     if get_origin(annotation) is list and not _entry_schema(annotation):
         return text.split(",")
-    if not is_foreign(key):  # whose type the schema does not have
+    if not is_foreign(key) and annotation is not Any:  # whose type the schema does not have
         with contextlib.suppress(ValidationError):
             return TypeAdapter(annotation).validate_strings(text)
     with contextlib.suppress(tomllib.TOMLDecodeError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
         return tomllib.loads(f"value = {text}")["value"]
     return text
+
+
+def _path(key: str) -> list[str]:
+    """The tables of an option, and its name: section and key, or more where the key is a table, as in model.overrides.dim."""
+    section, _, name = key.partition(".")
+    above, _, inside = name.partition(".")
+    if inside and get_origin(KEYS.get(f"{section}.{above}")) is dict:
+        return [section, above, *inside.split(".")]
+    return [section, name] if name else [section]
 
 
 def _entry_schema(annotation: Any) -> type[BaseModel] | None:

@@ -4,9 +4,10 @@
 Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning is the same.
 """
 
+import json
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from titanlite.config.effects import CUDA, EffectiveWhen
 
@@ -50,6 +51,10 @@ class Model(Section):
     """A model family in the folder models/ ("llama3" is models/llama3.py), or the dotted name of your own module."""
     flavor: str = "debug"
     """The size: a key of FLAVORS in the family's file. "hf": the dimensions in the config.json of hf_assets_path."""
+    overrides: dict[str, JsonValue] = {}
+    """Dimensions that differ from the flavor's, as a table: overrides = { dim = 512, n_layers = 8 }, or the option
+    --model.overrides.dim 512. The names are the fields of Config in the family's file; a field with a table of its own takes
+    one, such as rope_scaling = { factor = 16.0 }, and "none" where it may be None. All others keep the flavor's values."""
     hf_assets_path: str = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
@@ -59,6 +64,12 @@ class Model(Section):
     forces that kernel for the whole model; a configuration that it does not support is refused. "efficient": PyTorch's
     memory-efficient attention. "flash3": FlashAttention 3, a separate package for Hopper. "tiles": our own kernel for CPUs,
     which "auto" uses there for compiled blocks in bfloat16 with at most 512 tokens. "math": stores all scores."""
+
+    @property
+    def title(self) -> str:
+        """Family and flavour for messages, with what differs from the flavour."""
+        changed = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.overrides.items())
+        return f"{self.name} {self.flavor}" + (f" with {changed}" if changed else "")
 
 
 class Source(Section):

@@ -165,7 +165,7 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
 
 def faults(config: Config, vocabulary: int) -> Iterator[str]:
     """A tokenizer with more ids than the vocabulary of the model has."""
-    folder, model = config.model.hf_assets_path, f"{config.model.name} {config.model.flavor}"
+    folder, model = config.model.hf_assets_path, config.model.title
     try:
         ids = load_tokenizer(folder, add_bos=config.training.add_bos).vocabulary if folder else DEFAULT_VOCABULARY
     except UserError as error:

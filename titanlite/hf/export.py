@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.checkpoint.whole import Stored
+from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError, listed
@@ -21,7 +22,7 @@ from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.launch.process import rank_and_world, together
 from titanlite.transforms.lora import merged
-from titanlite.transforms.registry import load_family
+from titanlite.transforms.registry import family_of
 from titanlite.transforms.source import warn_of_changes
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -59,12 +60,13 @@ class Exported:
         cfg = stored.manifest.numbers["config"].get("model")
         if not isinstance(cfg, dict):
             raise UserError(f"{stored.source}: its manifest does not name a model")
-        self.assets = assets or cfg["hf_assets_path"]
+        model = stored_config({"model": cfg}).model
+        self.assets = assets or model.hf_assets_path
         if self.assets and not Path(self.assets).is_dir():
             raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new place with --assets')
-        self.family = load_family(cfg["name"], cfg["flavor"], self.assets)
+        self.family = family_of(model.model_copy(update={"hf_assets_path": self.assets}))
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
-            raise UserError(listed(f"{stored.source}: {cfg['name']} {cfg['flavor']} has changed since it was saved:", changed))
+            raise UserError(listed(f"{stored.source}: {model.title} has changed since it was saved:", changed))
         if rank_and_world()[0] == 0:
             warn_of_changes(stored.source, stored.manifest.numbers.get("model_source"), self.family.module)
         self.model = self.family.on_meta()

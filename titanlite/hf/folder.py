@@ -187,7 +187,7 @@ def faults(config: Config, family: Family, model: nn.Module) -> Iterator[str]:
         different = [f"{name} = {now!r}, there {theirs[name]!r}" for name, now in ours.items() if now != theirs[name]]
         if different:
             raise UserError(
-                f"config.json has other dimensions than {config.model.name} {config.model.flavor}: {'; '.join(different)}; "
+                f"config.json has other dimensions than {config.model.title}: {'; '.join(different)}; "
                 'model.flavor = "hf" takes those of model.hf_assets_path'
             )
         find_weights(source, family, model, cfg.exclude_from_loading)

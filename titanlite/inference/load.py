@@ -64,7 +64,7 @@ def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, asse
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(manifest.numbers["architecture"]):
-        raise UserError(listed(f"{source}: {cfg.name} {cfg.flavor} has changed since it was saved:", changed))
+        raise UserError(listed(f"{source}: {cfg.title} has changed since it was saved:", changed))
     if rank_and_world()[0] == 0:
         warn_of_changes(source, manifest.numbers.get("model_source"), family.module)
     add_bos = config.training.add_bos

@@ -21,8 +21,8 @@ from titanlite.optim import build, lr_schedule, state
 from titanlite.parallel import mesh, tensor
 from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
 from titanlite.transforms.initialize import match_initial
-from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of, place_of
+from titanlite.transforms.meta import on_meta, run_forward
+from titanlite.transforms.registry import Family, family_of, place_of
 
 ModelFaults = Callable[[Config, nn.Module], Iterable[str]]  # of a model on the meta device
 
@@ -87,6 +87,8 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
     except Exception as error:  # the user's module can raise anything
         yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
         return
+    if config.model.overrides:
+        yield from _misfits(config, family)
     yield from attention_kernels.faults(config, family)
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)
@@ -96,3 +98,15 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
         yield from part(config, model)
     if here:
         yield from state.faults(config, model)
+
+
+def _misfits(config: Config, family: Family) -> Iterator[str]:
+    """Overrides that are dimensions each, and no model together, such as 6 heads with 4 key-value heads."""
+    try:
+        run_forward(family.on_meta(), batch=1, seq_len=16)
+    except Exception as error:  # the user's module can raise anything
+        reason = (str(error) or repr(error)).splitlines()[0]
+        yield (
+            f"model.overrides: these dimensions do not fit together: a forward pass of {config.model.title} fails at "
+            f"{place_of(error)}: {reason}"
+        )

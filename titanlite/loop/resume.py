@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 HARMLESS = (
     "job.*",
     "model.flavor",  # the dimensions are compared
+    "model.overrides",
     "model.attention",
     "model.hf_assets_path",  # text and tokenizer are compared by fingerprint
     "training.dataset",
@@ -266,7 +267,7 @@ def check_changes(run: Setting, source: Path, found: Manifest) -> Schedule:
             "A changed model is another run: give it its own job.dump_folder; checkpoint.initial_load_path and "
             "checkpoint.exclude_from_loading load the weights that still fit"
         )
-        title = f"{source}: has another architecture than {config.model.name} {config.model.flavor}:"
+        title = f"{source}: has another architecture than {config.model.title}:"
         raise UserError(listed(title, reshaped, remedy))
     different = list(changes(run, numbers))
     if impossible := [f"{change}: {IMPOSSIBLE[change.key]}" for change in different if change.key in IMPOSSIBLE]:

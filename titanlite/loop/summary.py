@@ -40,7 +40,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     return {
         "run": config.job.description or "(no description)",
         "folder": str(Path(config.job.dump_folder).resolve()),
-        "model": f"{config.model.name} {config.model.flavor}, {total:,} parameters{frozen}",
+        "model": f"{config.model.title}, {total:,} parameters{frozen}",
         "mesh": " x ".join(f"{name} {size}" for name, size in used.items()) or "one process",
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()

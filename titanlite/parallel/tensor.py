@@ -168,10 +168,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """What tensor parallelism needs of a model, on the meta device, and of the compiler."""
     tensor, compiled = config.parallelism.tensor_parallel_degree, config.compile
     if undivided := undivided_sizes(family, tensor):
-        yield (
-            f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} "
-            f"of {config.model.name} {config.model.flavor}"
-        )
+        yield (f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} of {config.model.title}")
     # the matrices' widths follow from the dimensions: one fault is enough
     yield from sharding_faults(model, family, 1 if undivided else tensor)
     if config.float8.enable and not config.lora.enable:

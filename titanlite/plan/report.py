@@ -13,7 +13,7 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float)
     memory = prediction.memory
     rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
     return [
-        f"{config.model.name} {config.model.flavor}, {prediction.parameters:,} parameters, on {ranks} ranks; this is rank 0",
+        f"{config.model.title}, {prediction.parameters:,} parameters, on {ranks} ranks; this is rank 0",
         *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),
         f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matrix products and attention)",
         "  collectives of a step, and what this rank sends in them:",

@@ -30,7 +30,7 @@ def main() -> None:
         check(mesh_config, path, math.prod(degrees.values()))
     open_data(config)  # fills the cache for the ranks
     runs = [_run(mesh_config, degrees) for mesh_config, degrees in zip(configs, meshes, strict=True)]
-    print(f"{config.model.name} {config.model.flavor}, {config.training.steps} steps in float32, each mesh against the first")
+    print(f"{config.model.title}, {config.training.steps} steps in float32, each mesh against the first")
     print(f"{'mesh':<28} {'weights':<9} {'batches':<9} {'losses':<9} {'norms':<17} {'worst gradient'}")
     comparisons = [compare(run, runs[0]) for run in runs]
     for degrees, comparison in zip(meshes, comparisons, strict=True):

@@ -125,9 +125,9 @@ def faults(config: Config, family: Family) -> Iterator[str]:
         if config.training.document_mask:
             yield f"{key}: takes no mask, which training.document_mask = true makes; {others}"
         if window is not None and window < config.training.seq_len:
-            yield f"{key}: takes no mask, which the window of {config.model.name} {config.model.flavor} makes; {others}"
+            yield f"{key}: takes no mask, which the window of {config.model.title} makes; {others}"
     if name != "math" and getattr(family.config, "attention_softcap", None) is not None:
-        yield f'{key}: cannot cap scores, as {config.model.name} {config.model.flavor} does; use "auto" or "math"'
+        yield f'{key}: cannot cap scores, as {config.model.title} does; use "auto" or "math"'
 
 
 def unverified(config: Config, family: Family) -> Iterator[str]:

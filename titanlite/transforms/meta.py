@@ -1,12 +1,17 @@
-"""A run's model without memory, and the FLOPs of training it."""
+"""A run's model without memory, a forward pass of it, and the FLOPs of training it."""
 
+import logging
+
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from models.attention import SeqInfo
 from models.blocks import Flops
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.registry import Family
+from titanlite.transforms.registry import Family, tie
 
 
 def on_meta(family: Family, config: Config, layers: int | None = None) -> Decoder:
@@ -24,6 +29,22 @@ def on_meta(family: Family, config: Config, layers: int | None = None) -> Decode
 
         lora.adapt(model, config.lora, DTYPES[config.training.mixed_precision_param])
     return model
+
+
+def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
+    """One forward pass without memory of a model on the meta device, whose parameters are fake tensors afterwards."""
+    errors = logging.getLogger(FakeTensorMode.__module__)  # it logs what it raises
+    errors.disabled = True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            model.to_empty(device="cpu")
+            tie(model)
+            tokens, positions = (torch.zeros(batch, seq_len, dtype=torch.int64) for _ in range(2))
+            hidden = model(tokens, SeqInfo(positions))
+            if model.head is not None:
+                model.head(hidden, tokens)
+    finally:
+        errors.disabled = False
 
 
 def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:

@@ -22,6 +22,7 @@ from models.decoder import Decoder
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
 from titanlite.transforms.description import Description, raise_faults, read_description, unused_keys
+from titanlite.transforms.overrides import overridden
 
 # A model's code is never here: an error raised here was caused elsewhere.
 _LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -67,17 +68,23 @@ class BrokenModule(UserError):
     """The module exists, and its contents are wrong."""
 
 
-def load_family(name: str, flavor: str, assets: str = "") -> Family:
+def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, Any] | None = None) -> Family:
     """The family `models.<name>`, or for a name with dots any importable module, and its flavour, in upper or lower case.
 
-    assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". Raises UserError where there is no
-    such module, where it lacks a part of the interface, or has no such flavour.
+    assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". overrides: model.overrides. Raises
+    UserError where there is no such module, where it lacks a part of the interface, or has no such flavour or dimension.
     """
     module = load_module(name)
+    config = _config_of(module, name, flavor, assets)
+    return Family(module, overridden(config, overrides, [*module.FLAVORS.values(), config], name) if overrides else config)
+
+
+def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
+    """The dimensions of a flavour."""
     if flavor == FROM_ASSETS:
         if not assets:
             raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
-        return Family(module, described(module, read_description(Path(assets))))
+        return described(module, read_description(Path(assets)))
     if flavor not in module.FLAVORS:  # torchtitan writes 8B
         flavor = next((name for name in module.FLAVORS if name.lower() == flavor.lower()), flavor)
     if flavor not in module.FLAVORS:
@@ -86,12 +93,12 @@ def load_family(name: str, flavor: str, assets: str = "") -> Family:
             f'model.flavor = {flavor!r}: {name} has the flavours {have}; "{FROM_ASSETS}" stands for the dimensions of the '
             "config.json in model.hf_assets_path"
         )
-    return Family(module, module.FLAVORS[flavor])
+    return module.FLAVORS[flavor]
 
 
 def family_of(keys: Model) -> Family:
-    """The family and flavour that [model] names. Raises UserError as `load_family` does."""
-    return load_family(keys.name, keys.flavor, keys.hf_assets_path)
+    """The family, flavour and overrides that [model] names. Raises UserError as `load_family` does."""
+    return load_family(keys.name, keys.flavor, keys.hf_assets_path, keys.overrides)
 
 
 def family_names() -> list[str]:

@@ -1,0 +1,183 @@
+"""model.overrides: a flavour's dimensions are changed by file or option, and every wrong one is named before a run."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from models import llama3
+from models.blocks import RopeScaling
+from tests import tiny
+from titanlite.config.read import Faults, read_config, to_toml
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.loop.checks import check
+from titanlite.plan.predict import predict
+from titanlite.plan.report import lines
+from titanlite.transforms import registry
+from titanlite.transforms.registry import family_of, load_family
+
+SCALED = llama3.FLAVORS["8b"].rope_scaling
+
+
+def written(folder: Path, text: str, *options: str) -> Config:
+    (folder / "run.toml").write_text(text)
+    return read_config(folder / "run.toml", list(options))
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("[model]\noverrides = { dim = 512, n_layers = 8 }\n", []),
+        ("[model.overrides]\ndim = 512\nn_layers = 8\n", []),
+        ("model.overrides.dim = 512\nmodel.overrides.n_layers = 8\n", []),
+        ("", ["--model.overrides.dim", "512", "--model.overrides.n-layers=8"]),
+        ("", ["--model.overrides", "{dim = 512, n_layers = 8}"]),
+        ("[model.overrides]\ndim = 4\nn_layers = 8\n", ["--model.overrides.dim", "512"]),
+    ],
+)
+def test_a_table_and_options_change_the_dimensions_they_name_and_no_others(tmp_path, text, options):
+    config = written(tmp_path, text, *options)
+    assert family_of(config.model).config == dataclasses.replace(llama3.FLAVORS["debug"], dim=512, n_layers=8)
+    assert config.model.title == "llama3 debug with dim = 512, n_layers = 8"
+    assert read_config(written_again(tmp_path, config), []) == config
+
+
+def written_again(folder: Path, config: Config) -> Path:
+    """The configuration as the run folder keeps it."""
+    (folder / "config.toml").write_text(to_toml(config))
+    return folder / "config.toml"
+
+
+def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
+    (tmp_path / "base.toml").write_text("[model.overrides]\ndim = 512\nrope_scaling = { factor = 4.0, low_freq_factor = 2 }\n")
+    config = written(tmp_path, 'base = "base.toml"\n[model.overrides]\ndim = 256\nrope_scaling.factor = 9\n')
+    assert config.model.overrides == {"dim": 256, "rope_scaling": {"factor": 9, "low_freq_factor": 2}}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "value", "expected"),
+    [
+        ("8b", {"factor": 16}, SCALED._replace(factor=16.0)),
+        ("8b", "none", None),
+        ("debug", SCALED._asdict(), SCALED),
+        ("debug", list(SCALED), SCALED),
+    ],
+)
+def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, value, expected):
+    found = load_family("llama3", flavor, overrides={"rope_scaling": value}).config.rope_scaling
+    assert found == expected and [*map(type, found or ())] == [*map(type, expected or ())]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"dimm": 512}, "model.overrides.dimm = 512: tests.tiny has no such dimension; did you mean model.overrides.dim?"),
+        ({"zzz": 1}, "has no such dimension; there are: dim, n_layers"),
+        ({"dim": 0}, "model.overrides.dim = 0: must be greater than 0"),
+        ({"dim": -8}, "model.overrides.dim = -8: must be greater than 0"),
+        ({"dim": 64.0}, "model.overrides.dim = 64.0: must be a valid integer"),
+        ({"dim": True}, "model.overrides.dim = true: must be a valid integer"),
+        ({"dim": "none"}, 'model.overrides.dim = "none": must be a valid integer'),
+        ({"tied_embeddings": 1}, "model.overrides.tied_embeddings = 1: must be a valid boolean"),
+        ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
+        ({"rope_scaling": 8}, "model.overrides.rope_scaling = 8: must be an array or an object"),
+        ({"rope_scaling": {"factr": 8}}, "rope_scaling.factr = 8: RopeScaling has no such dimension; did you mean"),
+        ({"rope_scaling": {"factor": "8"}}, 'model.overrides.rope_scaling.factor = "8": must be a valid number'),
+        ({"rope_scaling": {"factor": -8.0}}, "model.overrides.rope_scaling.factor = -8.0: must be greater than 0"),
+        (
+            {"rope_scaling": {"factor": 8}},
+            "rope_scaling: has no low_freq_factor, high_freq_factor, original_max_positions; the",
+        ),
+    ],
+)
+def test_a_wrong_override_is_refused_by_its_key(overrides, expected):
+    with pytest.raises(UserError) as caught:
+        load_family("tests.tiny", "plain", overrides=overrides)
+    assert expected in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Own:
+    """A fork's dimensions, of more types than those of models/."""
+
+    dim: int
+    experts: int = 0
+    windows: tuple[int, ...] = (1, 2)
+    kind: Literal["a", "b"] = "a"
+    offset: int = -1
+    bias: float | None = None
+    derived: int = dataclasses.field(init=False, default=1)
+
+    def __post_init__(self) -> None:
+        if self.dim % 2:
+            raise ValueError(f"dim = {self.dim} is odd")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ({"experts": 3, "windows": [4, 5], "kind": "b", "offset": 0, "bias": 1}, Own(2, 3, (4, 5), "b", 0, 1.0)),
+        ({"experts": 0, "offset": -1, "bias": "None"}, Own(2)),
+        ({"dim": 3}, "model.overrides: own.model refuses these dimensions: ValueError('dim = 3 is odd')"),
+        ({"windows": [4, "x"]}, 'model.overrides.windows = [4, "x"]: must be a valid integer'),
+        ({"kind": "c"}, "model.overrides.kind = \"c\": must be 'a' or 'b'"),
+        ({"experts": -1}, "model.overrides.experts = -1: must be at least 0"),
+        ({"derived": 2}, "model.overrides.derived = 2: own.model has no such dimension"),
+    ],
+)
+def test_a_forks_own_types_and_checks_hold(monkeypatch, overrides, expected):
+    monkeypatch.setattr(registry, "load_module", lambda name: SimpleNamespace(FLAVORS={"small": Own(2)}))
+    if isinstance(expected, Own):
+        assert load_family("own.model", "small", overrides=overrides).config == expected
+    else:
+        with pytest.raises(UserError) as caught:
+            load_family("own.model", "small", overrides=overrides)
+        assert expected in str(caught.value)
+
+
+def faults(tmp_path: Path, **overrides: Any) -> str:
+    dumped = {"job": {"dump_folder": str(tmp_path)}, "training": {"seq_len": 64}}
+    config = Config.model_validate({**dumped, "model": {"overrides": overrides}})
+    try:
+        check(config, "run.toml", 1)
+    except Faults as error:
+        return str(error)
+    return ""
+
+
+def test_the_check_names_every_wrong_override_and_dimensions_that_do_not_fit_together(tmp_path, caplog):
+    assert faults(tmp_path, dim=512, n_layers=8) == ""
+    message = faults(tmp_path, dimm=512, n_layers=-1)
+    assert "2 faults" in message and "overrides.dimm" in message and "overrides.n_layers" in message
+    message = faults(tmp_path, n_heads=6)
+    assert (
+        "1 fault\n  model.overrides: these dimensions do not fit together: a forward pass of llama3 debug with n_heads = 6 "
+        in message
+    )
+    assert "models/attention.py, line" in message
+    assert not caplog.records
+
+
+def test_an_estimate_is_that_of_a_flavour_with_these_dimensions(monkeypatch):
+    def estimated(**model: Any) -> Any:
+        model = {"name": "tests.tiny", **model}
+        config = Config.model_validate({"model": model, "training": {"seq_len": 64, "local_batch_size": 1}})
+        return predict(config, 1), config
+
+    monkeypatch.setitem(tiny.FLAVORS, "wide", dataclasses.replace(tiny.FLAVORS["plain"], ffn_dim=128, n_layers=5))
+    found, config = estimated(flavor="plain", overrides={"ffn_dim": 128, "n_layers": 5})
+    assert found == estimated(flavor="wide")[0]
+    assert lines(found, config, 1, 80)[0].startswith("tests.tiny plain with ffn_dim = 128, n_layers = 5, ")
+
+
+def test_the_manifests_architecture_has_the_overridden_dimensions():
+    family = load_family("tests.tiny", "plain", overrides={"dim": 128, "rope_scaling": SCALED._asdict()})
+    assert family.dimensions() == json.loads(
+        json.dumps({**tiny.FLAVORS["plain"].__dict__, "dim": 128, "rope_scaling": [*SCALED]})
+    )
+    assert isinstance(family.config.rope_scaling, RopeScaling)

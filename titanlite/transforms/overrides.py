@@ -1,0 +1,100 @@
+"""`model.overrides`: a flavour with other dimensions. Names, types and bounds are those of the family's own Config.
+
+Tables reach into nested dataclasses and NamedTuples, such as Llama's rope_scaling. TOML has no null, so "none" stands for None
+in a field that can be None.
+"""
+
+import inspect
+import json
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from titanlite.config.read import suggest
+from titanlite.errors import UserError
+
+
+def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], family: str) -> Any:
+    """The Config `base` with the values of `overrides`. flavors: all of the family; bounds of numbers follow from them.
+
+    Raises UserError that lists all faults, one a line.
+    """
+    faults: list[str] = []
+    config = _changed(type(base), base, overrides, flavors, "model.overrides", family, faults)
+    if faults:
+        raise UserError("\n".join(faults))
+    return config
+
+
+def _changed(
+    kind: Any, base: Any, table: dict[str, Any], flavors: Sequence[Any], key: str, owner: str, faults: list[str]
+) -> Any:
+    """A `kind` with the values of `table`, the others from `base`, if that is not None. Adds to `faults`."""
+    hints, parameters, before = typing.get_type_hints(kind), inspect.signature(kind).parameters, len(faults)
+    values = {} if base is None else {name: getattr(base, name) for name in parameters}
+    for name, value in table.items():
+        inside = f"{key}.{name}"
+        if name not in parameters:
+            hint = suggest(name, list(parameters), f"{key}.")
+            faults.append(f"{inside} = {json.dumps(value)}: {owner} has no such dimension{hint}")
+            continue
+        known = [getattr(flavor, name) for flavor in flavors if flavor is not None]
+        structure = next(filter(_is_structure, _alternatives(hints[name])), None)
+        if structure and isinstance(value, dict):
+            values[name] = _changed(structure, values.get(name), value, known, inside, structure.__name__, faults)
+        else:
+            values[name] = _validated(hints[name], value, known, inside, faults)
+    if missing := [name for name, each in parameters.items() if name not in values and each.default is each.empty]:
+        faults.append(f"{key}: has no {', '.join(missing)}; the flavour has no {owner} to take them from")
+    if len(faults) > before:
+        return None
+    try:
+        return kind(**values)
+    except (ValueError, TypeError, AssertionError) as error:  # of the family's __post_init__
+        faults.append(f"{key}: {owner} refuses these dimensions: {error!r}")
+        return None
+
+
+def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
+    """The value in the type of its field. known: the values of the family's flavours."""
+    shown = f"{key} = {json.dumps(value)}"
+    if type(None) in _alternatives(hint) and isinstance(value, str) and value.lower() == "none":
+        return None
+    try:
+        # Read as JSON, which like TOML has lists where a field may have a tuple.
+        found = TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except PydanticSchemaGenerationError:
+        faults.append(f"{shown}: TOML has no values of type {hint}; add a flavour to the family's file instead")
+        return None
+    except ValidationError as error:
+        allowed = " or ".join(entry["msg"].replace("Input should be ", "") for entry in error.errors())
+        faults.append(f"{shown}: must be {allowed}")
+        return None
+    if _is_number(found):
+        # A flavour that has 0 or -1 shows that the family gives it a meaning.
+        least = min(filter(_is_number, known), default=1)
+        if not math.isfinite(found) and found not in known:
+            faults.append(f"{shown}: must be a finite number")
+        elif found <= 0 and found < least:
+            faults.append(f"{shown}: must be " + ("greater than 0" if least > 0 else f"at least {least}"))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _is_structure(kind: Any) -> bool:
+    """Whether a type is a dataclass or a NamedTuple."""
+    return isinstance(kind, type) and (is_dataclass(kind) or (issubclass(kind, tuple) and hasattr(kind, "_fields")))
