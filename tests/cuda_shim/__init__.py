@@ -2,7 +2,11 @@
 
     noop_cuda.cpp   what a CPU build of PyTorch lacks of CUDA, in functions that do nothing; build.py compiles it
     pretend.py      torch.cuda of a pretended H100
+    watch.py        what operations would do to a real GPU: a host sync, a pageable copy, float64, no CUDA kernel
+    cells.py        the configurations that run
+    program.py      a run of titanlite, as train.py calls its functions, in a process with many cells
+    planted.py      faults that the program must find
 
-`pretend.py` imports nothing of titanlite or of other tests. It changes PyTorch for a whole process, and needs LD_PRELOAD, so
-that what runs on it is a process of its own.
+`pretend.py` and `watch.py` import nothing of titanlite or of other tests. They change PyTorch for a whole process, and need
+LD_PRELOAD, so that what runs on them is a process of its own.
 """

@@ -1,0 +1,103 @@
+"""The cells of test_cuda_shim.py: configurations that run on a pretended GPU. Imports no torch."""
+
+from typing import Any, NamedTuple
+
+Sections = dict[str, dict[str, Any]]
+
+MESHES: dict[str, dict[str, int]] = {
+    "1 rank": {},
+    "FSDP 8": {"dp_shard": 8},
+    "FSDP 4 x TP 2": {"dp_shard": 4, "tp": 2},
+    "HSDP 2 x 4": {"dp_replicate": 2, "dp_shard": 4},
+}
+
+
+class Variant(NamedTuple):
+    """What runs on each mesh, in bfloat16 unless it says otherwise, and what only a GPU decides about it."""
+
+    sections: Sections
+    runs: tuple[str, ...] = ()  # operations that its step must run
+    attention: tuple[str, ...] = ("cudnn",)  # the kernels of attention that its step must run, and no others
+
+
+_FLOAT32: Sections = {"training": {"mixed_precision_param": "float32"}}
+_NARROW: Sections = {"training": {"dtype": "bfloat16"}}
+_MASKED: Sections = {"training": {"document_mask": True}}
+_COMPILED: Sections = {"compile": {"enable": True, "backend": "aot_eager"}}
+_GEMMA: Sections = {"model": {"name": "tests.tiny_gemma3"}}
+_FLOAT8: Sections = {"float8": {"enable": True}}
+_SCALED = ("aten._scaled_mm.default",)
+
+
+def _recompute(**keys: Any) -> Sections:
+    return {"activation_checkpoint": keys}
+
+
+def _optimizer(**keys: Any) -> Sections:
+    return {"optimizer": keys}
+
+
+VARIANTS: dict[str, Variant] = {
+    "float32": Variant(_FLOAT32, attention=("efficient",)),
+    "bfloat16": Variant({}, ("aten._fused_adamw_.default",)),
+    "float16": Variant({"training": {"mixed_precision_param": "float16"}}, ("aten._amp_update_scale_.default",)),
+    "bfloat16 parameters": Variant(_NARROW),
+    "float32, compiled": Variant(_FLOAT32 | _COMPILED, attention=("efficient",)),
+    "bfloat16, compiled": Variant(_COMPILED),
+    "bfloat16 parameters, compiled": Variant(_NARROW | _COMPILED),
+    "full": Variant(_recompute(mode="full")),
+    "every second layer": Variant(_recompute(mode="selective", selective_ac_option=2)),
+    "per operation": Variant(_recompute(mode="selective", selective_ac_option="op")),
+    "full, compiled": Variant(_recompute(mode="full") | _COMPILED),
+    "per operation, compiled": Variant(_recompute(mode="selective", selective_ac_option="op") | _COMPILED),
+    "memory_budget": Variant(_recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED),
+    "document_mask": Variant(_MASKED, attention=("flex",)),
+    "document_mask, compiled": Variant(_MASKED | _COMPILED, attention=("flex",)),
+    "windows": Variant(_GEMMA, attention=("cudnn", "flex")),
+    "capped scores": Variant({"model": {**_GEMMA["model"], "flavor": "capped"}}, attention=("flex",)),
+    "LoRA": Variant({"lora": {"enable": True, "rank": 4}}),
+    "float8": Variant(_FLOAT8, _SCALED),
+    "float8, compiled": Variant(_FLOAT8 | _COMPILED, _SCALED),
+    "Adam": Variant(_optimizer(name="Adam"), ("aten._fused_adam_.default",)),
+    "foreach": Variant(_optimizer(implementation="foreach"), ("aten._foreach_addcdiv_.ScalarList",)),
+    "for-loop": Variant(_optimizer(implementation="for-loop"), ("aten.addcdiv_.default",)),
+    "Muon": Variant(_optimizer(name="Muon")),
+    "Muon, bfloat16 parameters": Variant(_NARROW | _optimizer(name="Muon", rounding="compensated")),
+    "cpu_offload": Variant({"parallelism": {"cpu_offload": True}}),
+}
+
+
+class Cell(NamedTuple):
+    """A variant on a mesh."""
+
+    mesh: str
+    variant: str
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return MESHES[self.mesh]
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.mesh == "1 rank" else 8
+
+    @property
+    def sections(self) -> Sections:
+        """The sections of its configuration, with the degrees of its mesh: two microbatches a step."""
+        replicate, shard, tensor = (self.degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp"))
+        parallelism = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
+        training = {"global_batch_size": 16, "local_batch_size": 8 // (replicate * shard), "mixed_precision_param": "bfloat16"}
+        sections = VARIANTS[self.variant].sections
+        return sections | {
+            "parallelism": parallelism | sections.get("parallelism", {}),
+            "training": training | sections.get("training", {}),
+            "validation": {"steps": 1},
+        }
+
+
+CELLS = {
+    f"{mesh}, {variant}": Cell(mesh, variant)
+    for mesh in MESHES
+    for variant in VARIANTS
+    if mesh != "HSDP 2 x 4" or "compiled" not in variant  # replicas are outside of what is compiled
+}

@@ -1,0 +1,56 @@
+"""Faults that only a GPU would show, each planted in a cell: (where, what is replaced, by what)."""
+
+import itertools
+from typing import Any
+
+import torch
+
+from models import llama3
+from titanlite.data.batch import Batch
+from titanlite.loop import step
+from titanlite.transforms import attention_kernels
+
+_clip = step.clip_gradients
+
+
+def _before_clipping(fault: Any) -> Any:
+    """Clipping of gradients, with a fault that works on the gradient of the first parameter."""
+
+    def clip(optimizer: torch.optim.Optimizer, *args: Any) -> torch.Tensor:
+        fault(optimizer.param_groups[0]["params"][0].grad)
+        return _clip(optimizer, *args)
+
+    return step, "clip_gradients", clip
+
+
+def _mask_on_cpu(seq: Any, *_: Any) -> Any:
+    length = seq.positions.shape[1]
+    return seq._replace(mask=torch.ones(1, 1, length, length, dtype=torch.bool).tril())
+
+
+def _attend_on_cpu(gradient: torch.Tensor) -> None:
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[gradient[None, None]] * 3)
+
+
+def _copy_blocking(batch: Batch, device: torch.device, non_blocking: bool = False) -> Batch:
+    return batch._each(lambda tensor: tensor.to(device))
+
+
+_counts = itertools.count(2)
+_first_rows = torch.compile(lambda matrix, count: matrix[:count] + 1, fullgraph=True)
+
+PLANTED: dict[str, Any] = {
+    "an .item() in the step": _before_clipping(lambda gradient: gradient.sum().item()),
+    "a .tolist() in the step": _before_clipping(lambda gradient: gradient[0, :2].tolist()),
+    "a branch on a value": _before_clipping(lambda gradient: 1 if gradient.isnan().any() else 0),
+    "a bool index": _before_clipping(lambda gradient: gradient[gradient > 0]),
+    "a tensor made of numbers": _before_clipping(lambda gradient: torch.tensor([1.0, 2.0], device=gradient.device)),
+    "a wait for the device": _before_clipping(lambda gradient: torch.cuda.synchronize()),
+    "a float64 kernel": _before_clipping(lambda gradient: gradient.double()),
+    "a kernel that CUDA lacks": _before_clipping(_attend_on_cpu),
+    "a recompilation": _before_clipping(lambda gradient: _first_rows(gradient, next(_counts))),
+    "a slow kernel of attention": (attention_kernels, "_ORDER_ON_HOPPER", ("math",)),
+    "a mask on the CPU": (llama3, "with_mask", _mask_on_cpu),
+    "a pageable copy": (Batch, "pin_memory", lambda batch: batch),
+    "a blocking copy": (Batch, "to", _copy_blocking),
+}

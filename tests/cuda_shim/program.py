@@ -1,0 +1,153 @@
+"""Runs cells on a pretended GPU: titanlite's own functions, as train.py calls them.
+
+    LD_PRELOAD=noop_cuda.so python -m tests.cuda_shim.program CELL...
+
+prints a JSON object a cell: {"cell": ..., "fault": ..., "seconds": ...}. The fault is empty if there is none. A cell is one of
+cells.py, or a fault of planted.py.
+"""
+
+import dataclasses
+import json
+import sys
+import time
+import traceback
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from tests.cuda_shim import pretend
+
+pretend.install()
+
+from tests import tiny, tiny_gemma3  # noqa: E402  # after install
+from tests.cuda_shim.cells import CELLS, VARIANTS, Cell, Variant  # noqa: E402
+from tests.cuda_shim.planted import PLANTED  # noqa: E402
+from tests.cuda_shim.watch import Fault, Watch  # noqa: E402
+from tests.distributed.scenarios import config_of, learnable_data  # noqa: E402
+from titanlite.checkpoint.save import _Stager  # noqa: E402
+from titanlite.config.schema import Config  # noqa: E402
+from titanlite.data.batches import Batches, StepDataset  # noqa: E402
+from titanlite.inference.generate import Sampling, generate  # noqa: E402
+from titanlite.launch.process import seed_step  # noqa: E402
+from titanlite.loop.checks import check  # noqa: E402
+from titanlite.loop.divergence import Steps  # noqa: E402
+from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused  # noqa: E402
+from titanlite.loop.validation import validate  # noqa: E402
+from titanlite.optim.state import run_tensors  # noqa: E402
+from titanlite.parallel import parallelize as order  # noqa: E402
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank  # noqa: E402
+from titanlite.plan.step import pretended_ranks  # noqa: E402
+from titanlite.transforms.meta import on_meta  # noqa: E402
+from titanlite.transforms.registry import family_of  # noqa: E402
+
+# FlexAttention takes no narrower heads; the default tokenizer has 4,096 entries
+tiny.FLAVORS["cell"] = dataclasses.replace(tiny.FLAVORS["large"], head_dim=16)
+tiny_gemma3.FLAVORS["cell"] = tiny_gemma3.FLAVORS["large"]
+tiny_gemma3.FLAVORS["capped"] = dataclasses.replace(tiny_gemma3.FLAVORS["two"], n_layers=2, vocab_size=4096, window=64)
+DEVICE = pretend.DEVICE
+# what attention runs, forward and backward
+_KERNELS = {
+    "cudnn": "aten._scaled_dot_product_cudnn_attention{}.default",
+    "efficient": "aten._scaled_dot_product_efficient_attention{}.default",
+    "flex": "flex_attention{}",
+}
+
+
+class _Rows(StepDataset):
+    """A data set that reads real rows, which NumPy needs."""
+
+    def __getitem__(self, step: int) -> Any:
+        with unset_fake_temporarily():
+            return super().__getitem__(step)
+
+
+def _on_meta(*args: Any) -> Any:
+    """A model on the meta device cannot get memory if its tensors are fake there already."""
+    with unset_fake_temporarily():
+        return on_meta(*args)
+
+
+def run(config: Config, ranks: int) -> set[str]:
+    """Two steps, of which the second is watched, and what surrounds them; returns the second step's operations."""
+    torch._dynamo.reset()
+    check(config, "cell", ranks, open_files=False)
+    family, data = family_of(config.model), learnable_data(config)
+    home = torch.device("cpu") if config.parallelism.cpu_offload else DEVICE
+    with ExitStack() as stack:
+        stack.enter_context(pretended_ranks(ranks))
+        mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cuda")
+        part = data_rank(mesh), data_degree(mesh)
+        source = _Rows(config, data, 0, config.global_batch(data_degree(mesh)), part)
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(mock.patch.object(order, "on_meta", _on_meta))
+        watch = Watch(mode, config.parallelism.cpu_offload)
+        stack.callback(watch.close)
+        model, optimizer, loss_scale = begin_training(family, config, mesh, DEVICE)
+        batches, unread = Batches(source, DEVICE), Steps(mesh)
+        stack.callback(batches.close)
+
+        def step(number: int) -> None:
+            seed_step(config.training.seed, number, rng_rank(mesh))
+            batch = next(batches)
+            assert len(batch.microbatches()) == 2
+            share = forward_backward(model, batch, mesh, loss_scale, config.parallelism.reduce_every_microbatch)
+            if number == 1:
+                warn_of_unused(model)
+            norm = update(model, optimizer, 1e-3, config.training.max_norm, loss_scale)
+            batches.prepare()
+            unread.add(number, 0, share, norm)
+            assert share.device == DEVICE and norm.device == home, (share.device, norm.device)
+
+        step(1)
+        graphs = counters["stats"]["unique_graphs"]
+        with watch.step():
+            step(2)
+        if (new := counters["stats"]["unique_graphs"] - graphs) > 0:
+            raise Fault(f"recompiled: {new} graphs in the second step")
+        next(batches)  # raises what has failed in `prepare`
+        # a report
+        assert len(unread.read()) == 2 and batches.waited() == 0
+        # a checkpoint
+        tensors = run_tensors(model, optimizer, loss_scale)
+        strays = {name for name, tensor in tensors.items() if tensor.ndim and tensor.device.type != home.type}
+        assert not strays, f"not on {home}: {sorted(strays)}"
+        assert _Stager(pinned=True).stage(tensors).keys() == tensors.keys()
+        # validation, samples
+        assert validate(model, data, config, mesh, DEVICE)
+        new_ids = generate(model, [[1, 2, 3], [4]], 2, None, Sampling(temperature=0), mesh["tp"].size())
+        assert list(map(len, new_ids)) == [2, 2]
+        return watch.operations
+
+
+def judge(operations: set[str], variant: Variant) -> None:
+    """Raises Fault where a step has not run the kernels that it should."""
+    expected = {_KERNELS[name].format(part) for name in variant.attention for part in ("", "_backward")}
+    found = {name for name in operations if "attention" in name}
+    if found != expected:
+        raise Fault(f"wrong kernels of attention: {sorted(found)} instead of {sorted(expected)}")
+    if missing := set(variant.runs) - operations:
+        raise Fault(f"missing kernels: {sorted(missing)}")
+
+
+def outcome(name: str) -> dict[str, Any]:
+    """What happened in a cell."""
+    begin, fault = time.perf_counter(), ""
+    cell = Cell("1 rank", "float32") if name in PLANTED else CELLS[name]
+    with ExitStack() as stack:
+        if name in PLANTED:
+            stack.enter_context(mock.patch.object(*PLANTED[name]))
+        config = config_of(cell.degrees, "cell", accumulation=2, **cell.sections)
+        try:
+            judge(run(config, cell.ranks), VARIANTS[cell.variant])
+        except Exception as error:  # every cell runs, and its test reports what failed
+            fault = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return {"cell": name, "fault": fault, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(json.dumps(outcome(name)), flush=True)

@@ -1,0 +1,71 @@
+"""The program on a pretended GPU (tests/cuda_shim): none of the faults that a GPU would show, and planted ones are named."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_shim.build import build, why_not
+from tests.cuda_shim.cells import CELLS
+from tests.repetitions import slow_but
+
+_SECONDS = 600  # for all cells; two idle cores take some 150
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(_SECONDS + 60)]
+_FEW = ["1 rank, bfloat16, compiled", "FSDP 4 x TP 2, bfloat16"]
+_PLANTED = {
+    "an .item() in the step": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
+    "a .tolist() in the step": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
+    "a branch on a value": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
+    "a bool index": "host sync: aten.nonzero.default in tests.cuda_shim.planted:",
+    "a tensor made of numbers": "host sync: a blocking copy from cpu to cuda: ",
+    "a wait for the device": "host sync: torch.cuda.synchronize() in tests.cuda_shim.planted:",
+    "a float64 kernel": "float64 kernel on 262,144 values: aten._to_copy.default in tests.cuda_shim.planted:",
+    "a kernel that CUDA lacks": "no CUDA kernel: aten._scaled_dot_product_flash_attention_for_cpu.default in ",
+    "a recompilation": "recompiled: 1 graphs in the second step",
+    "a slow kernel of attention": "wrong kernels of attention: [] instead of ",
+    "a mask on the CPU": "two devices: aten.add.Tensor in models.attention:",
+    "a pageable copy": "pageable copy: the source is not pinned, so the host waits: aten._to_copy.default in titanlite.",
+    "a blocking copy": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.cuda_shim.planted:",
+}
+_OFTEN = ["an .item() in the step", "a float64 kernel", "a mask on the CPU", "a pageable copy"]
+
+
+@pytest.fixture(scope="module")
+def faults(request, tmp_path_factory) -> dict[str, str]:
+    """The fault of each cell that this session runs, or ""; two processes share the cells."""
+    chosen = [item.callspec.params["cell"] for item in request.session.items if item.path == Path(__file__)]
+    folder = tmp_path_factory.mktemp("shim")
+    environment, until = build(folder), time.monotonic() + _SECONDS
+    running = []
+    parts = 2 if len(chosen) > 8 else 1  # a start costs as much as some cells
+    for part in range(parts):
+        cells = chosen[part::parts]
+        output, errors = folder / f"{part}.jsonl", folder / f"{part}.log"
+        command = [sys.executable, "-m", "tests.cuda_shim.program", *cells]
+        process = subprocess.Popen(command, stdout=output.open("w"), stderr=errors.open("w"), env=environment)
+        running.append((process, cells, output, errors))
+    found = {}
+    for process, cells, output, errors in running:
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        found |= dict.fromkeys(cells, f"the process ended before this cell: {errors.read_text()[-2000:]}")
+        found |= {line["cell"]: line["fault"] for line in lines}
+    return found
+
+
+@pytest.mark.parametrize("cell", slow_but(_FEW, CELLS))
+def test_the_program_runs_on_a_pretended_gpu(faults, cell):
+    """From initialisation to generation, with the right kernels of attention. In the second step no host sync, pageable copy,
+    float64 kernel, tensor on the CPU, operator without CUDA kernel, or recompilation."""
+    assert not faults[cell], faults[cell]
+
+
+@pytest.mark.parametrize("cell", slow_but(_OFTEN, _PLANTED))
+def test_a_fault_that_only_a_gpu_would_show_is_named(faults, cell):
+    assert faults[cell].startswith(f"Fault: {_PLANTED[cell]}"), faults[cell]
