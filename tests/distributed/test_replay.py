@@ -239,7 +239,8 @@ def test_with_other_code_no_step_is_repeated_and_generation_and_exports_warn(poo
 
 def test_a_step_after_a_change_of_the_mixture_is_not_repeated_from_before_it(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {})
-    rewrite(tmp_path, 12, mixture={"position": 80, "sources": []})
+    sources = manifest.read(tmp_path / "checkpoint/step-00000012").numbers["mixture"]["sources"]
+    rewrite(tmp_path, 12, mixture={"position": 80, "sources": sources})
     with pytest.raises(
         WorkerFailure, match=r"--step 12: sources or weights changed after 80 samples, and the checkpoint there is"
     ):

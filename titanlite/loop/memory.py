@@ -51,7 +51,7 @@ class Memory:
             f"{stacks.position()}: out of memory" + (f", {requested[1]} more were requested" if requested else ""),
             "held by this rank: "
             + (", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in held.items()) or "no model yet"),
-            f"{where} has {total / GIB:.2f} GiB, of which {free / GIB:.2f} GiB are free",
+            f"{where} has {total / GIB:.2f} GiB" + (f", of which {free / GIB:.2f} GiB are free" if free is not None else ""),
             "remedies, the cheapest first:",
             *(f"{number}. {way}" for number, way in enumerate(remedies(self.config, self.global_batch, training), 1)),
             f"a prediction: titanlite estimate {shlex.join(sys.argv[1:])} --ranks {ranks} --device-memory-gib {total // GIB}",
@@ -65,12 +65,13 @@ def ran_out(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error).lower() for words in known)
 
 
-def capacity(device: torch.device) -> tuple[int, int]:
-    """(bytes of a GPU, or those of the machine that this process may use; how many are free)."""
+def capacity(device: torch.device) -> tuple[int, int | None]:
+    """(bytes of a GPU, or those of the machine that this process may use; how many are free, which macOS does not say)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, free
-    return machine_memory(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    known = "SC_AVPHYS_PAGES" in os.sysconf_names
+    return machine_memory(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
 
 
 def machine_memory() -> int:
