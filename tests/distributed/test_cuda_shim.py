@@ -26,7 +26,7 @@ _PLANTED = {
     "a kernel that CUDA lacks": "no CUDA kernel: aten._scaled_dot_product_flash_attention_for_cpu.default in ",
     "a recompilation": "recompiled: 1 graphs in the second step",
     "a slow kernel of attention": "wrong kernels of attention: [] instead of ",
-    "a mask on the CPU": "two devices: aten.add.Tensor in models.attention:",
+    "a mask on the CPU": "two devices: aten._scaled_dot_product_efficient_attention.default in models.attention:",
     "a pageable copy": "pageable copy: the source is not pinned, so the host waits: aten._to_copy.default in titanlite.",
     "a blocking copy": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.cuda_shim.planted:",
 }
