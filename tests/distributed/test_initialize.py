@@ -41,8 +41,16 @@ def weights(degrees: dict[str, int], flavor: str) -> dict[str, Tensor]:
     return {name: whole(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("flavor", ["uneven", "plain"])
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp_shard": 2}, {"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_shard": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "flavor"),
+    [
+        ({"tp": 2}, "uneven"),
+        ({"dp_shard": 2}, "plain"),
+        ({"dp_shard": 2, "tp": 2}, "uneven"),
+        *(pytest.param({key: 4}, "uneven", marks=pytest.mark.slow) for key in ("tp", "dp_shard")),
+    ],
+    ids=str,
+)
 def test_every_distribution_gives_a_mesh_the_weights_of_one_process_bit_for_bit(pools, degrees, flavor):
     expected = pools[1].run(f"{HERE}:weights", degrees={}, flavor=flavor)[0]
     assert all(weight.std() > 0.01 for weight in expected.values())
