@@ -74,14 +74,25 @@ def transformer_flops(matmul_parameters: int, heads_dim: int, seq_len: int, wind
 
 
 def local_weight(weight: Tensor) -> Tensor:
-    """A replicated weight as a plain tensor, for local arithmetic under tensor parallelism.
+    """A parameter as a plain tensor, for local arithmetic under tensor parallelism: all of it, or this rank's part if split.
 
-    Each rank processes its own tokens or heads, so the weight's gradient is the sum of the ranks' gradients (Partial).
+    Each rank processes its own tokens or heads, so a replicated weight's gradient is the sum of the ranks' gradients (Partial).
     """
     if isinstance(weight, DTensor):
-        assert all(placement.is_replicate() for placement in weight.placements), "local_weight needs a replicated weight"
-        return weight.to_local(grad_placements=[Partial()])
+        return weight.to_local(grad_placements=[Partial() if each.is_replicate() else each for each in weight.placements])
     return weight
+
+
+def whole(x: Tensor) -> Tensor:
+    """The gathered sequence that a "sequence" module returns, as a plain tensor (batch, seq, ...), without communication.
+
+    Use it for this rank's heads or features only: its gradient is the sum of the ranks' gradients (Partial), which would count
+    what all ranks compute alike once for each rank.
+    """
+    if isinstance(x, DTensor):
+        assert all(placement.is_replicate() for placement in x.placements), "whole needs what a 'sequence' module returns"
+        return x.to_local(grad_placements=[Partial()])
+    return x
 
 
 class RMSNorm(nn.Module):

@@ -50,6 +50,15 @@ def _wrap_tokens(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, tp, [Replicate()], run_check=False)
 
 
+def _wrap_local(name: str, x: Tensor, tp: DeviceMesh) -> Tensor:
+    # DTensor multiplies the local values whichever dimension is split, except the last; only the first needs no strided shard
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, tp, [Shard(0)], run_check=False)
+
+
+def _unwrap_local(x: DTensor, tp: DeviceMesh) -> Tensor:
+    return x if x.placements[0].is_replicate() else x.to_local()  # a gathered sequence stays gathered
+
+
 def _scatter_sequence(x: DTensor, tp: DeviceMesh) -> Tensor:
     return x.redistribute(tp, [Shard(_SEQUENCE)]).to_local()
 
@@ -77,6 +86,7 @@ STYLES: dict[str, Style] = {
     # weights of features, split like the output of a "column" module; the module itself communicates between ranks
     "features": Style(Shard(0), Shard(0)),
 }
+_LOCAL_LINEAR = Style(Replicate(), Replicate(), before=_wrap_local, after=_unwrap_local)  # a Linear whose style is "replicate"
 _EMBEDDING = Style(Shard(0), Shard(0), before=_wrap_tokens, after=_scatter_embedded)
 
 
@@ -122,7 +132,11 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
         return
     for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)
-        style = _EMBEDDING if style_name == "vocab" and isinstance(module, nn.Embedding) else STYLES[style_name]
+        style = STYLES[style_name]
+        if style_name == "vocab" and isinstance(module, nn.Embedding):
+            style = _EMBEDDING
+        elif style_name == "replicate" and isinstance(module, nn.Linear):
+            style = _LOCAL_LINEAR
         for key, parameter in module.named_parameters(recurse=False):
             placement = style.weight if parameter.ndim > 1 else style.bias
             shared = getattr(module, "SPLIT", {}).get(key)  # of an adapter

@@ -1,0 +1,48 @@
+"""Five forks as a researcher writes them, right on every mesh: check-model passes each one."""
+
+import pytest
+import torch
+
+from models.attention import SeqInfo
+from models.blocks import positions_in_documents
+from tests.end_to_end.test_check_model import failed, not_run, pooled, table, trained  # noqa: F401
+from titanlite.tools.compare import compare
+from titanlite.transforms.registry import load_module
+
+pytestmark = pytest.mark.usefixtures("pooled")
+FORKS = ["parallel_block", "latent_attention", "dense_mixture", "value_residual", "linear_attention"]
+every_fork = pytest.mark.parametrize("fork", FORKS)
+
+
+@pytest.mark.slow
+@every_fork
+def test_a_right_fork_passes_every_row(fork):
+    rows = table(f"tests.forks.right.{fork}")
+    assert failed(rows) == {} and not_run(rows) == []
+
+
+@every_fork
+def test_the_tables_and_flops_of_a_right_fork_pass(fork):
+    assert failed(table(f"tests.forks.right.{fork}", last="Hugging Face")) == {}
+
+
+@pytest.mark.parametrize("fork", [*FORKS[:3], *(pytest.param(fork, marks=pytest.mark.slow) for fork in FORKS[3:])])
+def test_tensor_parallelism_leaves_every_gradient_of_a_right_fork_as_it_is(pools, fork):
+    name = f"tests.forks.right.{fork}"
+    alone, split = trained(pools, name, "plain", {}, {}), trained(pools, name, "plain", {}, {"tp": 2}, ranks=2)
+    assert alone.faults == split.faults == []
+    assert compare(split.trajectory, alone.trajectory).excessive == []
+
+
+@every_fork
+def test_a_document_of_a_packed_row_gives_what_it_gives_alone(fork):
+    module = load_module(f"tests.forks.right.{fork}")
+    model = module.Model(module.FLAVORS["plain"])
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    tokens, documents = torch.randint(512, (1, 20)), torch.tensor([[0] * 7 + [1] * 12 + [2]], dtype=torch.int32)
+    packed = model(tokens, SeqInfo(positions_in_documents(documents), documents))
+    for part in (slice(0, 7), slice(7, 19), slice(19, 20)):
+        alone = model(tokens[:, part], SeqInfo(torch.arange(part.stop - part.start)[None]))
+        torch.testing.assert_close(packed[:, part], alone, rtol=1e-4, atol=1e-4)

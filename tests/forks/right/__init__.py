@@ -1,0 +1,1 @@
+"""Forks of the tiny Llama that are right on every mesh: `titanlite check-model` must pass each. docs/fork.md describes them."""
