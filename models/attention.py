@@ -97,18 +97,38 @@ def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, options={"wrap_inductor_compiled_regions": True})
 
 
+class State(NamedTuple):
+    """What a module keeps of earlier tokens that is not keys and values, such as the state of a recurrence."""
+
+    tensors: dict[str, Tensor]  # after the tokens before this pass, {} at a row's first; the module stores the later ones here
+    real: Tensor  # (batch, seq) bool; False: padding, after a row's last token in this pass, which must not change the tensors
+
+
 class Cache:
-    """The KV cache: keys and values of earlier tokens for every attention module; slot i holds position i.
+    """What a model keeps of earlier tokens: keys and values of every attention module, slot i for position i, and states.
 
     Slots after a row's last position hold arbitrary values: the mask hides them, and later tokens overwrite them. A batch can
-    therefore mix prompts of different lengths, each starting at slot 0.
+    therefore mix prompts of different lengths, each starting at slot 0. A state cannot be overwritten, so `State.real` marks
+    the padding.
     """
 
     _STEP = 256
 
     def __init__(self) -> None:
         self.slots = 0
+        self.real: Tensor | None = None  # (batch, seq) bool, of the current forward pass: see State
         self._entries: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._states: dict[nn.Module, dict[str, Tensor]] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether no module has kept anything."""
+        return not any(self._entries.values()) and not any(self._states.values())
+
+    def state(self, owner: nn.Module) -> State:
+        """The state of a module. The module reads it once in each forward pass, and stores the tensors after its tokens."""
+        assert self.real is not None, "set Cache.real before each forward pass of a model that keeps a state"
+        return State(self._states.setdefault(owner, {}), self.real)
 
     def reserve(self, positions: int) -> None:
         """Makes the cache hold at least `positions` positions."""

@@ -18,6 +18,7 @@ class Decoder(nn.Module):
     embed: nn.Embedding | None
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
+    generates = True  # False: some layer has a memory of earlier tokens that it does not keep in seq.cache
 
     def tie_weights(self) -> None:
         """Makes embedding and output projection one parameter if `config.tied_embeddings` is True."""

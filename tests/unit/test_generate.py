@@ -5,22 +5,29 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from models.attention import Cache, SeqInfo
+from models.decoder import Decoder
 from tests.tiny import FLAVORS, Model
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
 from titanlite.inference.generate import Sampling, draw, generate, score
+from titanlite.loop import validation
+from titanlite.transforms.registry import load_module
 
+FORKS = ["parallel_block", "latent_attention", "value_residual", "linear_attention", "dense_mixture"]
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]
 GREEDY = Sampling(temperature=0)
 
 
-def tiny() -> Model:
-    model = Model(FLAVORS["plain"])
+def tiny(name: str = "tests.tiny") -> Decoder:
+    module = load_module(name)
+    model = module.Model(module.FLAVORS["plain"])
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
-def longhand(model: Model, prompt: list[int], tokens: int) -> list[int]:
+def longhand(model: Decoder, prompt: list[int], tokens: int) -> list[int]:
     """The likeliest continuation, the whole text through the model for every token."""
     text = list(prompt)
     for _ in range(tokens):
@@ -42,6 +49,61 @@ def test_long_prompts_go_through_the_model_in_parts(monkeypatch):
     found = generate(model, PROMPTS, 3, None, GREEDY)
     assert widths == [4, 4, 4, 2, 1, 1, 1]
     assert found == [longhand(model, prompt, 3) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("fork", FORKS)
+def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_without_a_cache(monkeypatch, fork):
+    """Prompts of different lengths, of which each pass of the prefill pads another one, and a cache that grows."""
+    monkeypatch.setattr(Cache, "_STEP", 8)
+    monkeypatch.setattr("titanlite.inference.generate._PREFILL", 4)
+    model = tiny(f"tests.forks.right.{fork}")
+    texts = generate(model, PROMPTS, 12, None, GREEDY)
+    assert texts == [longhand(model, prompt, 12) for prompt in PROMPTS]
+    assert len({new for text in texts for new in text}) > 5
+    found = score(model, list(zip(PROMPTS, texts, strict=True)))
+    for prompt, text, (logprob, is_greedy) in zip(PROMPTS, texts, found, strict=True):
+        ids = torch.tensor([[*prompt, *text]])
+        logits = model.head(model(ids[:, :-1], SeqInfo(torch.arange(ids.shape[1] - 1)[None])))[0].log_softmax(-1)
+        expected = logits[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None]).sum().item()
+        assert logprob == pytest.approx(expected, abs=1e-3) and is_greedy
+
+
+def test_a_state_is_the_same_for_any_padding_and_any_width_of_the_passes():
+    model, tokens = tiny("tests.forks.right.linear_attention"), torch.tensor([PROMPTS[1][:9]] * 2)
+    states = []
+    for widths in ((9,), (4, 5), (1,) * 9, (2, 6, 1)):
+        cache, start = Cache(), 0
+        for width in widths:
+            columns = torch.arange(start, start + width + 3)  # the last three are padding
+            cache.reserve(int(columns[-1]) + 1)
+            cache.real = (columns < start + width).expand(2, -1)
+            seq = SeqInfo(columns.expand(2, -1), cache=cache)
+            model(torch.nn.functional.pad(tokens[:, start : start + width], (0, 3), value=7), seq)
+            start += width
+        states.append(cache.state(model.layers["0"].attention).tensors["memory"])
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_family_that_cannot_generate_is_refused_by_name():
+    class Forgetful(Model):
+        generates = False
+
+    class Uncached(Model):
+        def forward(self, x, seq):
+            return super().forward(x, seq._replace(cache=None))
+
+    for kind, fault in ((Forgetful, "generates = False"), (Uncached, "its layers keep nothing in seq.cache")):
+        model = kind(FLAVORS["plain"]).apply(lambda module: [torch.nn.init.zeros_(p) for p in module.parameters()])
+        with pytest.raises(UserError, match=f"test_generate: .*{fault}"):
+            generate(model, PROMPTS, 2, None, GREEDY)
+        with pytest.raises(UserError, match=f"test_generate: .*{fault}"):
+            score(model, [([1, 2], [3])])
+    config = Config.model_validate({"validation": {"enable": True, "sample_prompts": ["a"]}})
+    (fault,) = validation.faults(config, Forgetful(FLAVORS["plain"]))
+    assert fault.startswith("validation.sample_prompts: llama3 cannot generate")
+    assert list(validation.faults(config, Model(FLAVORS["plain"]))) == []
+    assert list(validation.faults(Config(), Forgetful(FLAVORS["plain"]))) == []
 
 
 def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():

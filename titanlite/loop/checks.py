@@ -16,7 +16,7 @@ from titanlite.data import sources, tokenizer
 from titanlite.errors import MachineFault, UserError
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
-from titanlite.loop import loss, resume
+from titanlite.loop import loss, resume, validation
 from titanlite.optim import build, lr_schedule, state
 from titanlite.parallel import mesh, tensor
 from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
@@ -92,6 +92,7 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
     yield from attention_kernels.faults(config, family)
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)
+    yield from validation.faults(config, model)
     yield from build.decay_faults(config.optimizer, model)
     yield from tokenizer.faults(config, family.config.vocab_size)
     for part in more:

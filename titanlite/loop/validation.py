@@ -1,6 +1,7 @@
 """Loss on text that is not trained on: the same samples in every round and on every mesh, with the training's own loss."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,6 +17,12 @@ from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.loop.loss import summed_loss
 from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+
+
+def faults(config: Config, model: Decoder) -> Iterator[str]:
+    """Sample prompts for a model that cannot generate."""
+    if config.validation.sample_prompts and not getattr(model, "generates", True):
+        yield f"validation.sample_prompts: {config.model.name} cannot generate (its Model has generates = False); set it to []"
 
 
 def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
