@@ -41,11 +41,11 @@ def anchors(text: str) -> set[str]:
 
 
 def keys_of_examples(text: str) -> set[tuple[str, str]]:
-    """(section, key) of the indented TOML examples; those of [[section.sources]] are left out."""
+    """(section, key) of the indented TOML examples; those of [[section.sources]] and of tables in a section are left out."""
     keys, section = set(), ""
     for line in text.splitlines():
         if header := re.match(r" {4}\[([\w.]+)\]$", line):
-            section = header[1]
+            section = "" if "." in header[1] else header[1]
         elif re.match(r"\S| {4}\[\[", line):
             section = ""
         elif section and (key := re.match(r" {4}(\w+) *=", line)):

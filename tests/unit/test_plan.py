@@ -5,16 +5,17 @@ from collections import Counter
 
 import pytest
 
-from tests import tiny
+from models.decoder import Decoder
+from tests import tiny, tiny_hybrid
 from tests.distributed.scenarios import MODES
 from tests.repetitions import one_of_each, slow_but
 from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS, HALF, HYBRID, LATE, MUON, SHARD, TP, Case
 from titanlite.config.schema import Config
-from titanlite.plan import predict as module
-from titanlite.plan.predict import Depths, Prediction, predict
+from titanlite.plan.layers import Layers
+from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Channel, ring_bytes
 from titanlite.plan.report import limits, traffic_table
-from titanlite.transforms.registry import family_of
+from titanlite.transforms.registry import Family, family_of
 
 
 def predicted(case: Case) -> Prediction:
@@ -48,8 +49,7 @@ def test_a_few_layers_give_what_all_layers_give(name, monkeypatch):
         pytest.importorskip("torchao", reason="needs torchao")
     monkeypatch.setitem(tiny.FLAVORS, "seven", dataclasses.replace(tiny.FLAVORS["plain"], n_layers=7))
     extrapolated = predicted(SEVEN[name])
-    few = Depths.of
-    monkeypatch.setattr(module.Depths, "of", lambda model, config: few(model, config)._replace(few=7, more=7))
+    monkeypatch.setattr(Layers, "of", every_layer_of)
     whole = predicted(SEVEN[name])
     assert extrapolated.work == whole.work
     assert extrapolated.memory[:3] == whole.memory[:3]
@@ -63,15 +63,77 @@ def test_one_process_keeps_the_activations_that_a_rank_of_a_mesh_keeps(training)
     assert alone == pytest.approx(2 * sharded, rel=0.01)  # each of two ranks has half of the batch
 
 
-def test_layers_that_differ_are_run():
-    """Where only the first layer differs, one more is run; where the last differs, all are."""
+def every_layer_of(model: Decoder, family: Family, config: Config) -> Layers:
+    """Layers that all are run."""
+    names = tuple(model.layers)
+    return Layers(names, names, {name: name for name in names}, {name: [name] for name in names})
+
+
+ORDERS = ["aaaalllllmmmm", "mlamlamlamlal", "llllammmmaaal", "amamlllllamma"]
+
+
+def hybrid(pattern: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> Prediction:
+    monkeypatch.setitem(tiny_hybrid.FLAVORS, "mixed", tiny_hybrid.Config(pattern))
+    return predicted(case._replace(name="tests.tiny_hybrid", flavor="mixed"))
+
+
+HYBRIDS = {
+    "one process": Case({}),
+    "shard 2": Case(SHARD, accumulation=2),
+    "2 x 2, two gathered ahead": Case(BOTH, parallelism={"fsdp_prefetch": 2}),
+    "shard 2, every second layer": Case(SHARD, reduced="every second layer"),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["one process"], HYBRIDS))
+@pytest.mark.parametrize("pattern", slow_but([ORDERS[0]], [*ORDERS, "wwawwawwawwawwa", "awwwwwlwwwwwlwwwww"]))
+def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(name, pattern, monkeypatch):
+    few = hybrid(pattern, HYBRIDS[name], monkeypatch)
+    monkeypatch.setattr(Layers, "of", every_layer_of)
+    whole = hybrid(pattern, HYBRIDS[name], monkeypatch)
+    assert few.work == whole.work
+    assert few.memory[:3] == whole.memory[:3]
+    assert few.memory.activations == whole.memory.activations
+    assert few.memory.working == pytest.approx(whole.memory.working, rel=0.01)
+    assert min(few.memory) >= 0
+
+
+def test_the_order_of_kinds_changes_no_sum(monkeypatch):
+    """Only the peak can depend on it: what runs last runs beside what all the others keep."""
+    found = [hybrid(pattern, Case({}), monkeypatch) for pattern in ORDERS[2:]]
+    assert len({prediction.work.flops for prediction in found}) == 1
+    assert len({prediction.memory[:4] for prediction in found}) == 1
+    assert min(prediction.memory.working for prediction in found) >= 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ahead", "few"),
+    [
+        ("a", 1, "a"),
+        ("aaaaaaa", 1, "aaa"),
+        ("aaaaaaa", 2, "aaaaa"),
+        ("lllllla", 1, "llla"),
+        ("mlamlamla", 1, "mlamla"),
+        ("wwwwwwww", 1, "www"),
+        ("wwwawwwa", 1, "wwawwwa"),
+    ],
+)
+def test_layers_that_differ_or_have_other_neighbours_are_run(pattern, ahead, few, monkeypatch):
+    monkeypatch.setitem(tiny_hybrid.FLAVORS, "mixed", tiny_hybrid.Config(pattern))
+    config = Case({}, "mixed", name="tests.tiny_hybrid", parallelism={"fsdp_prefetch": ahead}).config()
+    family = family_of(config.model)
+    layers = Layers.of(family.on_meta(), family, config)
+    assert "".join(pattern[int(name)] for name in layers.few) == few
+    assert sum(layers.times(name) for name in layers.few) == len(pattern)
+
+
+def test_what_is_frozen_or_recomputed_is_another_kind_of_layer():
     config = Case({}, "deep").config()
-    model = family_of(config.model).on_meta()
-    assert Depths.of(model, config)[1:] == (0, 1, 2, 3)
-    model.layers["0"].ffn.w1.weight.requires_grad_(False)
-    assert Depths.of(model, config)[1:] == (1, 1, 3, 4)
-    model.layers["3"].ffn.w1.weight.requires_grad_(False)
-    assert Depths.of(model, config)[3:] == (4, 4)
+    family = family_of(config.model)
+    model = family.on_meta()
+    assert Layers.of(model, family, config).few == ("0", "2", "3")
+    model.layers["2"].ffn.w1.weight.requires_grad_(False)
+    assert Layers.of(model, family, config).few == ("0", "1", "2", "3")
 
 
 def test_flops_are_those_of_the_family_and_recomputation_adds_a_forward_pass():

@@ -1,5 +1,7 @@
 """The order in which a model is changed before it has memory: one list, and why the order matters."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,14 +20,17 @@ from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import Family
 
 
-def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.device, layers: int | None = None) -> Decoder:
+def parallelize(
+    family: Family, config: Config, mesh: DeviceMesh, device: torch.device, layers: Sequence[str] | None = None
+) -> Decoder:
     """A run's model on the meta device, changed for training on `mesh`; `transforms.initialize` gives it memory and weights.
 
-    device: of the kernels. layers: as of `on_meta`. Raises UserError as each step does.
+    device: of the kernels. layers: the names of the blocks to keep; predictions measure a few. None: all. Raises UserError as
+    each step does.
     """
     cfg = config.activation_checkpoint
     # Adapters come first: what splits, casts, saves or initialises parameters then finds theirs like any other.
-    model = on_meta(family, config, layers)
+    model = on_meta(family, config)
     # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
     float8.convert(model, config)
     choose_attention(model, config, device)
@@ -49,6 +54,9 @@ def parallelize(family: Family, config: Config, mesh: DeviceMesh, device: torch.
     # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
     if isinstance(option, int):
         recompute.checkpoint_blocks(model, option)
+    # Not earlier: what came before depends on the numbers of layers, and patterns can name one.
+    for name in set(model.layers).difference(layers) if layers is not None else ():
+        del model.layers[name]
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
     if sharded:
         apply_fsdp(model, config, mesh)

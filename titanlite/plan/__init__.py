@@ -1,6 +1,7 @@
 """What a run will hold, compute and send, predicted before it starts.
 
 predict.py  the prediction: a few layers are measured, and the others extrapolated
+layers.py   which layers are measured, and how many each stands for
 step.py     the parts of a step on pretended ranks and tensors without memory
 record.py   allocations, FLOPs and collectives, as they pass PyTorch's dispatcher
 report.py   the prediction as text, and what it leaves out

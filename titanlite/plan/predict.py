@@ -1,27 +1,37 @@
 """From a configuration to what rank 0 of a run holds, computes and sends in a step, without the ranks.
 
-All that a step computes and sends is measured on two models of a few layers, whose difference is what the other layers add.
-Only Muon updates the whole model.
+All that a step holds, computes and sends is measured on a few layers, at least one of each kind, and counted for
+each layer that is equal to one of them. Only Muon updates the whole model.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+import itertools
+from collections.abc import Iterable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
+from titanlite.plan.layers import Layers
 from titanlite.plan.record import Work, combine
-from titanlite.plan.step import Setup, local_bytes, measure_memory, measure_update, measure_work, pretended_ranks, trained
+from titanlite.plan.step import (
+    Held,
+    Setup,
+    Update,
+    local_bytes,
+    measure_memory,
+    measure_update,
+    measure_work,
+    pretended_ranks,
+    trained,
+)
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
 from titanlite.transforms.shards import local_part
-
-T = TypeVar("T")
 
 
 class Memory(NamedTuple):
@@ -58,12 +68,10 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
         model = parallelize(family, config, mesh, torch.device("cpu"))
         microbatches = config.global_batch(data_degree(mesh)) // (config.training.local_batch_size * data_degree(mesh))
-        layers, setup = Depths.of(model, config), Setup(family, config, mesh, device_type)
-        activations, working = layers.memory(*measure_memory(setup, layers.few))
-        passes = layers.run(lambda depth: measure_work(setup, depth, microbatches))
-        # Muon sends matrices in rounds, of which a few layers do not fill one.
-        updated = layers._replace(few=layers.whole, more=layers.whole) if config.optimizer.name == "Muon" else layers
-        updates = updated.run(lambda depth: measure_update(setup, depth))
+        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type)
+        activations, working = whole_memory(layers, measure_memory(setup, layers.few))
+        passes = measure_work(setup, layers, microbatches)
+        update = whole_update(layers, setup)
         masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
         deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
         # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
@@ -72,11 +80,10 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         elif microbatches > 1 and deferred.replicas and mesh["dp_replicate"].size() > 1:
             waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
             gradients = sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))
-    states = (0, 0, 0) if offload else (masters, gradients, updated.extend(*(update.state for update in updates)))
+    states = (0, 0, 0) if offload else (masters, gradients, update.state)
     # Activations are gone when the optimizer begins.
-    working = max(working, updated.extend(*(update.working for update in updates)) - activations)
-    update = combine(updated.extend, *(update.work for update in updates))
-    work = combine(lambda *parts: sum(parts), combine(layers.extend, *passes), update)
+    working = max(working, update.working - activations)
+    work = combine(lambda *parts: sum(parts), passes, update.work)
     return Prediction(parameters, Memory(*states, activations, working), work)
 
 
@@ -92,42 +99,38 @@ def as_measured(config: Config) -> Config:
     )
 
 
-class Depths(NamedTuple):
-    """How many layers to run so that those of the whole model follow."""
+def whole_memory(layers: Layers, held: Held) -> tuple[int, int]:
+    """(bytes that all layers keep for the backward pass, bytes beside these at the peak), from those of a few layers.
 
-    whole: int
-    first: int  # the layers from this one on are equal ...
-    every: int  # ... but for checkpointing, which repeats after so many
-    few: int
-    more: int  # `every` more than `few`, or equal where the whole model is run
+    Where a layer runs, the layers before it keep what they keep: the last layer of a kind comes on top of the most.
+    """
+    few, whole = (
+        _sums(held.kept[name] for name in layers.few),
+        _sums(held.kept[layers.stands_for[name]] for name in layers.whole),
+    )
+    last = {equal: place for place, equal in enumerate(layers.stands_for[name] for name in layers.whole)}
+    more = {name: whole[last[name]] - few[place] for place, name in enumerate(layers.few) if name in last} | {
+        "head": whole[-1] - few[-1]
+    }
+    peak = max(peak + more.get(place, 0) for place, peak in held.peaks.items())
+    return whole[-1], peak - whole[-1]
 
-    @classmethod
-    def of(cls, model: Decoder, config: Config) -> "Depths":
-        kinds = [[(name, p.shape, p.requires_grad) for name, p in layer.named_parameters()] for layer in model.layers.values()]
-        whole = len(kinds)
-        first = next(number for number in range(whole) if all(kind == kinds[-1] for kind in kinds[number:]))
-        if config.lora.enable:
-            first = max(first, 1)  # no gradient of the frozen embedding is computed: layer 0 keeps and sends less
-        keys = config.activation_checkpoint
-        every = keys.selective_ac_option if keys.mode == "selective" and isinstance(keys.selective_ac_option, int) else 1
-        ahead = config.parallelism.fsdp_prefetch
-        few = max(first + every, ahead + 1 if ahead > 1 else 1) + 1  # gathers ahead go on while the second layer runs
-        few += (whole - few) % every
-        return cls(whole, first, every, *((few, few + every) if few + every <= whole else (whole, whole)))
 
-    def run(self, measure: Callable[[int], T]) -> tuple[T, T]:
-        """measure(few), measure(more)."""
-        few = measure(self.few)
-        return few, few if self.more == self.few else measure(self.more)
+def whole_update(layers: Layers, setup: Setup) -> Update:
+    """The update of the whole model, from those of one layer of each kind, and of one more."""
+    measure = partial(measure_update, setup)
+    if setup.config.optimizer.name == "Muon":  # which sends matrices in rounds, of which a few layers do not fill one
+        return measure(layers.whole)
+    ones, others = layers.add_up(measure)
 
-    def extend(self, few: int, more: int) -> int:
-        """A number of the whole model, from those of `few` and of `more` layers."""
-        return few + (self.whole - self.few) // self.every * (more - few)
+    def extended(ones: int, *with_one_more: int) -> int:
+        return ones + sum(count * (more - ones) for (count, _), more in zip(others, with_one_more, strict=True))
 
-    def memory(self, entered: list[int], peak: int) -> tuple[int, int]:
-        """(bytes that all layers keep for the backward pass, bytes beside these at the peak), from those of `few` layers."""
-        every = min(self.every, self.whole - 1)
-        first = min(self.first, self.whole - 1 - every)
-        # From one layer's entry to that of the layer `every` later, both with their parameters gathered: what so many keep.
-        kept = (entered[first + every] - entered[first]) / every if every else 0
-        return round(kept * self.whole), round(peak - kept * self.few)
+    every = ones, *(one_more for _, one_more in others)
+    state, working = (extended(*numbers) for numbers in zip(*((each.state, each.working) for each in every), strict=True))
+    return Update(state, working, combine(extended, *(each.work for each in every)))
+
+
+def _sums(numbers: Iterable[int]) -> list[int]:
+    """[0, the first, the sum of the first two, ...]"""
+    return [0, *itertools.accumulate(numbers)]

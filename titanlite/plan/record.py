@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -156,12 +157,13 @@ _FORMULAS = {
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the memory of all tensors that operations return: `live()` bytes, and the `peak` of it since it was last set."""
+    """Follows the memory of all tensors that operations return, by the place of the program that `enter` names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
-        self._storages: dict[int, weakref.ref] = {}
+        self.place = ""
+        self.peaks: dict[str, int] = {}  # place -> the most bytes while it was the current one
+        self._storages: dict[int, tuple[weakref.ref, str]] = {}  # with the place that allocated it
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
@@ -170,11 +172,26 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                self._storages[storage._cdata] = weakref.ref(storage)
-        self.peak = max(self.peak, self.live())
+                if self._storages.get(storage._cdata, (lambda: None, ""))[0]() is None:
+                    self._storages[storage._cdata] = weakref.ref(storage), self.place
+        self.enter(self.place)
         return result
 
+    def enter(self, place: str) -> None:
+        """What follows happens in `place`."""
+        self.place = place
+        self.peaks[place] = max(self.peaks.get(place, 0), self.live())
+
     def live(self) -> int:
-        alive = {key: storage for key, ref in self._storages.items() if (storage := ref()) is not None}
-        self._storages = {key: self._storages[key] for key in alive}
-        return sum(storage.nbytes() for storage in alive.values())
+        """Bytes that are allocated now."""
+        return sum(self.live_by_place().values())
+
+    def live_by_place(self) -> Counter[str]:
+        """Bytes that are allocated now, by the place that allocated them."""
+        sizes: Counter[str] = Counter()
+        for key, (ref, place) in list(self._storages.items()):
+            if (storage := ref()) is None:
+                del self._storages[key]
+            else:
+                sizes[place] += storage.nbytes()
+        return sizes

@@ -4,9 +4,11 @@ The modules, hooks and functions are those of a run. Tensors are on the CPU, so 
 loss is computed in chunks of the size that CUDA uses.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from models.decoder import Decoder
 from models.head import SIZES, Head
@@ -24,6 +27,7 @@ from titanlite.optim import rounding
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.parallelize import parallelize
+from titanlite.plan.layers import Layers
 from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_slices
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
@@ -50,41 +54,81 @@ class Setup(NamedTuple):
     device_type: str  # the device whose chunk sizes the loss uses
 
 
-def measure_memory(setup: Setup, depth: int) -> tuple[list[int], int]:
-    """(bytes allocated when each of the first `depth` layers begins, bytes allocated at the peak) of one microbatch.
+class Held(NamedTuple):
+    """Bytes of one microbatch, on top of masters and gradients."""
 
-    Both are on top of masters and gradients. The second of two steps is measured: gradients are there already.
-    """
-    model, allocations = _first_layers(setup, depth), Allocations()
-    entered: list[int] = []
-    before = 0
-    for layer in model.layers.values():
-        layer.register_forward_pre_hook(lambda *_: entered.append(allocations.live() - before))
+    kept: dict[str, int]  # what each layer keeps from its forward pass for its backward pass
+    peaks: dict[str, int]  # the most bytes while a layer or the head runs, forward or backward
+
+
+def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
+    """What a model of these layers holds. The second of two steps is measured: gradients are there already."""
+    model, allocations = _some_layers(setup, layers), Allocations()
+    held: Counter[str] = Counter()  # when the head begins
+    _announce(model, allocations.enter)
+    assert model.head is not None
+    # not before its parameters are gathered, which frees the last layer's
+    model.head.register_forward_pre_hook(lambda *_: held.update(allocations.live_by_place()))
     with FakeTensorMode(allow_non_fake_inputs=True), allocations:
         _materialize(model)
-        for _ in range(2):
-            entered.clear()
-            before = allocations.peak = allocations.live()
-            _forward_backward(model, setup, 1)
-    return entered, allocations.peak - before
+        _forward_backward(model, setup, 1)
+        held.clear()
+        allocations.peaks.clear()
+        allocations.enter("between steps")
+        before = allocations.live_by_place()
+        _forward_backward(model, setup, 1)
+    peaks = {place: peak - before.total() for place, peak in allocations.peaks.items()}
+    return Held({name: held[name] - before[name] for name in layers}, peaks)
 
 
-def measure_work(setup: Setup, depth: int, microbatches: int) -> Work:
-    """What the forward and backward passes of a step of the first `depth` layers compute and send.
+def measure_work(setup: Setup, layers: Layers, microbatches: int) -> Work:
+    """What the forward and backward passes of a step of the whole model compute and send; the few layers are run.
 
     Two microbatches are run: all but the last one of a step are equal.
     """
-    model, recorder = _first_layers(setup, depth), Recorder(mesh_slices(setup.mesh))
-    begun: list[Work] = []  # what had been recorded when each microbatch began
-    model.register_forward_pre_hook(lambda *_: begun.append(recorder.work()), prepend=True)
+    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh))
+    begun: list[tuple[int, Work]] = []  # (how often what follows happens in a step, what had been recorded when it began)
+    first = iter([max(1, microbatches - 1)])
+    often = 1
+
+    def enter_microbatch(*_: Any) -> None:
+        nonlocal often
+        often = next(first, 1)
+        enter("")
+
+    def enter(place: str) -> None:
+        begun.append((often * (layers.times(place) if place in layers.few else 1), recorder.work()))
+
+    _announce(model, enter)
+    model.register_forward_pre_hook(enter_microbatch, prepend=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _materialize(model)
         float8.measure_weights(model)  # as the step before has done
         with recorder:
+            enter("")
             _forward_backward(model, setup, min(microbatches, 2))
-    if microbatches <= 2:
-        return recorder.work()
-    return combine(lambda first, second, end: end + (microbatches - 2) * (second - first), *begun, recorder.work())
+    ends = [work for _, work in begun[1:]] + [recorder.work()]
+    parts = [
+        combine(lambda start, end, times=times: times * (end - start), start, end)
+        for (times, start), end in zip(begun, ends, strict=True)
+    ]
+    return combine(lambda *numbers: sum(numbers), *parts)
+
+
+def _announce(model: Decoder, enter: Callable[[str], None]) -> None:
+    """Calls `enter` with the name of each layer when its forward pass begins and when its backward pass does; "head" too."""
+
+    def before_backward(_: nn.Module, __: Any, result: Any, name: str) -> None:
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: enter(name))
+
+    assert model.head is not None
+    for name, layer in model.layers.items():
+        # before the hooks of FSDP2, whose gathers then count as the layer's
+        layer.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True)
+        layer.register_forward_hook(partial(before_backward, name=name), prepend=True)
+    model.head.register_forward_pre_hook(lambda *_: enter("head"), prepend=True)
 
 
 class Update(NamedTuple):
@@ -95,9 +139,9 @@ class Update(NamedTuple):
     work: Work
 
 
-def measure_update(setup: Setup, depth: int) -> Update:
-    """Updates all parameters of the first `depth` layers, embedding and head once."""
-    model, config, slices = _first_layers(setup, depth), setup.config, mesh_slices(setup.mesh)
+def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
+    """Updates all parameters of these layers, embedding and head once."""
+    model, config, slices = _some_layers(setup, layers), setup.config, mesh_slices(setup.mesh)
     with FakeTensorMode(allow_non_fake_inputs=True), _without_compiled_kernels():
         _materialize(model)
         optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
@@ -108,7 +152,11 @@ def measure_update(setup: Setup, depth: int) -> Update:
             allocations, recorder = Allocations(), Recorder(slices)
             with allocations, recorder:
                 update(model, optimizer, config.optimizer.lr, config.training.max_norm)
-    return Update(sum(local_bytes(tensor) for tensor in tensors if tensor.ndim), allocations.peak, recorder.work())
+    return Update(
+        sum(local_bytes(tensor) for tensor in tensors if tensor.ndim),
+        max(allocations.peaks.values(), default=0),
+        recorder.work(),
+    )
 
 
 @contextmanager
@@ -135,8 +183,8 @@ def local_bytes(tensor: Tensor) -> int:
     return local_part(tensor).numel() * tensor.element_size()
 
 
-def _first_layers(setup: Setup, depth: int) -> Decoder:
-    model = parallelize(setup.family, setup.config, setup.mesh, torch.device("cpu"), depth)
+def _some_layers(setup: Setup, layers: Sequence[str]) -> Decoder:
+    model = parallelize(setup.family, setup.config, setup.mesh, torch.device("cpu"), layers)
     if isinstance(model.head, Head):
         model.head.sizes = model.head.sizes or SIZES[setup.device_type]
     return model

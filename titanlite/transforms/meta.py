@@ -14,14 +14,9 @@ from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import Family, tie
 
 
-def on_meta(family: Family, config: Config, layers: int | None = None) -> Decoder:
-    """A run's model on the meta device, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does.
-
-    layers: how many blocks are kept, from the first; predictions measure a few and extrapolate. None: all.
-    """
+def on_meta(family: Family, config: Config) -> Decoder:
+    """A run's model on the meta device, in training.dtype, with the adapters of [lora]. Raises UserError as `adapt` does."""
     model = family.on_meta()
-    for name in list(model.layers)[layers:] if layers is not None else ():
-        del model.layers[name]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.training.dtype])
     if config.lora.enable:

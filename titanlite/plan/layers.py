@@ -1,0 +1,129 @@
+"""Which layers of a model are run to predict all of them: those that differ in what they are or in what surrounds them."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
+
+from models.decoder import Decoder
+from titanlite.config.schema import Config
+from titanlite.transforms.meta import on_meta, run_forward
+from titanlite.transforms.registry import Family
+
+_PLAIN = (bool, int, str, type(None))
+
+
+class Layers(NamedTuple):
+    """The layers to run, by name and in the order of the model."""
+
+    whole: tuple[str, ...]
+    # Every layer of the model has an equal in `few`, which comes between equals of its neighbours.
+    few: tuple[str, ...]
+    stands_for: dict[str, str]  # each layer of the model -> its equal in `few`
+    same: dict[str, list[str]]  # a layer of each kind of parameters -> all of that kind
+
+    @classmethod
+    def of(cls, model: Decoder, family: Family, config: Config) -> "Layers":
+        """model: the whole model, as it is run. What a layer does is found from its modules and from its arguments."""
+        names, given = tuple(model.layers), _arguments(family, config)
+        kinds = [(_modules(model.layers[name]), _parameters(model.layers[name]), given[name]) for name in names]
+        # FSDP gathers so many layers ahead, and frees a layer's buffers while the next one runs.
+        few, equals = _shortest(kinds, max(1, config.parallelism.fsdp_prefetch))
+        same: dict[Hashable, list[str]] = {}
+        for name, (_, parameters, _) in zip(names, kinds, strict=True):
+            same.setdefault(parameters, []).append(name)
+        stands_for = {name: names[equal] for name, equal in zip(names, equals, strict=True)}
+        return cls(names, tuple(names[place] for place in few), stands_for, {each[0]: each for each in same.values()})
+
+    def times(self, name: str) -> int:
+        """How many layers of the model this one of `few` stands for."""
+        return [*self.stands_for.values()].count(name)
+
+    def add_up(self, measure: Callable[[tuple[str, ...]], Any]) -> tuple[Any, list[tuple[int, Any]]]:
+        """(what is measured of one layer of each kind of parameters, [(how many more there are, the same with one more)]).
+
+        Where that would run more layers than the model has, the model itself is measured.
+        """
+        ones = {equals[0] for equals in self.same.values()}
+        if (len(ones) + 1) ** 2 > len(self.whole):
+            return measure(self.whole), []
+        several = [equals for equals in self.same.values() if len(equals) > 1]
+        return measure(tuple(ones)), [(len(equals) - 1, measure((*ones, equals[1]))) for equals in several]
+
+
+def _arguments(family: Family, config: Config) -> dict[str, Hashable]:
+    """What the model gives to each layer, such as a mask, by types and shapes. A forward pass runs one layer of each kind."""
+    model = on_meta(family, config)
+    given: dict[str, Hashable] = {}
+    results: dict[Hashable, Any] = {}
+
+    def run(name: str, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        modules = _modules(layer), _parameters(layer)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            values, structure = tree_flatten((args, kwargs))
+            given[name] = str(structure), tuple(map(_shape, values))
+            kind = modules, given[name]
+            if kind not in results:
+                results[kind] = forward(*args, **kwargs)
+            return results[kind]
+
+        return recorded
+
+    for name, layer in model.layers.items():
+        layer.forward = run(name, layer, layer.forward)
+    run_forward(model, 1, config.training.seq_len)
+    return given
+
+
+def _shape(value: Any) -> Any:
+    """What a value may change of a layer's memory and work. An integer, such as a window or a number of the layer, counts."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_shape, value))
+    if isinstance(value, float):  # a scale changes no shape, but 0 can leave something out
+        return bool(value)
+    return value if isinstance(value, _PLAIN) else type(value)
+
+
+def _modules(layer: nn.Module) -> Hashable:
+    """Classes of a layer and its modules, and attributes such as a window; `forward` is one where the layer is recomputed."""
+    return tuple(
+        (name, type(module), tuple((key, _shape(value)) for key, value in vars(module).items() if not key.startswith("_")))
+        for name, module in layer.named_modules()
+    )
+
+
+def _parameters(layer: nn.Module) -> Hashable:
+    """Shapes, precisions and placements of a layer's parameters and buffers."""
+    return tuple(
+        (name, tensor.shape, tensor.dtype, tensor.requires_grad, tensor.placements if isinstance(tensor, DTensor) else None)
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]
+    )
+
+
+def _shortest(kinds: list[Any], reach: int) -> tuple[list[int], list[int]]:
+    """(places of a shorter sequence, for each place the one in it that has the same kind and the same neighbours).
+
+    reach: how many neighbours on each side. Every stretch between two places with the same surroundings is left out, if what
+    occurs in it occurs elsewhere: after that cut, all that remain have the neighbours that they had.
+    """
+    number = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+    padded = [-1] * reach + [number[kind] for kind in kinds] + [-1] * reach
+    seams = [tuple(padded[place : place + 2 * reach]) for place in range(len(kinds) + 1)]
+    contexts = [tuple(padded[place : place + 2 * reach + 1]) for place in range(len(kinds))]
+    places, start = list(range(len(kinds))), 0
+    while start < len(places):
+        for end in range(len(places) - 1, start, -1):
+            cut = seams[places[start]] == seams[places[end]]
+            if cut and {contexts[p] for p in places[start:end]} <= {contexts[p] for p in places[:start] + places[end:]}:
+                del places[start:end]
+                break
+        else:
+            start += 1
+    equal = {contexts[place]: place for place in places}
+    return places, [equal[context] for context in contexts]
