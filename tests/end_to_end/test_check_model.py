@@ -15,13 +15,13 @@ from tests import tiny
 from tests.distributed.pool import Pool
 from titanlite.errors import UserError
 from titanlite.tools import check_model, model_facts, model_runs
-from titanlite.tools.check_model import CHECKPOINT, COMPILED, MESHES, RECOMPUTED, TRAINED, Row, choose_small, rows_of
+from titanlite.tools.check_model import BEHAVIOUR, CHECKPOINT, COMPILED, MESHES, RECOMPUTED, TRAINED, Row, choose_small, rows_of
 from titanlite.tools.model_runs import Trained, damage, train_small
 from titanlite.transforms.registry import Family, load_module
 
 ROOT = Path(__file__).parents[2]
 FORKS = ROOT / "tests" / "forks"
-TRAINING = [TRAINED, RECOMPUTED, COMPILED, *MESHES, CHECKPOINT]
+TRAINING = [TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, CHECKPOINT]
 
 
 def call(called: str, arguments: tuple) -> object:
@@ -298,7 +298,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert "sharding             FAILED   sharding: no pattern matches layers.*.ffn_norm" in out
     assert "compile              not run  needs sharding" in out
     assert "tp 2                 not run  needs loss and gradients" in out
-    assert out[-1] == "1 of 14 checks failed"
+    assert out[-1] == "1 of 18 checks failed"
 
 
 def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):

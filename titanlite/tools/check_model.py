@@ -18,16 +18,24 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from titanlite.errors import UserError
-from titanlite.tools import model_facts
+from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import compare
 from titanlite.tools.model_facts import SMALL, size_of
-from titanlite.tools.model_runs import TIMEOUT_SECONDS, Trained, damage, describe, guarded, train_small
+from titanlite.tools.model_runs import TIMEOUT_SECONDS, NotRun, Trained, damage, describe, guarded, train_small
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import BrokenModule, Family, load_module
 
 BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
 TABLES = (BUILT, "sharding", "initial")
+CAUSAL = "causal"
+# row -> its check, and the rows that it needs: without causality, what follows a document or a prompt would change it
+BEHAVIOUR: dict[str, tuple[Callable[[Family], list[str]], tuple[str, ...]]] = {
+    CAUSAL: (model_behaviour.causality_faults, (TRAINED,)),
+    "documents": (model_behaviour.document_faults, (CAUSAL,)),
+    "generate": (model_behaviour.generation_faults, (CAUSAL,)),
+    "bfloat16": (model_behaviour.bfloat16_faults, (TRAINED,)),
+}
 RECOMPUTED, COMPILED = "recomputation", "compile"
 RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 MESHES = {"2 x 2": {"dp_shard": 2, "tp": 2}, "tp 2": {"tp": 2}, "shard 2": {"dp_shard": 2}}
@@ -52,8 +60,11 @@ class Table:
         """Runs a check, which returns faults, if all rows that it needs have passed. remark: printed where it passes."""
         if missing := [need for need in needs if need not in self._passed]:
             return Row(name, "not run", [f"needs {missing[0]}"])
-        if faults := guarded(check):
-            return Row(name, "FAILED", faults)
+        try:
+            if faults := guarded(check):
+                return Row(name, "FAILED", faults)
+        except NotRun as reason:
+            return Row(name, "not run", [str(reason)])
         self._passed.add(name)
         return Row(name, "passed", [remark] if remark else [])
 
@@ -70,7 +81,8 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
 
     yield on_meta(BUILT, model_facts.construction_faults, families)
     if small is None:
-        yield from (table.row(row, list, [BUILT]) for row in ("sharding", "initial", TRAINED, RECOMPUTED, COMPILED, *MESHES))
+        rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES)
+        yield from (table.row(row, list, [BUILT]) for row in rows)
         return
     trained = {small: Family(module, module.FLAVORS[small])}
     # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
@@ -132,6 +144,8 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
         return differences(trained)
 
     yield table.row(TRAINED, train_alone, TABLES)
+    for row, (check, needs) in BEHAVIOUR.items():
+        yield table.row(row, partial(check, family), (*TABLES, *needs))
     yield table.row(RECOMPUTED, recompute, (*TABLES, TRAINED))
     yield table.row(COMPILED, partial(train_with, "compile", {"enable": True, "backend": "aot_eager"}), (*TABLES, TRAINED))
     undivided = guarded(model_facts.undivided_faults, family)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing import ProcessExitedException
 
 from models.blocks import Normal, Uniform
+from models.decoder import Decoder
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
@@ -27,7 +28,7 @@ from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_ra
 from titanlite.tools.compare import Comparison, Run, Trajectory, begin, on_mesh, record_run, replaced, whole
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import every_layer, family_of, place_of
+from titanlite.transforms.registry import Family, every_layer, family_of, place_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
@@ -42,6 +43,10 @@ class Trained(NamedTuple):
     stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that was written
 
 
+class NotRun(Exception):
+    """A check that does not apply to a model; the text says why."""
+
+
 def describe_error(error: Exception) -> str:
     """An error in one line, with the line of the model's code that led to it."""
     text = str(error).strip()
@@ -51,9 +56,11 @@ def describe_error(error: Exception) -> str:
 
 
 def guarded(function: Callable[..., list[str]], *arguments: Any) -> list[str]:
-    """The faults that a function finds, or the error that the model's code raises meanwhile."""
+    """The faults that a function finds, or the error that the model's code raises meanwhile. Passes NotRun on."""
     try:
         return function(*arguments)
+    except NotRun:
+        raise
     except Exception as error:  # the user's module may raise anything
         return [describe_error(error)]
 
@@ -79,7 +86,7 @@ def train_small(
     try:
         mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
         run = begin_small(replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections), mesh, device)
-        nonfinite = [] if sections or degrees else _watch_for_nonfinite(run.model)
+        nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
         trajectory = record_run(run, random_batches(run))
         faults = _training_faults(run.model, trajectory, nonfinite)
         if run.config.compile.enable:
@@ -116,14 +123,18 @@ def _recompilations(run: Run) -> list[str]:
     return [f"recompiled after step {STEPS}: {cause}" for cause in dict.fromkeys(causes)]
 
 
-def _watch_for_nonfinite(model: nn.Module) -> list[str]:
-    """A list that gets the name of each module when its result is not finite; the first is the origin."""
+def watch_for_nonfinite(model: nn.Module) -> list[str]:
+    """A list that gets the name of each module when its result is not finite; the first is the origin.
+
+    Where the argument is not finite either, and no module has returned it, the origin is the module around.
+    """
     nonfinite: list[str] = []
 
     def hook_of(path: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _arguments: Any, result: Any) -> None:
+        def hook(_module: nn.Module, arguments: Any, result: Any) -> None:
             if isinstance(result, Tensor) and not result.isfinite().all():
-                nonfinite.append(path)
+                around = any(isinstance(each, Tensor) and not each.isfinite().all() for each in arguments)
+                nonfinite.append((path.rpartition(".")[0] or "the model") if around else path)
 
         return hook
 
@@ -168,23 +179,28 @@ def small_config(name: str, flavor: str) -> Config:
 
 
 def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
-    """A run as any other, with two changes without which a comparison could miss a fault.
+    """A run as any other, with a model that hides no fault."""
+    run = begin(config, mesh, device)
+    make_sensitive(run.model, family_of(config.model), config.training.seed)
+    return run
+
+
+def make_sensitive(model: Decoder, family: Family, seed: int) -> None:
+    """Two changes of an initialised model without which a comparison could miss a fault.
 
     Parameters that start without random values get some: a gain of one, or a gate of zero, would hide errors around it.
     Dropout is off, since it draws other numbers on every mesh.
     """
-    run = begin(config, mesh, device)
-    distributions, _ = match_initial(run.model, family_of(config.model))
+    distributions, _ = match_initial(model, family)
     with torch.no_grad():
-        for name, parameter in run.model.named_parameters():
+        for name, parameter in model.named_parameters():
             if not isinstance(distributions[name], Normal | Uniform):
                 noise = torch.empty_like(parameter)
-                fill(noise, name, Normal(0.1), config.training.seed)
+                fill(noise, name, Normal(0.1), seed)
                 parameter.add_(noise)
-    for module in run.model.modules():
+    for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    return run
 
 
 def random_batches(run: Run, seed: int = 0) -> Iterator[Batch]:

@@ -1,0 +1,133 @@
+"""titanlite check-model, the forward pass: right families pass; a fork with one fault fails one row, which names the module."""
+
+import pytest
+import torch
+from torch import nn
+
+from models import llama3
+from tests import tiny
+from titanlite.tools import model_behaviour
+from titanlite.tools.check_model import BEHAVIOUR, Table
+from titanlite.tools.model_runs import guarded
+from titanlite.transforms.registry import Family, load_module
+
+FAMILIES = ["tiny:plain", "tiny:tied", "tiny_qwen3:plain", "tiny_qwen3:biased", "tiny_gemma3:plain", "tiny_gemma3:two",
+            "tiny_olmo2:plain", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
+
+
+def rows(name: str) -> dict[str, tuple[str, list[str]]]:
+    """The verdict and texts of each row."""
+    module_name, _, flavor = name.partition(":")
+    module = load_module(f"tests.{module_name}")
+    table, family = Table(), Family(module, module.FLAVORS[flavor or "plain"])
+    found = {name: table.row(name, lambda check=check: check(family)) for name, (check, _) in BEHAVIOUR.items()}
+    return {name: (row.verdict, row.texts) for name, row in found.items()}
+
+
+def faults(name: str) -> dict[str, str]:
+    return {row: texts[0] for row, (verdict, texts) in rows(f"forks.{name}").items() if verdict == "FAILED"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_right_family_passes_every_row(name):
+    found = rows(name)
+    refusal = ("not run", ["the model refuses a cache: linear attention has no cache"])
+    assert found == {
+        "causal": ("passed", []),
+        "documents": ("passed", []),
+        "generate": refusal if name == "forks.hybrid:plain" else ("passed", []),
+        "bfloat16": ("passed", []),
+    }
+
+
+def test_a_layer_that_looks_one_token_ahead_is_named():
+    found = faults("looks_ahead")
+    assert found["causal"].startswith("another token at position 1 changes the result of layers.1.attention by ")
+    assert found["causal"].endswith(" at position 0")
+
+
+def test_a_layer_that_crosses_documents_is_named():
+    found = faults("ignores_documents")
+    assert list(found) == ["documents"]
+    assert "of a packed row changes the result of layers.1.attention by" in found["documents"]
+
+
+def test_a_layer_that_ignores_the_cache_is_named():
+    found = faults("ignores_cache")
+    assert list(found) == ["generate"]
+    assert found["generate"].startswith("generate changes the result of layers.1.attention by ")
+
+
+def test_a_layer_that_overflows_in_bfloat16_is_named():
+    assert faults("overflow") == {"bfloat16": "in bfloat16 the result of layers.1.attention is not finite"}
+
+
+def with_block(forward) -> Family:
+    """The tiny Llama with another forward pass in its second layer."""
+
+    class Block(llama3.Block):
+        pass
+
+    Block.forward = forward
+
+    class Model(llama3.Model):
+        def __init__(self, config):
+            super().__init__(config)
+            self.layers["1"].__class__ = Block
+
+    parts = {name: getattr(tiny, name) for name in ("Config", "FLAVORS", "initial", "sharding", "flops")}
+    return Family(type("module", (), {**parts, "Model": Model}), tiny.FLAVORS["plain"])
+
+
+def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
+    def forward(self, x, rope, seq):
+        # a running sum, in the precision of the activations, of which only the differences are used
+        total = (x + 100).cumsum(1)
+        return llama3.Block.forward(self, total - total.roll(1, 1).index_fill(1, torch.tensor([0]), 0) - 100, rope, seq)
+
+    (fault,) = guarded(model_behaviour.bfloat16_faults, with_block(forward))
+    assert fault.startswith("in bfloat16 the result of layers.1 differs by ")
+
+
+def test_a_padding_that_changes_what_is_generated_is_named():
+    def forward(self, x, rope, seq):
+        if seq.cache is None:
+            x = x + x.cumsum(1)
+        else:  # a state that takes padding, too
+            before = seq.cache.__dict__.setdefault("sums", {}).get(self, 0.0)
+            seq.cache.sums[self] = before + x.sum(1, keepdim=True)
+            x = x + before + x.cumsum(1)
+        return llama3.Block.forward(self, x, rope, seq)
+
+    (fault,) = guarded(model_behaviour.generation_faults, with_block(forward))
+    assert fault.startswith("generate changes the result of layers.1 by ")
+    assert "of a text of 1 tokens" in fault or "of a text of 9 tokens" in fault
+
+
+def test_a_head_whose_loss_sees_later_tokens_fails(monkeypatch):
+    plain = tiny.Model.__init__
+
+    def construct(self, config):
+        plain(self, config)
+        self.head.register_forward_hook(
+            lambda head, arguments, result: result + arguments[0].mean() if len(arguments) == 2 else result
+        )
+
+    monkeypatch.setattr(llama3.Model, "__init__", construct)
+    (fault,) = model_behaviour.causality_faults(Family(tiny, tiny.FLAVORS["plain"]))
+    assert fault.startswith("another token at position 16 changes the loss before it by ")
+
+
+def test_a_refusal_of_documents_is_no_failure():
+    def forward(self: nn.Module, x, rope, seq):
+        if seq.documents is not None:
+            raise NotImplementedError("one document per row")
+        return llama3.Block.forward(self, x, rope, seq)
+
+    family, table = with_block(forward), Table()
+    for name, (check, _) in BEHAVIOUR.items():
+        row = table.row(name, lambda check=check: check(family))
+        if name == "documents":
+            assert row == ("documents", "not run", ["the model refuses packed documents: one document per row"])
+        else:
+            assert row.verdict == "passed"
