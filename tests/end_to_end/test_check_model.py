@@ -89,9 +89,33 @@ def test_an_uninitialised_parameter_is_named_and_nothing_is_trained(pooled):
 
 def test_buffers_that_a_constructor_computes_are_named_and_constant_ones_are_not(pooled):
     rows = table("tests.forks.lost_buffer", last="Hugging Face")
-    assert list(failed(rows)) == ["buffers"]
-    assert [text.partition(":")[0] for text in rows["buffers"].texts] == ["slopes", "offsets"]
+    assert list(failed(rows)) == ["constructor"]
+    assert [text.partition(":")[0] for text in rows["constructor"].texts] == ["slopes", "offsets"]
     assert not_run(rows) == []
+
+
+def test_parameters_that_a_constructor_sets_and_initial_overrides_are_named_and_equal_ones_are_not():
+    texts = failed(table("tests.forks.lost_values", last="constructor"))["constructor"]
+    assert [text.partition(":")[0] for text in texts] == ["decay", "layers.*.ffn.w2.weight"]
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen3", "gemma3", "olmo2", "tests.tiny_biased", "tests.tiny_odd", "tests.forks.hybrid"]
+)
+def test_what_modules_of_pytorch_set_by_themselves_is_no_fault_of_a_constructor(name):
+    module = load_module(name)
+    assert model_facts.constructor_faults(Family(module, next(iter(module.FLAVORS.values())))) == []
+
+
+def test_what_the_last_pattern_catches_is_listed():
+    row = table("tests.tiny", last="initial")["initial"]
+    assert (row.verdict, row.texts) == (
+        "passed",
+        [
+            '"*" gives Normal(std=0.02, cutoff=3.0) to layers.*.attention.wq.weight, layers.*.attention.wk.weight, '
+            "layers.*.attention.wv.weight, layers.*.ffn.w1.weight, layers.*.ffn.w3.weight, head.output.weight"
+        ],
+    )
 
 
 def test_a_graph_break_is_told_with_the_line(pooled):

@@ -88,8 +88,9 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
     # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
     divided = families | trained if len(families) == 1 else trained
     yield on_meta("sharding", model_facts.table_faults, families)
-    yield on_meta("initial", model_facts.initial_faults, families)
-    yield on_meta("buffers", model_facts.buffer_faults, trained)
+    initial = on_meta("initial", model_facts.initial_faults, families)
+    yield initial._replace(texts=initial.texts or [model_facts.initial_remark(trained[small])])
+    yield on_meta("constructor", model_facts.constructor_faults, trained)
     yield on_meta(DIVIDES, model_facts.undivided_faults, divided)
     yield on_meta("FLOPs", model_facts.flops_faults, families | trained)
     if not hasattr(module, "HF"):

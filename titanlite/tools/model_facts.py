@@ -1,4 +1,4 @@
-"""What `titanlite check-model` checks without training: tables, buffers, FLOPs, Hugging Face.
+"""What `titanlite check-model` checks without training: tables, constructor, FLOPs, Hugging Face.
 
 Each function takes a family with its flavor and returns the faults as sentences.
 """
@@ -7,19 +7,21 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.attention import SeqInfo
 from models.blocks import Constant
 from titanlite.hf.folder import their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
-from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, every_layer, tie
+from titanlite.transforms.initialize import fill, match_initial, named_tensors
+from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
 SEQ_LEN = 32
 SMALL = 20_000_000  # only models with fewer parameters are built in memory
@@ -66,29 +68,79 @@ def undivided_faults(family: Family) -> list[str]:
     return [fault for fault in sharding_faults(model, family, 2) if fault not in sharding_faults(model, family, 1)]
 
 
-def buffer_faults(family: Family) -> list[str]:
-    """Buffers that the constructor computes. A model is built on meta, where they are lost, and gets what `initial` says."""
-    distributions, _ = match_initial(family.on_meta(), family)
+def constructor_faults(family: Family) -> list[str]:
+    """Parameters and buffers that a constructor sets to other values than `initial`: they are lost on meta.
+
+    What modules of torch.nn set by themselves does not count, and random values only have to have the same mean and deviation.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills the result of torch.empty with NaN, or with the largest integer
     try:
-        buffers = dict(family.module.Model(family.config).named_buffers())
+        with _NoDefaults():
+            model = family.module.Model(family.config)
     finally:
         torch.use_deterministic_algorithms(before)
+    distributions, _ = match_initial(model, family)
     lost = {}
-    for name, buffer in buffers.items():
-        empty = buffer.isnan() if buffer.is_floating_point() else buffer == _fill_value(buffer.dtype)
-        distribution = distributions.get(name)
-        if isinstance(distribution, Constant) and not (empty | (buffer == distribution.value)).all():
-            lost[every_layer(name)] = distribution.value
+    for name, tensor in named_tensors(model):
+        values = tensor.detach()
+        empty = values.isnan() if values.is_floating_point() else values == _fill_value(values.dtype)
+        if name in distributions and not empty.all():
+            initial = values.clone()
+            fill(initial, name, distributions[name], 0)
+            if not _explains(distributions[name], initial[~empty], values[~empty]):
+                lost[every_layer(name)] = distributions[name]
     return [
-        f"{name}: the constructor computes it, which is lost on meta, and initial makes it {value:g}; compute it in forward"
-        for name, value in lost.items()
+        f"{name}: what the constructor sets is lost on meta, and initial makes it {distribution}; give initial an entry "
+        "for it, or compute it in forward"
+        for name, distribution in lost.items()
     ]
+
+
+class _NoDefaults(TorchFunctionMode):
+    """Skips what the `reset_parameters` of modules of torch.nn do to their tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init gives it by name
+        if getattr(func, "__name__", "").endswith("_") and isinstance(target, nn.Parameter):
+            frame = inspect.currentframe()
+            while frame is not None:
+                code = frame.f_code
+                if code.co_name.lstrip("_") == "reset_parameters" and code.co_filename.startswith(_TORCH_NN):
+                    return target
+                frame = frame.f_back
+        return func(*args, **kwargs)
+
+
+_TORCH_NN = os.path.dirname(inspect.getfile(nn))
+
+
+def _explains(distribution: Any, initial: Tensor, values: Tensor) -> bool:
+    """Whether values of a constructor may be those of a distribution, of which `initial` is another draw."""
+    if isinstance(distribution, Constant) or values.unique().numel() < 2:
+        return torch.equal(initial, values)
+    mean, deviation = initial.double().mean(), initial.double().std()
+    error = 6 * deviation / values.numel() ** 0.5  # of the mean; of the deviation it is smaller
+    return bool(
+        (values.double().mean() - mean).abs() <= 2 * error
+        and (values.double().std() - deviation).abs() <= 2 * error + 0.2 * deviation
+    )
 
 
 def _fill_value(dtype: torch.dtype) -> Any:
     return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def initial_remark(family: Family) -> str:
+    """What the last pattern, "*", catches: a parameter that was forgotten is among it."""
+    table = family.module.initial(family.config)
+    if not table or list(table)[-1] != "*":
+        return ""
+    names = [name for name, _ in named_tensors(family.on_meta())]
+    others, _ = match_table({pattern: how for pattern, how in table.items() if pattern != "*"}, names, "initial")
+    caught = dict.fromkeys(every_layer(name) for name in names if name not in others)
+    return f'"*" gives {table["*"]} to {", ".join(caught)}'
 
 
 # ----------------------------------------------------------------------------------------------------------------- FLOPs
