@@ -21,7 +21,17 @@ from titanlite.errors import UserError
 from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import compare
 from titanlite.tools.model_facts import SMALL, size_of
-from titanlite.tools.model_runs import TIMEOUT_SECONDS, NotRun, Trained, damage, describe, guarded, train_small
+from titanlite.tools.model_runs import (
+    TIMEOUT_SECONDS,
+    NotRun,
+    Trained,
+    buffer_differences,
+    damage,
+    describe,
+    forgotten_buffers,
+    guarded,
+    train_small,
+)
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import BrokenModule, Family, load_module
@@ -39,7 +49,7 @@ BEHAVIOUR: dict[str, tuple[Callable[[Family], list[str]], tuple[str, ...]]] = {
 RECOMPUTED, COMPILED = "recomputation", "compile"
 RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 MESHES = {"2 x 2": {"dp_shard": 2, "tp": 2}, "tp 2": {"tp": 2}, "shard 2": {"dp_shard": 2}}
-CHECKPOINT = "checkpoint"
+CHECKPOINT, BUFFERS = "checkpoint", "buffers"
 
 
 class Row(NamedTuple):
@@ -112,6 +122,7 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
     step = 1  # of the newest sound checkpoint
     meshes: list[str] = []  # those that loaded the checkpoint
     damaged: list[str] = []
+    unsteady: list[str] = []  # buffers
 
     def train(sections: dict[str, dict[str, Any]], degrees: dict[str, int], *checkpoint: Any) -> Trained:
         words = name, small, sections, degrees, *checkpoint
@@ -121,18 +132,22 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
     def train_alone() -> list[str]:
         nonlocal alone
         alone = train({}, {}, saves)
+        assert alone.buffers is not None
+        unsteady.extend(forgotten_buffers(alone.buffers))
         return alone.faults
 
-    def differences(trained: Trained) -> list[str]:
-        assert alone is not None
+    def differences(trained: Trained, run: str) -> list[str]:
+        assert alone is not None and alone.buffers is not None and trained.buffers is not None
+        unsteady.extend(f"{run}: {fault}" for fault in buffer_differences(trained.buffers, alone.buffers))
         return describe(compare(trained.trajectory, alone.trajectory)) + trained.faults
 
-    def train_with(section: str, keys: dict[str, Any]) -> list[str]:
-        return differences(train({section: keys}, {}))
+    def train_with(run: str, section: str, keys: dict[str, Any]) -> list[str]:
+        return differences(train({section: keys}, {}), run)
 
     def recompute() -> list[str]:
-        faults = {words: guarded(train_with, "activation_checkpoint", keys) for words, keys in RECOMPUTATION.items()}
-        return [f"recomputed {words}: {fault}" for words in faults for fault in faults[words]]
+        runs = {f"recomputed {words}": keys for words, keys in RECOMPUTATION.items()}
+        faults = {run: guarded(train_with, run, "activation_checkpoint", keys) for run, keys in runs.items()}
+        return [f"{run}: {fault}" for run in faults for fault in faults[run]]
 
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
@@ -142,13 +157,15 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
         meshes.append(mesh)
         damaged.extend(f"on {mesh}: {fault}" for fault in faults)
         step += not faults
-        return differences(trained)
+        return differences(trained, f"on {mesh}")
 
     yield table.row(TRAINED, train_alone, TABLES)
     for row, (check, needs) in BEHAVIOUR.items():
         yield table.row(row, partial(check, family), (*TABLES, *needs))
     yield table.row(RECOMPUTED, recompute, (*TABLES, TRAINED))
-    yield table.row(COMPILED, partial(train_with, "compile", {"enable": True, "backend": "aot_eager"}), (*TABLES, TRAINED))
+    yield table.row(
+        COMPILED, partial(train_with, "compiled", "compile", {"enable": True, "backend": "aot_eager"}), (*TABLES, TRAINED)
+    )
     undivided = guarded(model_facts.undivided_faults, family)
     for mesh, degrees in MESHES.items():
         needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)
@@ -157,6 +174,7 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
         yield table.row(CHECKPOINT, lambda: damaged, remark=f"one process -> {' -> '.join(meshes)}")
     else:
         yield Row(CHECKPOINT, "not run", ["needs a mesh"])
+    yield table.row(BUFFERS, lambda: unsteady, (TRAINED,))
 
 
 def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str]]) -> list[str]:

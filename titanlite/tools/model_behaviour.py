@@ -192,12 +192,12 @@ def _documents() -> Tensor:
 
 def document_faults(family: Family) -> list[str]:
     """In a packed row, each document must have the results that it has alone."""
-    model, tokens = small_model(family), random_tokens(family, 1, SEQ_LEN)
+    tokens = random_tokens(family, 1, SEQ_LEN)
     with _refusable("packed documents"):
-        packed = run_model(model, tokens, _documents())
+        packed = run_model(small_model(family), tokens, _documents())
     parts = tokens.split(DOCUMENTS, dim=1)
     # Alone, a document begins a row of the same length. What follows it has no effect on it: the model is causal.
-    alone = run_model(model, torch.cat([torch.cat([part, tokens], dim=1)[:, :SEQ_LEN] for part in parts]))
+    alone = run_model(small_model(family), torch.cat([torch.cat([part, tokens], dim=1)[:, :SEQ_LEN] for part in parts]))
     expected = {
         name: torch.cat([row[:length] for row, length in zip(result, DOCUMENTS, strict=True)])[None]
         for name, result in alone.items()

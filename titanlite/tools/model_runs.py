@@ -20,17 +20,29 @@ from models.decoder import Decoder
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
+from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.tools.compare import Comparison, Run, Trajectory, begin, on_mesh, record_run, replaced, whole
+from titanlite.tools.compare import (
+    Comparison,
+    Run,
+    Trajectory,
+    begin,
+    on_mesh,
+    record_run,
+    relative_difference,
+    replaced,
+    whole,
+)
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import Family, every_layer, family_of, place_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
+BUFFERS = 1e-3  # tolerance for what a few steps change in a buffer, as for the gradient norms of several steps
 TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
 
 
@@ -41,6 +53,16 @@ class Trained(NamedTuple):
     faults: list[str]  # that need no comparison with another run
     unreadable: str = ""  # why the checkpoint could not be loaded
     stored: dict[str, str] | None = None  # tensor's name -> digest, of the checkpoint that was written
+    buffers: "Buffers | None" = None
+
+
+class Buffers(NamedTuple):
+    """The buffers of a model before and after a few steps."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]  # on rank 0
+    unequal: list[str]  # those whose values differ between ranks
+    stored: list[str]  # those that a checkpoint has
 
 
 class NotRun(Exception):
@@ -87,21 +109,23 @@ def train_small(
         mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
         run = begin_small(replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections), mesh, device)
         nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
+        before = _values(run.model)
         trajectory = record_run(run, random_batches(run))
+        buffers = _buffers(run.model, before)
         faults = _training_faults(run.model, trajectory, nonfinite)
         if run.config.compile.enable:
             faults += _recompilations(run)
         if saves is None:
-            return Trained(trajectory, faults)
+            return Trained(trajectory, faults, buffers=buffers)
         tensors = run_tensors(run.model, run.optimizer, None)
         if step:
             source = step_folder(saves, step)
             try:
                 load_tensors(source, verified(source), tensors)
             except UserError as error:  # on all ranks
-                return Trained(trajectory, faults, unreadable=str(error))
+                return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
         _save(saves, step + 1, tensors)
-        return Trained(trajectory, faults, stored=_digests(tensors))
+        return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
     except Exception as error:
         raise UserError(describe_error(error)) from error
 
@@ -111,6 +135,42 @@ def damage(trained: Trained, stored: dict[str, str]) -> list[str]:
     if trained.unreadable or trained.stored is None:
         return [trained.unreadable]
     return [f"{every_layer(name)} is not what was saved" for name in stored if trained.stored.get(name) != stored[name]]
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(buffer) for name, buffer in model.named_buffers()}
+
+
+def _buffers(model: nn.Module, before: dict[str, Tensor]) -> Buffers:
+    after = _values(model)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, after)
+    unequal = [name for name, value in after.items() if any(not torch.equal(of_rank[name], value) for of_rank in everywhere)]
+    return Buffers(before, after, unequal, [name for name in after if f"model.{name}" in model_tensors(model)])
+
+
+def forgotten_buffers(buffers: Buffers) -> list[str]:
+    """Buffers that training changes and that a checkpoint lacks."""
+    return [
+        f"{name} changes in training, and is not in checkpoints: a resumed run begins with its initial value; remove "
+        "persistent=False"
+        for name, value in buffers.after.items()
+        if name not in buffers.stored and not torch.equal(value, buffers.before[name])
+    ]
+
+
+def buffer_differences(buffers: Buffers, reference: Buffers) -> list[str]:
+    """Buffers that differ between the ranks of a run, or that a run changes otherwise than the reference."""
+    faults = [f"{name} differs between ranks" for name in buffers.unequal]
+    for name, value in buffers.after.items():
+        expected = reference.after[name]
+        if name in buffers.unequal or torch.equal(value, expected):
+            continue
+        changes = (each.after[name].double() - each.before[name].double() for each in (buffers, reference))
+        if (size := relative_difference(*changes)) > BUFFERS:
+            faults.append(f"{name} differs by {size:.1e} of its change in {STEPS} steps")
+    advice = "; compute it from the whole batch, and outside of what is recomputed"
+    return [f"{fault}{advice}" for fault in dict.fromkeys(map(every_layer, faults))]
 
 
 def _recompilations(run: Run) -> list[str]:
