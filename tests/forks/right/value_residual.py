@@ -1,6 +1,6 @@
 """Every layer adds the first layer's values, mixed by a learned matrix (value residual learning, arXiv:2410.17897).
 
-The first layer's values cross layers: a block takes them as an argument and returns them beside the hidden states.
+The values cross layers: a block takes those of the first layer and returns its own beside the hidden states.
 """
 
 import torch
@@ -19,9 +19,9 @@ class Attention(attention.Attention):
         self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo, first: Tensor | None, mix: Tensor
     ) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        first = v if first is None else first  # (batch, seq, kv heads of this rank, head_dim)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        return self.wo(self.core(q, k, v + first @ mix, seq).flatten(-2)), first
+        v = v + (v if first is None else first) @ mix  # (batch, seq, kv heads of this rank, head_dim)
+        return self.wo(self.core(q, k, v, seq).flatten(-2)), v
 
 
 class Block(llama3.Block):
@@ -33,9 +33,9 @@ class Block(llama3.Block):
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo, first: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        mixed, first = self.attention(self.attention_norm(x), rope, seq, first, local_weight(self.mix))
-        x = x + mixed
-        return x + self.ffn(self.ffn_norm(x)), first
+        attended, values = self.attention(self.attention_norm(x), rope, seq, first, local_weight(self.mix))
+        x = x + attended
+        return x + self.ffn(self.ffn_norm(x)), values
 
 
 class Model(llama3.Model):
@@ -48,7 +48,8 @@ class Model(llama3.Model):
         x, seq = self.embed(x), with_mask(seq)
         rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
         for layer in self.layers.values():
-            x, first = layer(x, rope, seq, first)
+            x, values = layer(x, rope, seq, first)
+            first = values if first is None else first
         return x
 
 
