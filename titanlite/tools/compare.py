@@ -34,6 +34,13 @@ DEGREES = {
     "dp_shard": "data_parallel_shard_degree",
     "tp": "tensor_parallel_degree",
 }
+# The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.
+MESHES = {
+    "2 x 2": {"dp_shard": 2, "tp": 2},
+    "tp 2": {"tp": 2},
+    "shard 2": {"dp_shard": 2},
+    "replicate 2": {"dp_replicate": 2},
+}
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs
@@ -108,13 +115,18 @@ class Trajectory(NamedTuple):
     norms: list[float]
     gradients: dict[str, Tensor]  # of the first step, before clipping; frozen and unused parameters have none
     dtypes: set[torch.dtype]  # of masters, gradients and moments
+    noise: dict[str, float] | None = None  # of a reference: how far rounding alone changes each gradient, relative to its norm
 
 
 def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -> Trajectory:
     """Trains `training.steps` steps on `data`; all ranks return the same."""
+    return record_run(begin(config, mesh, device), batches_of(config, data, mesh))
+
+
+def batches_of(config: Config, data: Data, mesh: DeviceMesh) -> Batches:
+    """This rank's part of the batches of a run from its first step."""
     part = data_rank(mesh), data_degree(mesh)
-    batches = Batches(StepDataset(config, data, 0, config.global_batch(data_degree(mesh)), part))
-    return record_run(begin(config, mesh, device), batches)
+    return Batches(StepDataset(config, data, 0, config.global_batch(data_degree(mesh)), part))
 
 
 def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
@@ -155,12 +167,15 @@ class Quantity(NamedTuple):
     tolerance: float
 
 
-# Causes stand before their consequences.
+FLOAT32 = 1e-5  # what float32 rounding leaves where no terms cancel
+# A gradient whose terms cancel gets MARGIN times its measured noise, and at most MOST, so that a fault of 1% still fails.
+MARGIN, MOST = 10, 5e-3
+# Causes come before their consequences.
 QUANTITIES = {
     "weights": Quantity("initial value", 0.0),
     "batches": Quantity("global batch", 0.0),
-    "gradients": Quantity("gradient", 1e-5),
-    "losses": Quantity("loss", 1e-5),
+    "gradients": Quantity("gradient", FLOAT32),
+    "losses": Quantity("loss", FLOAT32),
     "norms": Quantity("gradient norm", 1e-3),
 }
 FIRST_NORM = 1e-5  # Rounding errors grow with the steps, so the first gradient norm has a smaller tolerance than later ones.
@@ -173,6 +188,7 @@ class Difference(NamedTuple):
     place: str  # the parameter, or "step 3"
     size: float  # relative to the reference; 0 where the values are equal
     tolerance: float
+    noise: float = 0.0  # how far rounding alone changes the value
 
     def __str__(self) -> str:
         size = f" by {self.size:.1e} of its norm" if self.tolerance else ""
@@ -193,6 +209,11 @@ class Comparison(NamedTuple):
     def equal(self) -> bool:
         return not self.excessive
 
+    @property
+    def undecided(self) -> bool:
+        """Whether values differ beyond their tolerance, and the noise of each is large enough to explain it."""
+        return not self.equal and all(difference.size <= MARGIN * difference.noise for difference in self.excessive)
+
     def of(self, quantity: str) -> list[Difference]:
         """Those of one quantity."""
         return [difference for difference in self.differences if difference.quantity == quantity]
@@ -206,14 +227,19 @@ class Comparison(NamedTuple):
 
 
 def compare(trajectory: Trajectory, reference: Trajectory) -> Comparison:
-    """Compares every weight, batch, gradient, loss and gradient norm. A value that only one of the two has differs by inf."""
+    """Compares every weight, batch, gradient, loss and gradient norm. A value that only one of the two has differs by inf.
+
+    The noise of the reference raises the tolerance of gradients.
+    """
     differences = []
     for field, quantity in QUANTITIES.items():
         values, expected = _by_place(getattr(trajectory, field)), _by_place(getattr(reference, field))
         for place in expected | values:
+            noise = (reference.noise or {}).get(place, 0.0) if field == "gradients" else 0.0
             tolerance = FIRST_NORM if (field, place) == ("norms", "step 1") else quantity.tolerance
+            tolerance = max(tolerance, min(MARGIN * noise, MOST))
             size = relative_difference(values.get(place), expected.get(place))
-            differences.append(Difference(field, place, size, tolerance))
+            differences.append(Difference(field, place, size, tolerance, noise))
     return Comparison(differences)
 
 

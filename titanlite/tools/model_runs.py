@@ -5,6 +5,7 @@
 
 import hashlib
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from titanlite.tools.compare import (
     replaced,
     whole,
 )
+from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import Family, every_layer, family_of, place_of
@@ -44,6 +46,8 @@ from titanlite.transforms.registry import Family, every_layer, family_of, place_
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 BUFFERS = 1e-3  # tolerance for what a few steps change in a buffer, as for the gradient norms of several steps
 TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
+_SHOWN = 5  # differences where the forward pass is wrong
+_HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
 
 
 class Trained(NamedTuple):
@@ -74,7 +78,21 @@ def describe_error(error: Exception) -> str:
     text = str(error).strip()
     if isinstance(error, (UserError, ProcessExitedException)):
         return text
-    return f"{place_of(error)}: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    module = f", {path}" if (path := _module_of(error)) else ""
+    hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
+    return f"{place_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
+
+
+def _module_of(error: BaseException) -> str:
+    """The path of the innermost module whose forward pass raised an error; "" outside of a model's forward pass."""
+    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [module for module in frames if isinstance(module, nn.Module)]
+    paths = {id(module): path for path, module in modules[0].named_modules()} if modules else {}
+    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), "")
+
+
+class Undecided(str):
+    """A difference that may be rounding or a fault."""
 
 
 def guarded(function: Callable[..., list[str]], *arguments: Any) -> list[str]:
@@ -107,12 +125,15 @@ def train_small(
     """
     try:
         mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        run = begin_small(replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections), mesh, device)
+        build = _builder(name, flavor, sections, degrees, mesh, device)
+        run = build()
         nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
         before = _values(run.model)
         trajectory = record_run(run, random_batches(run))
         buffers = _buffers(run.model, before)
         faults = _training_faults(run.model, trajectory, nonfinite)
+        if not sections and not degrees and not faults:
+            trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
         if run.config.compile.enable:
             faults += _recompilations(run)
         if saves is None:
@@ -128,6 +149,29 @@ def train_small(
         return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
     except Exception as error:
         raise UserError(describe_error(error)) from error
+
+
+def gradients_small(
+    device: torch.device, name: str, flavor: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
+) -> dict[str, Tensor]:
+    """The gradients of the first step of `train_small`, in float64. Raises UserError as it does."""
+    try:
+        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
+        return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
+    except Exception as error:
+        raise UserError(describe_error(error)) from error
+
+
+def _builder(
+    name: str,
+    flavor: str,
+    sections: dict[str, dict[str, Any]],
+    degrees: dict[str, int],
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> Callable[[], Run]:
+    config = replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections)
+    return lambda: begin_small(config, mesh, device)
 
 
 def damage(trained: Trained, stored: dict[str, str]) -> list[str]:
@@ -214,14 +258,27 @@ def _training_faults(model: nn.Module, trajectory: Trajectory, nonfinite: list[s
 
 
 def describe(comparison: Comparison) -> list[str]:
-    """The largest difference beyond rounding, of the first quantity that has any: the other quantities follow from it."""
+    """The differences beyond rounding of the first quantity that has any: the other quantities follow from it.
+
+    Where the loss and the head's gradients are right, the fault is in the backward pass, which runs from the last layer to the
+    first: the gradients of the last layer that differs come in the order of the forward pass, and the fault is in the last of
+    them or behind it. Otherwise activations differ, so all gradients may differ, and the largest difference comes first.
+    """
     excessive = comparison.excessive
     if not excessive:
         return []
     cause = [difference for difference in excessive if difference.quantity == excessive[0].quantity]
-    worst = max(cause, key=lambda difference: difference.size)
-    others = f", {len(cause) - 1} others by less" if len(cause) > 1 else ""
-    return [f"{worst}{others}"]
+    last = cause
+    if cause[0].quantity == "gradients":
+        layers = [difference.place.split(".")[: 2 if difference.place.startswith("layers.") else 1] for difference in cause]
+        last = [difference for difference, layer in zip(cause, layers, strict=True) if layer == layers[-1]]
+        loss = any(difference.quantity == "losses" and difference.place == "step 1" for difference in excessive)
+        if loss or (layers[-1] == ["head"] and len(last) < len(cause)):
+            last = sorted(cause, key=lambda difference: -difference.size)[:_SHOWN]
+    texts = [str(difference) for difference in last]
+    if others := len(cause) - len(last):
+        texts.append(f"and {others} more, which may follow from {'these' if len(last) > 1 else 'this'}")
+    return texts
 
 
 # ------------------------------------------------------------------------------------------------------------- the parts

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import tempfile
+import warnings
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -56,6 +57,8 @@ def _rank(
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
     # gathering whole tensors for a comparison is slow on purpose
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # PyTorch's own warnings, one a rank, would break the table of a tool; whatever they warn of changes what the tool compares
+    warnings.filterwarnings("ignore", module=r"torch\.")
     store = dist.FileStore(f"{folder}/store", count)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"

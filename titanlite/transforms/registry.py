@@ -30,6 +30,7 @@ OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 _SHARED = ("attention", "blocks", "decoder", "head")  # the files of models/ that are not families
+_SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 
 
@@ -170,13 +171,17 @@ def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dic
 
 
 def place_of(error: BaseException) -> str:
-    """File and line of an error: the innermost frame of a model's code if there is one, or the place of a syntax error."""
+    """File and line of an error: the innermost frame of a model's code if there is one, or the place of a syntax error.
+
+    A fork calls what families share, such as models/blocks.py; its own frame says how.
+    """
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     # The compiler traces code without calling it, and records the stack itself.
     frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    frame = (own or frames)[-1]
+    forks = [frame for frame in own if frame.filename not in _SHARED_FILES]
+    frame = (forks or own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
 
 

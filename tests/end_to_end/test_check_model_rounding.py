@@ -1,0 +1,144 @@
+"""titanlite check-model: rounding is no fault, however much of a gradient it is, and no fault passes for rounding."""
+
+import re
+import warnings
+
+import pytest
+import torch
+
+from tests.end_to_end import test_check_model
+from tests.end_to_end.forked import titanlite
+from tests.end_to_end.test_check_model import command, failed, line_of, table
+from titanlite.tools import check_model
+from titanlite.tools.check_model import TRAINED, Row
+from titanlite.tools.compare import DEGREES, MESHES, Comparison, Difference, compare
+from titanlite.tools.model_runs import describe, gradients_small, train_small
+from titanlite.tools.ranks import on_ranks
+from titanlite.tools.rounding import settle
+
+pooled = test_check_model.pooled
+TP = {"tp": 2}
+
+
+def on(pools, function, fork: str, degrees: dict[str, int]):
+    """The result of a function of model_runs on a mesh."""
+    words = fork, "plain", {}, degrees
+    ranks = 2 if degrees else 1
+    return pools[ranks].run(f"{test_check_model.__name__}:call", called=function.__name__, arguments=words)[0]
+
+
+def test_every_mesh_dimension_that_a_run_can_split_has_a_row():
+    assert {name for degrees in MESHES.values() for name in degrees} == set(DEGREES)
+
+
+@pytest.mark.slow
+def test_a_right_fork_whose_gradients_cancel_passes_and_its_tolerances_are_printed(pooled):
+    rows = table("tests.forks.cancelling")
+    assert failed(rows) == {} and {row.verdict for row in rows.values()} == {"passed", "not run"}
+    (text,) = rows[TRAINED].texts
+    assert re.search(r"layers.0.mix.weight \d\.\de-0[34] \(tolerance 5.0e-03\)", text)
+
+
+@pytest.mark.parametrize("fork", ["tests.forks.cancelling", "tests.forks.scale_free"])
+def test_a_fault_of_one_percent_of_any_gradient_fails_where_gradients_cancel(pools, fork):
+    alone, split = (on(pools, train_small, fork, degrees).trajectory for degrees in ({}, TP))
+    wide_alone, wide_split = (on(pools, gradients_small, fork, degrees) for degrees in ({}, TP))
+    assert not compare(split, alone._replace(noise=None)).equal, "without its noise the right fork fails"
+    assert all(gradient.dtype == torch.float64 for gradient in wide_split.values())
+    assert settle(split, alone, wide_split, wide_alone).equal
+    for name in alone.gradients:
+        wrong = split._replace(gradients={**split.gradients, name: split.gradients[name] * 1.01})
+        found = compare(wrong, alone)
+        if found.undecided:
+            found = settle(wrong, alone, {**wide_split, name: wide_split[name] * 1.01}, wide_alone)
+        if name == "factor.weight":  # its gradient is zero but for rounding, and so is 1% of it
+            continue
+        assert not found.equal and not found.undecided, name
+        assert name in [difference.place for difference in found.excessive]
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_nothing_but_rounding_is_decided_in_float64(pooled):
+    rows = table("tests.forks.scale_free")
+    assert {row.verdict for row in rows.values()} == {"passed", "not run"}
+    assert any("factor.weight" in text and "in float64 it does not" in text for row in rows.values() for text in row.texts)
+
+
+@pytest.mark.slow
+def test_what_float64_cannot_decide_is_undecided_and_has_its_own_exit_code(pooled, monkeypatch, capsys):
+    rows = table("tests.forks.float32_only")
+    undecided = [row for row in rows.values() if row.verdict == "undecided"]
+    assert undecided and failed(rows) == {}
+    assert "the model does not run in float64" in undecided[0].texts[0] and "the kernel takes float32" in undecided[0].texts[0]
+    monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("tp 2", "undecided", ["x"]), Row("HF", "not run", ["y"])]))
+    assert command(monkeypatch, "tests.tiny") == 3
+    assert capsys.readouterr().out.splitlines()[-1] == "1 undecided"
+
+
+def test_a_gradient_that_depends_on_the_microbatch_does_not_pass_for_rounding(pools):
+    alone, split = (on(pools, train_small, "tests.forks.coupled_rows", degrees).trajectory for degrees in ({}, {"dp_shard": 2}))
+    found = compare(split, alone)
+    assert found.of("gradients")[0].tolerance == 1e-5
+    assert not found.equal and not found.undecided
+
+
+def test_of_gradients_without_their_sum_over_ranks_those_of_the_last_layer_are_listed(pools):
+    alone, split = (on(pools, train_small, "tests.forks.missing_partial", degrees).trajectory for degrees in ({}, TP))
+    first, *rest = describe(compare(split, alone))
+    assert first.startswith("the gradient of layers.1.factor.weight differs by ")
+    assert rest == ["and 1 more, which may follow from this"]
+
+
+def test_the_last_layer_is_listed_in_the_order_of_the_forward_pass_unless_the_loss_differs():
+    def of(name: str, size: float) -> Difference:
+        return Difference("gradients", name, size, 1e-5)
+
+    names = ("embed.weight", "layers.0.norm", "layers.0.w1", "layers.1.norm", "layers.1.w1")
+    found = [of(name, 0.9 - 0.1 * place) for place, name in enumerate(names)]
+    texts = describe(Comparison([*found, of("head.norm", 1e-6)]))
+    assert texts == [*map(str, found[3:]), "and 3 more, which may follow from these"]
+    assert describe(Comparison([*found, of("head.norm", 1e-3)]))[0] == str(found[0]), "the head differs: so do activations"
+    loss = Difference("losses", "step 1", 1e-3, 1e-5)
+    assert describe(Comparison([*found, loss]))[0] == str(found[0])
+
+
+def test_where_plain_tensors_meet_dtensors_line_module_and_remedy_are_named(pools):
+    text = str(on(pools, train_small, "tests.forks.mixed_tensors", TP))
+    assert text.startswith(line_of("mixed_tensors", "        return x * self.weight") + ", layers.0.factor: RuntimeError")
+    assert "use local_weight(parameter)" in text
+
+
+def warn_as_pytorch(device: torch.device) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.warn_explicit("of a library", UserWarning, "x.py", 1, module="torch.distributed.fsdp")
+        warnings.warn_explicit("of the fork", UserWarning, "x.py", 1, module="my_models.mine")
+    return [str(warning.message) for warning in seen]
+
+
+def test_warnings_of_pytorch_on_the_ranks_of_a_tool_stay_out_of_its_table():
+    assert on_ranks(1, warn_as_pytorch, use_gpus=False) == ["of the fork"]
+
+
+TOML = """
+[model]
+name = "tests.forks.cancelling"
+flavor = "large"
+[training]
+dataset = "{data}"
+seq_len = 32
+local_batch_size = 4
+[lr_scheduler]
+warmup_steps = 2
+"""
+
+
+@pytest.mark.slow
+def test_verify_compares_every_mesh_by_default_and_measures_noise(tmp_path):
+    (tmp_path / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
+    (tmp_path / "run.toml").write_text(TOML.format(data=tmp_path / "data.txt"))
+    ended = titanlite("verify", "run.toml", "--steps", "1", folder=tmp_path, timeout=240)
+    print(ended.out)
+    assert ended.code == 0, ended.err
+    assert "rounding alone changes the gradient of " in ended.out
+    rows = [line.partition(" ")[0] for line in ended.out.splitlines()]
+    assert [row for row in rows if "=" in row] == ["dp_shard=2,tp=2", "tp=2", "dp_shard=2", "dp_replicate=2"]
