@@ -240,7 +240,8 @@ def choose_small(name: str, module: ModuleType, flavors: list[str]) -> str | Non
 
 def main() -> None:
     """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for chatter in ("torch.distributed.tensor._redistribute", "torch.utils._pytree"):  # the latter as transformers is imported
+        logging.getLogger(chatter).setLevel(logging.ERROR)
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", help="such as llama3, llama3:8b or my_models.mine:debug")
     model = parser.parse_args().model
