@@ -202,15 +202,17 @@ def test_without_a_gpu_its_name_is_given_and_with_one_it_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_rehearsal_does_every_run_of_the_plan_and_writes_its_page(tmp_path):
-    words = ["--rehearse", "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+@pytest.mark.timeout(600)
+def test_a_rehearsal_does_a_run_of_each_kind_and_writes_its_page(tmp_path):
+    """The whole rehearsal takes five minutes on two cores; here are the parts that have every kind of run."""
+    parts = ["start", "costs", "documents", "memory", "peers"]
+    words = ["--rehearse", "--parts", ",".join(parts), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     assert program.main(words) == 0
     found = program.load_results(tmp_path / "results")
     statuses = {f"{part}/{name}": result["status"] for part, each in found.items() for name, result in each.items()}
-    assert statuses == dict.fromkeys(named(PARTS, ["*"]), "done")
+    assert statuses == dict.fromkeys((name for name in named(PARTS, ["*"]) if name.partition("/")[0] in parts), "done")
     page = (tmp_path / "results" / "README.md").read_text()
-    assert "Not measured:" not in page and "| within 3% |" in page and sys.executable not in page
+    assert "| within 3% |" in page and sys.executable not in page
     assert found["costs"]["8b 4k batch 4"]["figures"]["largest"]
     assert set(found["memory"]["estimates"]["figures"]) == set(training_runs(PARTS))
     assert found["peers"]["hf"]["figures"]["contestants"].keys() == {"titanlite", "plain"}
