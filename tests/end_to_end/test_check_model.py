@@ -239,6 +239,8 @@ def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_c
         "on tp 2: spread differs between ranks",
         "on shard 2: spread differs between ranks",
         "on shard 2: tokens differs by 5.0e-01 of its change in 3 steps",
+        "on replicate 2: spread differs between ranks",
+        "on replicate 2: tokens differs by 5.0e-01 of its change in 3 steps",
     ]
 
 

@@ -159,7 +159,7 @@ def test_the_check_names_every_wrong_override_and_dimensions_that_do_not_fit_tog
         "1 fault\n  model.overrides: these dimensions do not fit together: a forward pass of llama3 debug with n_heads = 6 "
         in message
     )
-    assert "models/attention.py, line" in message
+    assert "models/llama3.py, line" in message
     assert not caplog.records
 
 

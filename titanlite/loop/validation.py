@@ -13,9 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
-from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.loop.loss import summed_loss
-from titanlite.parallel.fsdp import evaluating
 from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
 
 
@@ -31,6 +29,8 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
     make the same number of forward passes; after the last sample they get padding, whose labels do not count.
     """
+    from titanlite.parallel.fsdp import evaluating  # not at the top: a check needs no FSDP
+
     lengths = torch.from_numpy(data.byte_lengths).to(device)
     sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
     with evaluating(model):
@@ -52,6 +52,8 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
 
 def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer, mesh: DeviceMesh) -> list[str]:
     """What the model writes after each of validation.sample_prompts; all ranks together."""
+    from titanlite.inference.generate import Sampling, continue_texts  # not at the top: a check needs no FSDP
+
     cfg, sampling = config.validation, Sampling(seed=config.training.seed)
     return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling, mesh["tp"].size())
 

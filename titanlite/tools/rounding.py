@@ -63,7 +63,7 @@ def noise_of(build: Build, batch: Batch) -> dict[str, float]:
 
 
 def _each(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    return Batch(*(None if rows is None else change(rows) for rows in batch))  # type: ignore[arg-type]
+    return Batch(change(batch.tokens), *(None if rows is None else change(rows) for rows in batch[1:]))
 
 
 def _split(rows: Tensor) -> Tensor:
