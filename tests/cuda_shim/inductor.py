@@ -168,10 +168,10 @@ def _usage(name: str, source: str, folder: str) -> dict[str, int]:
 # --------------------------------------------------------------------------------------------------------------------- steps
 
 
-def _on_meta(family: Any, config: Config, layers: int | None = None) -> Any:
+def _on_meta(family: Any, config: Config) -> Any:
     """One layer of each window, since all others reuse its code; outside of the mode, in which it would get no memory."""
     with unset_fake_temporarily():
-        model = on_meta(family, config, layers)
+        model = on_meta(family, config)
     window_of = getattr(family.config, "window_of", lambda layer: None)
     seen = set()
     for name in list(model.layers):
