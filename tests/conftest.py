@@ -35,6 +35,7 @@ def pytest_configure() -> None:
     subprocess.Popen([sys.executable, "-S", *words], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, pytest-xdist runs all tests that need ranks in one process, and each other file in one.
 
