@@ -1,0 +1,106 @@
+"""What must hold for a wrong input: it is refused in one message that names it, or the run is right; nothing is left behind.
+
+A generator yields cases; `judge` runs one in this process, in a folder of its own, and returns what does not hold.
+"""
+
+import contextlib
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.errors import UserError
+
+SECONDS = 10.0  # for one case
+_USER_ERROR = 2  # exit code of a command
+
+
+class Case(NamedTuple):
+    """One wrong input.
+
+    name: unique within its mechanism, and the same at every seed that draws it. make: writes the input into an empty folder,
+    which is also the working folder, and returns what reads it as the command of a user does. names: a pattern that the message
+    must have, such as the key or the file. right: whether the input may also be accepted; the action then raises AssertionError
+    where the result is not right.
+    """
+
+    mechanism: str
+    name: str
+    make: Callable[[Path], Callable[[], object]]
+    names: str
+    right: bool = False
+
+
+def judge(case: Case, folder: Path) -> list[str]:
+    """What does not hold for a case, in words; nothing where all holds. folder: empty."""
+    before_children = _children()
+    with _working_in(folder):
+        action = case.make(folder)
+        before = _contents(folder)
+        begun = time.monotonic()
+        message, faults = _message_of(action)
+        seconds = time.monotonic() - begun
+    if message is None and not case.right and not faults:
+        faults.append("accepted")
+    if message is not None:
+        if not re.search(case.names, message):
+            faults.append(f"the message does not name {case.names!r}: {message!r}")
+        if "Traceback" in message:
+            faults.append(f"a traceback: {message!r}")
+        if not message.strip():
+            faults.append("refused without a message")
+        if changed := [path for path, state in _contents(folder).items() if before.get(path) != state]:
+            faults.append(f"written: {', '.join(changed)}")
+    if seconds > SECONDS:
+        faults.append(f"took {seconds:.1f} s")
+    if left := _children() - before_children:
+        faults.append(f"processes are left: {sorted(left)}")
+    return faults
+
+
+@contextlib.contextmanager
+def _working_in(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _message_of(action: Callable[[], object]) -> tuple[str | None, list[str]]:
+    """(what a refusal says, None if there was none; faults of the way it ended)."""
+    error_output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(error_output), contextlib.redirect_stdout(io.StringIO()):
+            action()
+    except UserError as error:
+        return str(error), []
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            return None, []
+        text = ended.code if isinstance(ended.code, str) else error_output.getvalue()
+        return text, [] if ended.code == _USER_ERROR else [f"exit code {ended.code}"]
+    except AssertionError as wrong:
+        return None, [f"accepted, with a wrong result: {wrong}"]
+    except Exception as error:  # whatever else comes is what the judge looks for
+        return None, [f"{type(error).__name__}: {error}"]
+    return None, []
+
+
+def _contents(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """path -> (inode, size, time of change) of everything in a folder."""
+    return {
+        str(path.relative_to(folder)): (state.st_ino, state.st_size if path.is_file() else 0, state.st_mtime_ns)
+        for path in folder.rglob("*")
+        for state in [path.lstat()]
+        if not path.is_dir()
+    }
+
+
+def _children() -> set[int]:
+    """The processes that this one has started and that have not ended."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
