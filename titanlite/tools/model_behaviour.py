@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import SeqInfo
-from models.blocks import positions_in_documents
 from models.decoder import Decoder
 from models.head import IGNORE
 from titanlite.data.batch import Batch
 from titanlite.inference.generate import Sampling, generate, score
-from titanlite.loop.loss import summed_loss
+from titanlite.loop.loss import sequence_of, summed_loss
 from titanlite.tools.compare import relative_difference
 from titanlite.tools.model_facts import SEQ_LEN
 from titanlite.tools.model_runs import NotRun, make_sensitive, watch_for_nonfinite
@@ -98,12 +97,10 @@ def recording(model: nn.Module) -> Iterator[list[Call]]:
 
 def run_model(model: Decoder, tokens: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
     """The results of all modules, and the logits, for tokens (batch, seq)."""
-    plain = torch.arange(tokens.shape[1]).expand_as(tokens)
-    seq = SeqInfo(plain if documents is None else positions_in_documents(documents), documents)
     model.eval()
     with torch.no_grad(), recording(model) as calls:
         assert model.head is not None
-        model.head(model(tokens, seq))
+        model.head(model(tokens, sequence_of(tokens, documents)))
     return calls[0].results
 
 
