@@ -147,7 +147,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A unit of two modules, tied embedding and head, waits for the first after the second has run, and would stay gathered.
+            # The unit of tied embedding and head has run the head last, waits for the embedding, and would stay gathered.
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 group._training_state = TrainingState.IDLE
