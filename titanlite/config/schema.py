@@ -430,3 +430,7 @@ class Config(Section):
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""
         given = self.training.global_batch_size
         return given if given > 0 else self.training.local_batch_size * data_degree
+
+    def microbatches(self, data_degree: int) -> int:
+        """Forward and backward passes of each rank per optimizer step."""
+        return self.global_batch(data_degree) // (self.training.local_batch_size * data_degree)
