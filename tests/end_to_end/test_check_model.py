@@ -28,6 +28,7 @@ from titanlite.tools.check_model import (
     rows_of,
 )
 from titanlite.tools.model_runs import Trained, damage, train_small
+from titanlite.tools.ranks import describe_error
 from titanlite.transforms.registry import Family, load_module
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +37,12 @@ TRAINING = [TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, CHECKPOINT]  # w
 
 
 def call(called: str, arguments: tuple) -> object:
-    """On a rank of a pool: a function that the command would start ranks for. A fault of the user's is handed back."""
+    """On a rank of a pool: a function that the command would start ranks for. An error is handed back as the command has it."""
     torch._dynamo.reset()
     try:
         return (getattr(model_runs, called, None) or getattr(model_loop, called))(torch.device("cpu"), *arguments)
-    except UserError as error:
-        return error
+    except Exception as error:
+        return UserError(describe_error(error))
 
 
 @pytest.fixture

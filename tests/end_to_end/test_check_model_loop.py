@@ -1,23 +1,20 @@
 """check-model's rows of whole runs: what a resume, a validation or a save in the background changes is named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from titanlite.errors import UserError
 from titanlite.tools import model_loop
 from titanlite.tools.model_loop import AT, STEPS, Runs, Whole, random_faults, run_faults
 
 HERE = "tests.end_to_end.test_check_model_loop"
 
 
-def on_rank(name: str, flavor: str, degrees: dict[str, int], folder: Path) -> Runs | UserError:
-    try:
-        return model_loop.run_loops(torch.device("cpu"), name, flavor, degrees, folder)
-    except UserError as error:
-        return error
+def on_rank(**words: Any) -> Runs:
+    return model_loop.run_loops(torch.device("cpu"), **words)
 
 
 def runs_of(pools: dict[int, Pool], name: str, folder: Path, flavor: str = "plain") -> Runs:

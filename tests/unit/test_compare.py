@@ -80,3 +80,10 @@ def test_another_mesh_keeps_the_global_batch():
     assert split["parallelism"]["reduce_every_microbatch"], "without accumulation the key has no effect"
     alone = on_mesh(config, {}, 12)
     assert (alone.training.local_batch_size, alone.parallelism.reduce_every_microbatch) == (4, False)
+
+
+@pytest.mark.parametrize(("given", "ranks", "microbatches"), [(-1, 6, 1), (24, 6, 1), (24, 2, 3), (24, 1, 6)])
+def test_each_rank_takes_its_share_of_the_global_batch_in_microbatches(given, ranks, microbatches):
+    config = Config.model_validate({"training": {"local_batch_size": 4, "global_batch_size": given}})
+    assert config.microbatches(ranks) == microbatches
+    assert microbatches * 4 * ranks == config.global_batch(ranks)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.mutations.draw import COMMIT, COUNT, SEED, draw
 from tests.mutations.faults import read_faults, with_fault
-from tests.mutations.run import ROOT
+from tests.mutations.run import HERE, ROOT, results_table
 from tests.mutations.score import read_history
 
 FAULTS = read_faults()
@@ -29,6 +29,12 @@ def test_at_least_forty_faults_of_other_frameworks_each_name_their_report():
     history = read_history()
     assert len(history) >= 40
     assert all(past.source.startswith("https://github.com/") and past.named for past in history)
+
+
+def test_the_readme_has_the_table_of_the_faults_and_of_their_results():
+    assert results_table(FAULTS, HERE / "after.json") in (HERE / "README.md").read_text(encoding="utf-8"), (
+        "write the output of python -m tests.mutations.run --table into README.md"
+    )
 
 
 def test_none_of_the_drawn_faults_was_replaced():

@@ -58,8 +58,7 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    microbatches = config.global_batch(data_degree(mesh)) // (training.local_batch_size * data_degree(mesh))
-    if shards.ndim > 1 and microbatches > 1 and Deferred.of(config).replicas:
+    if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and Deferred.of(config).replicas:
         for unit, reduce_scatter in whole.items():
             unit.set_custom_reduce_scatter(reduce_scatter)
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one

@@ -26,11 +26,10 @@ from titanlite.data.indexed import TokenFile, smallest_type
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.sources import TokenSource
-from titanlite.errors import UserError
 from titanlite.loop.metrics import read_lines
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.tools.compare import on_mesh, replaced
-from titanlite.tools.model_runs import GLOBAL_BATCH, describe_error, drop_inputs, small_config
+from titanlite.tools.model_runs import GLOBAL_BATCH, drop_inputs, small_config
 from titanlite.train import train
 from titanlite.transforms.registry import family_of
 
@@ -55,25 +54,19 @@ class Runs(NamedTuple):
 
 
 def run_loops(device: torch.device, name: str, flavor: str, degrees: dict[str, int], folder: Path) -> Runs:
-    """The three runs, on a mesh. folder: for their files.
-
-    Raises UserError for an error of the model's code on any rank.
-    """
+    """The three runs, on a mesh. folder: for their files."""
     logging.getLogger("titanlite").setLevel(logging.ERROR)
     plain = _config(name, flavor, degrees, folder / "plain")
     full = replaced(plain, job={"dump_folder": str(folder / "full")}, validation={"enable": True, "freq": 1, "steps": 1})
     full = replaced(full, checkpoint={"enable": True, "interval": 1, "async_mode": "async", "keep_latest_k": 0})
     saves = folder / "full" / full.checkpoint.folder
-    try:
-        first, second = (_run(config, degrees, device, folder) for config in (plain, full))
-        if dist.get_rank() == 0:
-            for step in list_steps(saves):
-                if step > AT:
-                    shutil.rmtree(step_folder(saves, step))
-        dist.barrier()
-        return Runs(first, second, _run(full, degrees, device, folder))
-    except Exception as error:
-        raise UserError(describe_error(error)) from error
+    first, second = (_run(config, degrees, device, folder) for config in (plain, full))
+    if dist.get_rank() == 0:
+        for step in list_steps(saves):
+            if step > AT:
+                shutil.rmtree(step_folder(saves, step))
+    dist.barrier()
+    return Runs(first, second, _run(full, degrees, device, folder))
 
 
 def _config(name: str, flavor: str, degrees: dict[str, int], folder: Path) -> Config:

@@ -6,7 +6,6 @@
 import hashlib
 import logging
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing import ProcessExitedException
 from torch.nn import functional as F
 
 from models.blocks import Normal, Uniform
@@ -43,10 +41,11 @@ from titanlite.tools.compare import (
     replaced,
     whole,
 )
+from titanlite.tools.ranks import describe_error
 from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, every_layer, family_of, place_of
+from titanlite.transforms.registry import Family, every_layer, family_of
 from titanlite.transforms.shards import local_part
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
@@ -55,7 +54,6 @@ TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
 _DROPPED = 0.1  # of the inputs of a block's parts
 _CHUNK = 12  # tokens at most, whose logits the head computes at once on a mesh: several chunks for a microbatch
 _SHOWN = 5  # differences where the forward pass is wrong
-_HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
 
 
 class Trained(NamedTuple):
@@ -79,24 +77,6 @@ class Buffers(NamedTuple):
 
 class NotRun(Exception):
     """A check that does not apply to a model; the text says why."""
-
-
-def describe_error(error: Exception) -> str:
-    """An error in one line, with the line of the model's code that led to it."""
-    text = str(error).strip()
-    if isinstance(error, (UserError, ProcessExitedException)):
-        return text
-    module = f", {path}" if (path := _module_of(error)) else ""
-    hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
-    return f"{place_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
-
-
-def _module_of(error: BaseException) -> str:
-    """The path of the innermost module whose forward pass raised an error; "" outside of a model's forward pass."""
-    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [module for module in frames if isinstance(module, nn.Module)]
-    paths = {id(module): path for path, module in modules[0].named_modules()} if modules else {}
-    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), "")
 
 
 class Undecided(str):
@@ -130,48 +110,40 @@ def train_small(
 
     saves: a folder of checkpoints. The run then loads the one of `step`, if there is any, and writes the next one. drops: with
     dropout.
-
-    Raises UserError for an error of the model's code on any rank: on_ranks then ends the other ranks, which may be waiting.
     """
-    try:
-        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        build = _builder(name, flavor, sections, degrees, mesh, device)
-        run = build()
-        if drops:
-            drop_inputs(run.model)
-        nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
-        before = _values(run.model)
-        trajectory = record_run(run, random_batches(run))
-        buffers = _buffers(run.model, before)
-        faults = _training_faults(run.model, trajectory, nonfinite)
-        if not sections and not degrees and not drops and not faults:
-            trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
-        if run.config.compile.enable:
-            faults += _recompilations(run)
-        if saves is None:
-            return Trained(trajectory, faults, buffers=buffers)
-        tensors = run_tensors(run.model, run.optimizer, None)
-        if step:
-            source = step_folder(saves, step)
-            try:
-                load_tensors(source, verified(source), tensors)
-            except UserError as error:  # on all ranks
-                return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
-        _save(saves, step + 1, tensors)
-        return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
-    except Exception as error:
-        raise UserError(describe_error(error)) from error
+    mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
+    build = _builder(name, flavor, sections, degrees, mesh, device)
+    run = build()
+    if drops:
+        drop_inputs(run.model)
+    nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
+    before = _values(run.model)
+    trajectory = record_run(run, random_batches(run))
+    buffers = _buffers(run.model, before)
+    faults = _training_faults(run.model, trajectory, nonfinite)
+    if not sections and not degrees and not drops and not faults:
+        trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
+    if run.config.compile.enable:
+        faults += _recompilations(run)
+    if saves is None:
+        return Trained(trajectory, faults, buffers=buffers)
+    tensors = run_tensors(run.model, run.optimizer, None)
+    if step:
+        source = step_folder(saves, step)
+        try:
+            load_tensors(source, verified(source), tensors)
+        except UserError as error:  # on all ranks
+            return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
+    _save(saves, step + 1, tensors)
+    return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
 
 
 def gradients_small(
     device: torch.device, name: str, flavor: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
 ) -> dict[str, Tensor]:
-    """The gradients of the first step of `train_small`, in float64. Raises UserError as it does."""
-    try:
-        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
-    except Exception as error:
-        raise UserError(describe_error(error)) from error
+    """The gradients of the first step of `train_small`, in float64."""
+    mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
+    return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
 
 
 def _builder(
