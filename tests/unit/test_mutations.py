@@ -6,8 +6,8 @@ import pytest
 
 from tests.mutations.draw import COMMIT, COUNT, SEED, draw
 from tests.mutations.faults import read_faults, with_fault
-from tests.mutations.run import HERE, ROOT, results_table
-from tests.mutations.score import read_history
+from tests.mutations.run import HERE, ROOT, _read, results_table
+from tests.mutations.score import DOCUMENT, SCORE, document, read_history
 
 FAULTS = read_faults()
 HISTORY = [past.fault for past in read_history()]
@@ -43,3 +43,8 @@ def test_none_of_the_drawn_faults_was_replaced():
     written = {(fault.id, fault.origin, fault.rewritten or fault.line) for fault in FAULTS if fault.kind != "chosen"}
     assert written == {(entry["id"], entry["origin"], entry["line"]) for entry in draw(COMMIT, SEED, COUNT)}
     assert len(FAULTS) - len(written) == 20
+
+
+def test_the_page_of_the_proofs_has_the_tables_of_their_results():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == document(text, read_history(), _read(SCORE)), "run python -m tests.mutations.score --table"
