@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
+from titanlite.config import effects
+from titanlite.config.effects import Place
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
@@ -63,6 +65,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
     started: time.perf_counter() of the program's start; the first report says how long the start took.
     Raises UserError when a loss or gradient stops being finite.
     """
+    given, config = config, config.settled(Place(device.type == "cuda"))
     training, main_rank = config.training, dist.get_rank() == 0
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
     family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), Deferred.of(config)
@@ -93,7 +96,7 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
         clean_up(saves, progress.step)
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
-        record_start(config, record | {"architecture": family.dimensions(), "model_source": source_of(family.module)})
+        record_start(given, record | {"architecture": family.dimensions(), "model_source": source_of(family.module)})
 
     def batches_from(at: Progress) -> Batches:
         part = data_rank(mesh), data_degree(mesh)
@@ -264,10 +267,14 @@ def main(config: Config | None = None) -> None:
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             of_memory = functools.partial(memory_faults, ranks=world, local_ranks=local_ranks)
             check(config, path, world, open_files=False, of_model=[of_memory])
+        cuda = torch.cuda.is_available()
+        if note := effects.note(config.idle(Place(cuda, world))):
+            log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
         _lock = lock_run(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
-        profiling.record_collectives(config)
-        if torch.cuda.is_available() and config.comm.trace_buf_size:
+        on_device = config.settled(Place(cuda))
+        profiling.record_collectives(on_device)
+        if on_device.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         device = process.start(config)
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests import tiny
+from titanlite.config.effects import FILE, OPTION, Layer
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
@@ -29,7 +30,7 @@ DECAYED, UNDECAYED, TOKENIZER = "optimizer.decay_parameters", "optimizer.weight_
 NAME, FLAVOR = "model.name", "model.flavor"
 LORA, ADAPTED = "lora.enable", "lora.modules"
 DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
-TRACES, SNAPSHOTS = "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
+TRACE, TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
 OFFLOAD, OVERLAP = "parallelism.cpu_offload", "parallelism.enable_async_tensor_parallel"
 SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
 AC, LAST = "activation_checkpoint.mode", "parallelism.reduce_every_microbatch"
@@ -51,9 +52,11 @@ def configuration(keys: dict[str, Any]) -> Config:
     return Config.model_validate(tables)
 
 
-def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None) -> list[str]:
+def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None, layer: Layer = FILE) -> list[str]:
+    config = configuration({DATASET: "file.txt"} | keys)
+    vars(config)["layers"] = dict.fromkeys(config.layers, layer)
     try:
-        check(configuration({DATASET: "file.txt"} | keys), "run.toml", ranks, local_ranks)
+        check(config, "run.toml", ranks, local_ranks)
     except UserError as error:
         first, *lines = str(error).splitlines()
         assert first == f"run.toml: {len(lines)} fault{'s' if len(lines) > 1 else ''}"
@@ -124,18 +127,19 @@ CASES = [
     (1, {STEPS: 9, WARMUP: 10}, [f"{WARMUP} = 10", f"{STEPS} = 9"], {STEPS: 10}),
     (1, {STEPS: 5, TOTAL: 9, WARMUP: 10}, [f"{WARMUP} = 10", f"{TOTAL} = 9"], {TOTAL: 10}),
     (1, {STEPS: 100, WARMUP: 20, RATIO: 0.9}, [f"{RATIO} = 0.9", "90 steps", f"{WARMUP} = 20", f"{STEPS} = 100"], {RATIO: 0.8}),
-    (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", f"{TOTAL} = 200", LEAST], {LEAST: 0.1}),
-    (1, {STEPS: 300, TOTAL: 200}, [f"{STEPS} = 300", "learning rate is 0"], {RATIO: 0.0}),
+    (1, {STEPS: 300, TOTAL: 200, WARMUP: 9}, [f"{STEPS} = 300", f"{TOTAL} = 200", LEAST], {LEAST: 0.1}),
+    (1, {STEPS: 300, TOTAL: 200, WARMUP: 9}, [f"{STEPS} = 300", "learning rate is 0"], {RATIO: 0.0}),
+    (1, {STEPS: 300, RATIO: 1e-3}, [f"{RATIO} = 0.001", f"less than one step of {STEPS} = 300"], {RATIO: 0.01}),
 
     (1, {DATASET: "stdlib", DATASET_PATH: "nowhere"}, [f'{DATASET_PATH} = "nowhere"'], {DATASET_PATH: "file.txt"}),
     (1, {DATASET: "stdlib", DATASET_PATH: "empty"}, [f"{DATASET_PATH} = ", "/empty: the folder holds no"], {DATASET_PATH: "."}),
     (1, {DATASET: "c4"}, [f'{DATASET} = "c4"', "tokenize --input hub:allenai/c4:en"], {DATASET: "file.txt"}),
     (1, {DATASET: "run.log"}, [f'{DATASET} = "', "run.log", "not of a known kind of text"], {DATASET: "file.txt"}),
     (1, {"training.add_bos": True}, ["training.add_bos = true", "model.hf_assets_path is set"], {"training.add_bos": None}),
-    (1, {DATASET: "file.txt", DATASET_PATH: "file.txt"}, [f"{DATASET} = 'file.txt' and {DATASET_PATH} ="], {DATASET: "stdlib"}),
+    (1, {DATASET: "file.txt", DATASET_PATH: "file.txt"}, [f'{DATASET} = "file.txt": has', f"{DATASET_PATH} is not set"], NONE),
 
     (1, NONE | {SOURCES: [{"path": "nowhere"}]}, [f'{SOURCES} = "nowhere"', "no such file"], {SOURCES: MIXED[1:]}),
-    (1, {SOURCES: [{"path": "file.txt"}], DATASET: "file.txt"}, ["'file.txt' and", f"{SOURCES} both"], {DATASET: "stdlib"}),
+    (1, {SOURCES: [{"path": "file.txt"}], DATASET: "file.txt"}, [DATASET, f"no effect unless {SOURCES} is not"], NONE),
     (1, NONE | {SOURCES: MIXED}, [SOURCES, '"." has no weight'], {SOURCES: [MIXED[0], {"path": ".", "weight": 1.0}]}),
     (1, NONE | {SOURCES: MIXED[:1] * 2}, [SOURCES, 'two are called "file.txt"'], {SOURCES: MIXED[:1]}),
     (1, {VALIDATE: True, TESTED: MIXED[:1]}, [TESTED, 'weight and epochs of "file.txt"'], {TESTED: MIXED[1:]}),
@@ -144,12 +148,11 @@ CASES = [
 
     (1, {DUMP: "file.txt"}, ['job.dump_folder = "file.txt"', "is a file"], {DUMP: "empty"}),
     (1, {DUMP: "file.txt/new"}, ['job.dump_folder = "file.txt/new"', "is a file"], {DUMP: "new/new"}),
-    (1, {SAVES: "/saves"}, ['checkpoint.folder = "/saves"', "inside job.dump_folder"], {SAVES: "a/b"}),
-    (1, {SAVES: "../saves"}, ['checkpoint.folder = "../saves"'], {SAVES: "..saves"}),
-    (1, {SAVES: ""}, ['checkpoint.folder = ""'], {SAVES: "saves"}),
+    (1, {SAVES: "/saves", SAVE: True}, ['checkpoint.folder = "/saves"', "inside job.dump_folder"], {SAVES: "a/b"}),
+    (1, {SAVES: "../saves", SAVE: True}, ['checkpoint.folder = "../saves"'], {SAVES: "..saves"}),
+    (1, {SAVES: "", SAVE: True}, ['checkpoint.folder = ""'], {SAVES: "saves"}),
     (1, {BOARD: "a/../../b"}, [f'{BOARD} = "a/../../b"'], {BOARD: "a"}),
-    (1, {TRACES: "/traces"}, [f'{TRACES} = "/traces"', "inside job.dump_folder"], {TRACES: "a/traces"}),
-    (1, {SNAPSHOTS: ".."}, [f'{SNAPSHOTS} = ".."', "inside job.dump_folder"], {SNAPSHOTS: "a"}),
+    (1, {TRACES: "/traces", TRACE: True}, [f'{TRACES} = "/traces"', "inside job.dump_folder"], {TRACES: "a/traces"}),
     (1, {LOAD_STEP: 7, DUMP: "saves"}, [f"{LOAD_STEP} = 7", f"no effect unless {SAVE} = true"], {SAVE: True}),
     (1, {LOAD_STEP: 8, SAVE: True, DUMP: "saves"}, [f"{LOAD_STEP} = 8", "which has: 7"], {LOAD_STEP: 7}),
     (1, {LOAD_STEP: 8, SAVE: True, DUMP: "new"}, [f"{LOAD_STEP} = 8", "which has: none"], {LOAD_STEP: -1}),
@@ -170,18 +173,17 @@ CASES = [
     (1, {SAVE: True, ALLOW: ["xyzzy"]}, [ALLOW, '"xyzzy"', "there are: model.name, ", ", data"], {ALLOW: ["data"]}),
     (1, {SAVE: True, ALLOW: ["training.seq_len"]}, [ALLOW, '"training.seq_len" is no key'], {ALLOW: ["training.*"]}),
     (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
-    (1, {SAVES: "tb"}, ['checkpoint.folder = "tb"', "metrics.save_tb_folder too"], {SAVES: "saves"}),
+    (1, {SAVES: "tb", SAVE: True}, ['checkpoint.folder = "tb"', "metrics.save_tb_folder too"], {SAVES: "saves"}),
 
     (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, BACKEND: "eager"}, [AC, 'other than "eager"'], {BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, PARTS: ["loss"], BACKEND: "aot_eager"}, [AC, PARTS], {PARTS: ["model"]}),
-    (1, {COMPILE: True, BACKEND: "inducter"}, [f'{BACKEND} = "inducter"', "no such backend", "inductor"], {COMPILE: False}),
+    (1, {COMPILE: True, BACKEND: "inducter"}, [f'{BACKEND} = "inducter"', "no such backend", "ind"], {BACKEND: "aot_eager"}),
     (1, {PRECISION: "float16", FUSED: "foreach"}, [f'{FUSED} = "foreach"', PRECISION, "skips steps"], {FUSED: "fused"}),
-    (2, {LAST: False, LOCAL: 2}, [f"{LAST} = false", "no effect without accumulation", GLOBAL], {GLOBAL: 8}),
     (1, {VALIDATE: True, TEXT: "nowhere"}, [f'{TEXT} = "nowhere"', "no such file"], {TEXT: "file.txt"}),
     (1, {PROMPTS: ["a"]}, [PROMPTS, "validation.enable = true"], {VALIDATE: True}),
     (1, {PROMPTS: ["a"], VALIDATE: True, EVENTS: False}, [PROMPTS, f"{EVENTS} = true"], {EVENTS: True}),
-    (1, {SAMPLED: 9}, [f"{SAMPLED} = 9", PROMPTS], {SAMPLED: 64}),
+    (1, {SAMPLED: 9, VALIDATE: True}, [f"{SAMPLED} = 9", PROMPTS], {SAMPLED: 64}),
 ]
 # fmt: on
 
@@ -195,11 +197,11 @@ def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wron
 
 
 def test_faults_of_all_kinds_are_told_together():
-    wrong = {TP: 3, FLAVOR: "9b", STEPS: 9, DATASET: "c4", SAVES: "", LOAD_STEP: 3}
+    wrong = {TP: 3, FLAVOR: "9b", STEPS: 9, DATASET: "c4", SAVES: "", LOAD_STEP: 3, SAVE: True}
     found = faults(wrong, ranks=4)
     expected = ["tensor_parallel_degree = 3", FLAVOR, f"{WARMUP} = 200", DATASET, SAVES, LOAD_STEP]
     assert [part for part in expected if not any(part in line for line in found)] == []
-    assert len(found) == len(wrong)
+    assert len(found) == len(expected)
 
 
 def test_more_ranks_than_gpus_are_refused_where_there_are_gpus(monkeypatch):
@@ -210,27 +212,49 @@ def test_more_ranks_than_gpus_are_refused_where_there_are_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(("key", "value", "off"), [(SNAPSHOT, True, False), (RECORD, 2000, 0), (OFFLOAD, True, False)])
-def test_what_only_cuda_can_do_is_refused_without_it(monkeypatch, key, value, off):
+def test_what_only_cuda_can_do_is_refused_without_it_as_an_option_but_not_in_a_file(monkeypatch, key, value, off):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (fault,) = faults({key: value})
-    assert f"{key} = {str(value).lower()}: has no effect unless the machine has a GPU" in fault
-    assert faults({key: off}) == []
+    (fault,) = faults({key: value}, layer=OPTION)
+    assert f"{key} = {str(value).lower()} (option): has no effect unless the machine has a GPU" in fault
+    assert faults({key: off}, layer=OPTION) == faults({key: value}) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert faults({key: value}) == []
+    assert faults({key: value}, layer=OPTION) == []
 
 
-def test_overlapped_tensor_parallelism_needs_cuda_a_group_and_the_compiler(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (fault,) = faults({OVERLAP: True, COMPILE: True, BACKEND: "aot_eager"})
-    assert f"{OVERLAP} = true: has no effect unless {TP} > 1" in fault
-    (fault,) = faults({OVERLAP: True, TP: 2, COMPILE: True}, ranks=2)
-    assert f"{OVERLAP} = true: needs CUDA" in fault
-    assert faults({OVERLAP: False, TP: 2}, ranks=2) == []
+def test_what_only_several_ranks_can_do_is_refused_on_one_as_an_option_but_not_in_a_file():
+    keys = {"parallelism.fsdp_prefetch": 2}
+    assert "has no effect unless the run has more than one rank" in faults(keys, layer=OPTION)[0]
+    assert faults(keys) == faults(keys, ranks=2, layer=OPTION) == []
+
+
+def test_reductions_that_wait_are_refused_without_accumulation_as_an_option_but_not_in_a_file():
+    keys = {LAST: False, LOCAL: 2}
+    assert f"{LAST} = false (option): has no effect unless a step has more" in faults(keys, 2, layer=OPTION)[0]
+    assert faults(keys, 2) == faults(keys | {GLOBAL: 8}, 2, layer=OPTION) == []
+
+
+def test_a_folder_of_snapshots_is_inside_the_run_where_there_are_any(monkeypatch):
+    assert "has no effect unless" in faults({SNAPSHOTS: ".."})[0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for wrong in ({}, {COMPILE: True, PARTS: ["loss"]}, {COMPILE: True, BACKEND: "aot_eager"}):
-        (fault,) = faults({OVERLAP: True, TP: 2, **wrong}, ranks=2)
-        assert f"{OVERLAP} = true: needs inductor" in fault and f"{COMPILE} = true" in fault
-    assert faults({OVERLAP: True, TP: 2, COMPILE: True}, ranks=2) == []
+    (fault,) = faults({SNAPSHOTS: "..", SNAPSHOT: True})
+    assert f'{SNAPSHOTS} = ".."' in fault and "inside job.dump_folder" in fault
+
+
+def test_overlapped_tensor_parallelism_needs_a_group_the_compiler_and_cuda(monkeypatch):
+    right = {OVERLAP: True, TP: 2, COMPILE: True}
+    for change, condition in (
+        ({TP: 1}, f"{TP} > 1"),
+        ({COMPILE: False}, f"{COMPILE} = true"),
+        ({PARTS: ["loss"]}, f'{PARTS} has "model"'),
+        ({BACKEND: "aot_eager"}, f'{BACKEND} = "inductor"'),
+    ):
+        (fault,) = faults(right | change, ranks=(right | change)[TP])
+        assert f"{OVERLAP} = true: has no effect unless {condition}" in fault
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (fault,) = faults(right, ranks=2, layer=OPTION)
+    assert f"{OVERLAP} = true (option): has no effect unless the machine has a GPU" in fault
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert faults(right, ranks=2, layer=OPTION) == []
 
 
 def test_pinned_memory_is_refused_where_there_is_no_gpu_to_copy_from(monkeypatch):

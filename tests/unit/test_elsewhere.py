@@ -70,7 +70,7 @@ def test_an_option_that_only_a_gpu_has_is_no_fault_but_listed_unless_this_machin
         ("--model.attention flash3 --training.mixed_precision_param float32", 'use "efficient" or "math"'),
         (
             f"{TWO} --parallelism.enable_async_tensor_parallel true --compile.enable false",
-            "needs inductor, which does the overlap",
+            "has no effect unless compile.enable = true",
         ),
         ("--parallelism.cpu_offload true --optimizer.name Muon", 'use "AdamW", or no offload'),
     ],

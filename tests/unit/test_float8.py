@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config import effects
+from titanlite.config.effects import Place
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel import tensor
@@ -199,7 +200,7 @@ FAULTS = [
 
 def faults(config: Config) -> list[str]:
     family = family_of(config.model)
-    idle = effects.faults(config, torch.cuda.is_available())
+    idle = effects.faults(config.idle(Place(torch.cuda.is_available())))
     return [*idle, *float8.faults(config), *tensor.faults(config, family, on_meta(family, config))]
 
 

@@ -88,9 +88,6 @@ def _change(folder: Path, **entries: Any) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"dataset": "a", "dataset_path": "b"}, ["{}.dataset = 'a' and {}.dataset_path = 'b' both name data"]),
-        ({"dataset": "a", "sources": [{"path": "b"}]}, ["{}.dataset = 'a' and {}.sources both name data"]),
-        ({"dataset_path": "a", "sources": [{"path": "b"}]}, ["{}.dataset_path = 'a' and {}.sources both name data"]),
         ({"sources": [{"path": "a/text"}, {"path": "b/text"}]}, ["{}.sources", 'two are called "text"']),
         ({"sources": [{"path": "a", "name": "b"}, {"path": "b"}]}, ["{}.sources", 'two are called "b"']),
         ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, ["{}.sources", '"b" has no weight']),

@@ -1,59 +1,162 @@
-"""When a key has an effect: conditions that the schema declares beside the key, and the check that refuses idle keys.
+"""When a key has an effect: the condition that the schema declares beside each key, and what follows for keys that have none.
 
 A condition is written as it is shown to the user: "checkpoint.enable = true", "dataloader.workers > 0",
-"validation.sample_prompts is set", or CUDA.
+"validation.sample_prompts is set", one of the sentences below, or several of these joined by " or ".
 """
 
 import json
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from titanlite.errors import MachineFault
 
-CUDA = "the machine has a GPU with CUDA"
 
+class Layer(NamedTuple):
+    """What has set a key."""
+
+    number: int  # bases have negative numbers, the file 0
+    name: str = ""  # for messages
+    foreign: bool = False  # a file of torchtitan, which writes the options of features that are off
+
+
+FILE, OPTION, _UNSET = Layer(0), Layer(1, "option"), Layer(-(2**63))
+
+
+class Place(NamedTuple):
+    """What a configuration does not say about a run. None: unknown; what depends on it may have an effect."""
+
+    cuda: bool | None = None
+    ranks: int | None = None
+
+
+class _Sentence(NamedTuple):
+    """A condition that is no comparison of one key."""
+
+    holds: Callable[[Any, Place], bool]
+    keys: tuple[str, ...] | None  # on which it depends; None: also on the place
+
+
+CUDA = "the machine has a GPU with CUDA"
+RANKS = "the run has more than one rank"
+ACCUMULATION = "a step has more than one microbatch"
+DECAY = "the learning rate decays"
+_SENTENCES = {
+    CUDA: _Sentence(lambda _, place: place.cuda is not False, None),
+    RANKS: _Sentence(lambda _, place: place.ranks is None or place.ranks > 1, None),
+    ACCUMULATION: _Sentence(lambda config, place: place.ranks is None or config.accumulates(place.ranks), None),
+    DECAY: _Sentence(
+        lambda config, _: config.decay_steps > 0,
+        ("lr_scheduler.decay_ratio", "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps"),
+    ),
+}
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
     ">": operator.gt,
+    "has": operator.contains,
 }
 
 
 class EffectiveWhen:
-    """A key has an effect only when all conditions hold. Annotates a key, or a section for all its keys but `enable`."""
+    """Annotates a key: it has an effect only when all conditions hold."""
 
     def __init__(self, *conditions: str):
         self.conditions = conditions
 
-    def failing(self, config: BaseModel, cuda: bool) -> str | None:
+    def and_when(self, *conditions: str) -> "EffectiveWhen":
+        """These conditions too."""
+        return EffectiveWhen(*self.conditions, *conditions)
+
+    def failing(self, config: BaseModel, place: Place) -> str | None:
         """The first condition that does not hold, or None."""
-        return next((condition for condition in self.conditions if not _holds(condition, config, cuda)), None)
+        return next((condition for condition in self.conditions if not _holds(condition, config, place)), None)
 
 
-def faults(config: BaseModel, cuda: bool) -> Iterator[str]:
-    """A sentence for every key that is not at its default and has no effect."""
-    for section, table in config:
+ALWAYS = EffectiveWhen()
+
+
+def effective_when(field: FieldInfo) -> EffectiveWhen:
+    """The conditions of a key. Raises TypeError for a key that declares none: `Section` calls this for each."""
+    rules = [rule for rule in field.metadata if isinstance(rule, EffectiveWhen)]
+    if len(rules) != 1:
+        raise TypeError("each key has one EffectiveWhen among its annotations, or ALWAYS")
+    return rules[0]
+
+
+class Idle(NamedTuple):
+    """A key without effect."""
+
+    section: str
+    name: str
+    value: Any
+    default: Any
+    condition: str  # that does not hold
+    layer: Layer  # that has set it
+    off: Layer  # that has switched it off
+
+    @property
+    def refused(self) -> bool:
+        """Whether who set the key could see that it has no effect. A file may go to another machine or number of ranks; a key
+        at its default changes nothing."""
+        if self.layer.foreign or self.value == self.default:
+            return False
+        return self.layer.number >= (OPTION.number if _depends_on_place(self.condition) else self.off.number)
+
+    def __str__(self) -> str:
+        origin = f" ({self.layer.name})" if self.layer.name else ""
+        return (
+            f"{self.section}.{self.name} = {json.dumps(self.value, default=str)}{origin}: has no effect unless {self.condition}"
+        )
+
+
+def idle(config: BaseModel, place: Place, layers: dict[str, Layer]) -> Iterator[Idle]:
+    """All keys without effect."""
+    for section in type(config).model_fields:
+        table = getattr(config, section)
         for name, field in type(table).model_fields.items():
-            value = getattr(table, name)
-            rule = effective_when(type(table), name)
-            if rule and value != field.default and (condition := rule.failing(config, cuda)):
-                kind = MachineFault if condition == CUDA else str
-                yield kind(f"{section}.{name} = {json.dumps(value)}: has no effect unless {condition}")
+            if condition := effective_when(field).failing(config, place):
+                off = max((layers.get(key, _UNSET) for key in _keys_of(condition)), default=_UNSET)
+                layer = layers.get(f"{section}.{name}", _UNSET)
+                yield Idle(section, name, getattr(table, name), field.get_default(), condition, layer, off)
 
 
-def effective_when(section: type[BaseModel], name: str) -> EffectiveWhen | None:
-    """The conditions of a key, or else those of its whole section."""
-    rules = [rule for rule in section.model_fields[name].metadata if isinstance(rule, EffectiveWhen)]
-    return rules[0] if rules else getattr(section, "effective_when", None) if name != "enable" else None
+def faults(found: list[Idle]) -> Iterator[str]:
+    """A sentence for every key that has no effect and must not be there."""
+    for key in found:
+        if key.refused:
+            yield MachineFault(key) if key.condition == CUDA else str(key)
 
 
-def _holds(condition: str, config: BaseModel, cuda: bool) -> bool:
-    if condition == CUDA:
-        return cuda
-    key, sign, *text = condition.split(" ", 2)
+def note(found: list[Idle]) -> str:
+    """One line that names all other keys that were set and have no effect; "" where there are none."""
+    sentences = [str(key) for key in found if key.layer != _UNSET and not key.refused]
+    return f"keys without effect: {'; '.join(sentences)}" if sentences else ""
+
+
+def _holds(condition: str, config: BaseModel, place: Place) -> bool:
+    return any(_part_holds(part, config, place) for part in condition.split(" or "))
+
+
+def _part_holds(part: str, config: BaseModel, place: Place) -> bool:
+    if part in _SENTENCES:
+        return _SENTENCES[part].holds(config, place)
+    key, sign, *text = part.split(" ", 2)
     section, name = key.split(".")
     value = getattr(getattr(config, section), name)
-    return bool(value) if sign == "is" else _OPERATORS[sign](value, json.loads(text[0]))
+    if text == ["set"] or text == ["not set"]:
+        return bool(value) == (text == ["set"])
+    return _OPERATORS[sign](value, json.loads(text[0]))
+
+
+def _keys_of(condition: str) -> list[str]:
+    """The keys that decide whether a condition holds."""
+    parts = condition.split(" or ")
+    return [key for part in parts for key in (_SENTENCES[part].keys or () if part in _SENTENCES else (part.split(" ")[0],))]
+
+
+def _depends_on_place(condition: str) -> bool:
+    return any(part in _SENTENCES and _SENTENCES[part].keys is None for part in condition.split(" or "))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from titanlite.config.effects import effective_when
+from titanlite.config.effects import OPTION, Layer, Place, effective_when
 from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
@@ -79,7 +79,7 @@ def read_config(path: str | Path, options: list[str], taken: list[str] | None = 
     Keys of torchtitan that have a meaning here are replaced, with a line for each added to `taken`. Raises Faults that lists
     all faults of files and options. `--help` prints every option and exits.
     """
-    origins: dict[str, str] = {}  # "section.key" -> the file or option that has set it
+    origins: dict[str, Layer] = {}  # "section.key" -> the file or option that has set it
     values = _load_toml(Path(path), [], origins)
     if "-h" in options or "--help" in options:
         _print_help(values)
@@ -91,7 +91,7 @@ def read_config(path: str | Path, options: list[str], taken: list[str] | None = 
             table = table.setdefault(above, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):  # anything else is a fault of the file, reported below
             table[name] = _parse_value(key, text)
-            origins[".".join([*tables, name][:2])] = "option"
+            origins[".".join([*tables, name][:2])] = OPTION
     replaced, doubled = take_foreign_keys(values, origins)
     faults += doubled
     if taken is not None:
@@ -103,6 +103,7 @@ def read_config(path: str | Path, options: list[str], taken: list[str] | None = 
         raise refusal(str(path), faults, _without_foreign(values, error)) from None
     if faults:
         raise refusal(str(path), faults)
+    vars(config)["layers"] = {key: layer for key, layer in origins.items() if key in KEYS}
     return config
 
 
@@ -117,21 +118,29 @@ def _without_foreign(values: dict[str, Any], error: ValidationError) -> Config |
 
 
 def stored_config(sections: dict[str, dict[str, Any]]) -> Config:
-    """The configuration that a checkpoint holds, without keys that titanlite had when it was saved and has no more."""
+    """The configuration that a checkpoint holds, without keys that titanlite had when it was saved and has no more, and with
+    keys that had no effect at their defaults."""
     known = {
         section: {name: value for name, value in table.items() if f"{section}.{name}" not in INSTEAD}
         for section, table in sections.items()
     }
-    return Config.model_validate(known)
+    return Config.model_validate(known).settled(Place())
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML text; `read_config` reads it back to an equal configuration."""
+    """The configuration as TOML text; `read_config` reads it back to `config.settled(Place())`.
+
+    Keys that have no effect on any machine are comments: in one file with what switches them off they would be refused.
+    """
+    without_effect = {(key.section, key.name): key.condition for key in config.idle(Place())}
     lines = []
     for section, table in config.model_dump().items():
         lines.append(f"[{section}]")
-        # TOML has no null: an optional key that is not set is left out
-        lines += [f"{key} = {_toml_value(value)}" for key, value in table.items() if value is not None]
+        for name, value in table.items():
+            if value is None:  # TOML has no null: an optional key that is not set is left out
+                continue
+            setting, condition = f"{name} = {_toml_value(value)}", without_effect.get((section, name))
+            lines.append(f"# {setting}  (no effect unless {condition})" if condition else setting)
         lines.append("")
     return "\n".join(lines)
 
@@ -152,7 +161,7 @@ def _toml_key(name: str) -> str:
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml_value(name)
 
 
-def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[str, Any]:
+def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict[str, Any]:
     """The tables of a file merged over those of its `base`, whose path is relative to the file."""
     named_by = f" (named as base by {chain[-1]})" if chain else ""
     real = path.resolve()
@@ -175,7 +184,7 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, str]) -> dict[s
     _merge(merged, values)
     for section, table in values.items():
         for key in table if isinstance(table, dict) else ():
-            origins[f"{section}.{key}"] = path.name
+            origins[f"{section}.{key}"] = Layer(-len(chain), path.name)
     return merged
 
 
@@ -202,12 +211,14 @@ def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
         key = option.removeprefix("--").replace("-", "_")
         if not word.startswith("--"):
             faults.append(f"{word}: belongs to no option; an option reads --section.key value")
-        elif assigned:
-            texts[key] = text
-        elif words and not words[0].startswith("--"):
-            texts[key] = words.pop(0)
-        else:
+            continue
+        if not assigned and (not words or words[0].startswith("--")):
             faults.append(f"{option}: has no value; an option reads --section.key value")
+            continue
+        value = text if assigned else words.pop(0)
+        if key in texts:
+            faults.append(f"{option}: given twice, as {texts[key]!r} and {value!r}; give it once")
+        texts[key] = value
     return texts, faults
 
 
@@ -223,8 +234,8 @@ def _print_help(file_values: dict[str, Any]) -> NoReturn:
         group = parser.add_argument_group(section, schema.__doc__)
         for name, field in schema.model_fields.items():
             value = table.get(name, field.default) if isinstance(table, dict) else field.default
-            rule = effective_when(schema, name)
-            only = f" Has no effect unless {' and '.join(rule.conditions)}." if rule else ""
+            conditions = effective_when(field).conditions
+            only = f" Has no effect unless {' and '.join(conditions)}." if conditions else ""
             meaning = f"{field.description}{only} (now: {json.dumps(value, default=str)})".replace("%", "%%")
             group.add_argument(f"--{section}.{name}", metavar=_type_name(field.annotation), help=meaning)
     parser.print_help()
@@ -259,7 +270,7 @@ def _parse_value(key: str, text: str) -> Any:
     if not is_foreign(key) and annotation is not Any:  # whose type the schema does not have
         with contextlib.suppress(ValidationError):
             return TypeAdapter(annotation).validate_strings(text)
-    with contextlib.suppress(tomllib.TOMLDecodeError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
+    with contextlib.suppress(ValueError, RecursionError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
         return tomllib.loads(f"value = {text}")["value"]
     return text
 
@@ -282,7 +293,7 @@ def _entry_schema(annotation: Any) -> type[BaseModel] | None:
 # ------------------------------------------------------------------------------------------------------ validation
 
 
-def _describe(error: ValidationError, origins: dict[str, str]) -> list[str]:
+def _describe(error: ValidationError, origins: dict[str, Layer]) -> list[str]:
     """One sentence for each key, or entry of a list of tables, in which pydantic has found errors."""
     by_place: dict[tuple[Any, ...], list[Any]] = {}
     for entry in error.errors():
@@ -295,7 +306,7 @@ def _describe(error: ValidationError, origins: dict[str, str]) -> list[str]:
     ]
 
 
-def _sentence(section: str, name: str = "", *, origins: dict[str, str], errors: list[Any]) -> str:
+def _sentence(section: str, name: str = "", *, origins: dict[str, Layer], errors: list[Any]) -> str:
     """One line for the errors in one key: its origin, what is wrong, what is allowed."""
     kind, value = errors[0]["type"], errors[0]["input"]
     key = f"{section}.{name}" if name else section
@@ -323,11 +334,11 @@ def _allowed(errors: list[Any]) -> str:
     return " or ".join(error["msg"].replace("Input should be ", "") for error in errors)
 
 
-def _setting(key: str, value: Any, origin: str | None) -> str:
-    return f"{key} = {json.dumps(value, default=str)}" + (f" ({origin})" if origin else "")
+def _setting(key: str, value: Any, origin: Layer | None) -> str:
+    return f"{key} = {json.dumps(value, default=str)}" + (f" ({origin.name})" if origin else "")
 
 
-def _unknown_key(section: str, name: str, value: Any, origin: str | None) -> str:
+def _unknown_key(section: str, name: str, value: Any, origin: Layer | None) -> str:
     """A sentence for what the schema does not have: a key, or without a name a section or a key outside all sections."""
     key = f"{section}.{name}" if name else section
     is_section = not name and isinstance(value, dict)

@@ -7,9 +7,11 @@ another section is not here: the same name is suggested.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
+
+from titanlite.config.effects import FILE, OPTION, Layer
 
 _NO_PIPELINE = "there is no pipeline parallelism yet; use shard and tensor-parallel degrees"
 _NO_IMAGES = "models read text only"
@@ -168,12 +170,15 @@ def is_foreign(key: str) -> bool:
     return key in RENAMED or any(fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in INSTEAD)
 
 
-def take_foreign_keys(values: dict[str, Any], origins: dict[str, str]) -> tuple[list[str], list[str]]:
+def take_foreign_keys(values: dict[str, Any], origins: dict[str, Layer]) -> tuple[list[str], list[str]]:
     """Replaces the keys and values in `values` that the tables above accept; -> (what was taken how, faults).
 
-    values: the tables of a file. origins: "section.key" -> where it was set; the new keys are added.
+    values: the tables of a file. origins: "section.key" -> where it was set; the new keys are added. Where a file has such
+    keys, all its layers are marked as foreign.
     """
     paths = dict(leaves(values))
+    if any(is_foreign(".".join(path)) and _origin(path, origins) != OPTION for path in paths):
+        origins.update({key: layer._replace(foreign=layer != OPTION) for key, layer in origins.items()})
     settings = {".".join(path): value for path, value in paths.items()}
     taken: list[str] = []
     faults: list[str] = []
@@ -184,7 +189,7 @@ def take_foreign_keys(values: dict[str, Any], origins: dict[str, str]) -> tuple[
         ours, meant, reason = new
         _remove(values, path)
         both = ours != key and ours in settings
-        by_option = [origins.get(name) == "option" for name in (key, ours)]
+        by_option = [_origin(name.split("."), origins) == OPTION for name in (key, ours)]
         if both and by_option[0] == by_option[1]:
             faults.append(f"{key} and {ours} are one option; give only {ours}")
         elif both and by_option[1]:
@@ -193,7 +198,7 @@ def take_foreign_keys(values: dict[str, Any], origins: dict[str, str]) -> tuple[
             section, _, name = ours.partition(".")
             values.setdefault(section, {})[name] = meant
             if ours != key:
-                origins[ours] = f"given as {key}"
+                origins[ours] = _origin(path, origins)._replace(name=f"given as {key}")
         taken.append(f"{key} = {_text(value)} -> " + (f"{ours} = {_text(meant)}" if ours else reason))
     return taken, faults
 
@@ -214,6 +219,11 @@ def _taken_as(key: str, value: Any, settings: dict[str, Any]) -> tuple[str, Any,
         if fnmatchcase(key, pattern) and settings.get(switch, off) == off:
             return "", None, _ANYWAY if key == switch else f"no effect with {switch} = {_text(off)}"
     return None
+
+
+def _origin(path: Sequence[str], origins: dict[str, Layer]) -> Layer:
+    """What has set a key; a key outside of all sections is a file's."""
+    return origins.get(".".join(path[:2]), FILE)
 
 
 def leaves(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

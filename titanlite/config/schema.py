@@ -4,61 +4,97 @@
 Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning is the same.
 """
 
+import functools
 import json
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from titanlite.config.effects import CUDA, EffectiveWhen
+from titanlite.config import effects
+from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
 
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-CountOrDerived = Literal[-1] | Count
+# The largest numbers are far above what any run has, and far below what overflows a counter or a timer somewhere.
+_MOST_STEPS, _MOST_BATCH, _LONGEST_SECONDS, _LARGEST = 10**10, 2**24, 30 * 86_400, 1e30
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Steps = Annotated[int, Field(ge=1, le=_MOST_STEPS)]
+StepsOrNone = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
+Seconds = Annotated[int, Field(ge=1, le=_LONGEST_SECONDS)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0.0, le=_LARGEST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, le=_LARGEST, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
+_NO_NUL = r"^[^\x00]*$"  # which no path holds
+Text = Annotated[str, Field(max_length=1000, pattern=_NO_NUL)]
+Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False)]
 
-WITH_CHECKPOINTS = EffectiveWhen("checkpoint.enable = true")
-WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
+_Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2)]
+
+_WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
+    f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"
+    " or float8.enable_fsdp_float8_all_gather = true"
+)
+_WITH_LORA, _WITH_FLOAT8 = EffectiveWhen("lora.enable = true"), EffectiveWhen("float8.enable = true")
+_WITH_COMPILE = EffectiveWhen("compile.enable = true")
+_WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
+_WITH_CHECKPOINTS = EffectiveWhen("checkpoint.enable = true")
+_WITH_VALIDATION = EffectiveWhen("validation.enable = true")
+_WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is not set", "validation.sources is not set")
+_WITH_SAMPLES = _WITH_VALIDATION.and_when("metrics.enable_tensorboard = true")
+_WITH_INITIAL_LOAD = _WITH_CHECKPOINTS.and_when("checkpoint.initial_load_path is set")
+_WITH_OVERLAP = EffectiveWhen(
+    "parallelism.tensor_parallel_degree > 1",
+    *("compile.enable = true", 'compile.components has "model"', 'compile.backend = "inductor"', CUDA),
+)
+_WITH_PROFILES = EffectiveWhen("profiling.enable_profiling = true or profiling.enable_memory_snapshot = true")
+_WITH_SNAPSHOTS = EffectiveWhen("profiling.enable_memory_snapshot = true", CUDA)
+_AMONG_RANKS, _WITH_DECAY = EffectiveWhen(RANKS), EffectiveWhen(DECAY)
 
 
-class Section(BaseModel):
-    """Of all sections: unknown keys are refused, types are not converted, values do not change after reading."""
+class Table(BaseModel):
+    """Of all tables: unknown keys are refused, types are not converted, values do not change after reading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Section(Table):
+    """Of all sections: every key says when it has an effect."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            effects.effective_when(field)
 
 
 class Job(Section):
     """The run and its folder."""
 
-    dump_folder: Annotated[str, Field(min_length=1)] = "./outputs"
+    dump_folder: Annotated[str, Field(min_length=1, max_length=1000, pattern=_NO_NUL), ALWAYS] = "./outputs"
     """The run directory, for the resolved configuration, provenance, metrics, TensorBoard logs and checkpoints. Relative to the
     folder that the run is started from."""
-    description: str = ""
+    description: Annotated[str, ALWAYS] = ""
     """One line on the purpose of this run; logged at its start and kept in the run directory."""
-    time_limit_minutes: Annotated[NonNegative, WITH_CHECKPOINTS] = 0.0
+    time_limit_minutes: Annotated[Minutes, _WITH_CHECKPOINTS] = 0.0
     """Stop as on SIGTERM when this many minutes have passed since the command was given: the run finishes the step, saves a
     checkpoint and exits with code 75. Leave time for a step and a checkpoint. 0: no limit."""
-    print_config: bool = False
+    print_config: Annotated[bool, ALWAYS] = False
     """Print the resolved configuration on standard output before training, as a valid TOML file."""
 
 
 class Model(Section):
     """Which model is trained."""
 
-    name: str = "llama3"
+    name: Annotated[str, ALWAYS] = "llama3"
     """A model family in the folder models/ ("llama3" is models/llama3.py), or the dotted name of your own module."""
-    flavor: str = "debug"
+    flavor: Annotated[str, ALWAYS] = "debug"
     """The size: a key of FLAVORS in the family's file. "hf": the dimensions in the config.json of hf_assets_path."""
-    overrides: dict[str, JsonValue] = {}
+    overrides: Annotated[dict[str, JsonValue], ALWAYS] = {}
     """Dimensions that differ from the flavor's, as a table: overrides = { dim = 512, n_layers = 8 }, or the option
     --model.overrides.dim 512. The names are the fields of Config in the family's file; a field with a table of its own takes
     one, such as rope_scaling = { factor = 16.0 }, and "none" where it may be None. All others keep the flavor's values."""
-    hf_assets_path: str = ""
+    hf_assets_path: Annotated[Text, ALWAYS] = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
-    attention: Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"] = "auto"
+    attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS] = "auto"
     """The attention kernel in training. "auto": cuDNN on Hopper, FlashAttention on other GPUs, or the next best kernel that
     supports precision and head size; FlexAttention for document masks, sliding windows and capped scores. Any other value
     forces that kernel for the whole model; a configuration that it does not support is refused. "efficient": PyTorch's
@@ -72,10 +108,10 @@ class Model(Section):
         return f"{self.name} {self.flavor}" + (f" with {changed}" if changed else "")
 
 
-class Source(Section):
+class Source(Table):
     """One of several data sources."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1, max_length=1000, pattern=_NO_NUL)]
     """As training.dataset_path, or "stdlib"."""
     name: str = ""
     """The name in reports. Empty: the last part of the path."""
@@ -90,15 +126,15 @@ class Source(Section):
 class Training(Section):
     """Data, batch, length, precision."""
 
-    dataset: str = "stdlib"
+    dataset: Annotated[Text, EffectiveWhen("training.dataset_path is not set", "training.sources is not set")] = "stdlib"
     """"stdlib" (the Python sources of the running interpreter's standard library), or a path as dataset_path."""
-    dataset_path: str = ""
+    dataset_path: Annotated[Text, EffectiveWhen("training.sources is not set")] = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
     of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
     chat "messages" in each entry, or a folder of these; docs/data.md lists all suffixes."""
-    sources: list[Source] = []
+    sources: Annotated[list[Source], ALWAYS] = []
     """Several data sources, each a table: [[training.sources]] with path, weight, epochs, name."""
-    document_policy: Literal["pack", "best_fit", "truncate"] = "pack"
+    document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS] = "pack"
     """How documents become sequences. "pack": documents are concatenated and cut every seq_len tokens. "best_fit": documents
     that fit stay whole and are combined with as little padding as possible. "truncate": one document per sequence; the rest of
     a longer one is dropped."""
@@ -107,50 +143,50 @@ class Training(Section):
     add_bos: Annotated[bool | None, EffectiveWhen("model.hf_assets_path is set")] = None
     """Every text begins with the tokenizer's beginning-of-text token, in training, validation, samples, generation and
     evaluation. Unset: as the tokenizer does it by itself. Token files that were made otherwise are refused."""
-    local_batch_size: Annotated[int, Field(ge=1, le=2**16)] = 8
+    local_batch_size: Annotated[int, Field(ge=1, le=2**16), ALWAYS] = 8
     """Sequences per forward and backward pass of one data-parallel rank."""
-    global_batch_size: CountOrDerived = -1
+    global_batch_size: Annotated[Literal[-1] | Annotated[int, Field(ge=1, le=_MOST_BATCH)], ALWAYS] = -1
     """Sequences per optimizer step, over all ranks; more than one pass of every rank means gradient accumulation. -1:
     local_batch_size x data-parallel degree, no accumulation."""
-    seq_len: Annotated[int, Field(ge=1, le=2**24)] = 2048
+    seq_len: Annotated[int, Field(ge=1, le=2**24), ALWAYS] = 2048
     """Tokens per sequence."""
-    steps: Count = 10_000
+    steps: Annotated[Steps, ALWAYS] = 10_000
     """Optimizer steps of the whole run, counted from its first start."""
-    max_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    max_norm: Annotated[float, Field(gt=0.0), ALWAYS] = 1.0
     """Gradients are scaled down to this global L2 norm. inf: the norm is measured and nothing is clipped."""
-    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], ALWAYS] = "stop"
     """What happens after a step whose loss or gradient norm is infinite or NaN. With the fused optimizer that step changes no
     weight. "stop": the run ends. "skip": training continues with the next batch, unless more than ten steps in a row are bad.
     "rollback": training continues from the newest checkpoint without the bad batch, at most three times from the same one.
     With float16 only a non-finite loss counts, since gradients overflow occasionally; but more than 20 steps in a row that are
     not finite, or an overflow with a loss scale below 2^-14, end the run."""
-    z_loss: NonNegative = 0.0
+    z_loss: Annotated[NonNegative, ALWAYS] = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss of each token; it keeps the logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], ALWAYS] = "float32"
     """Precision of parameters, reduced gradients and optimizer moments. "bfloat16" halves their memory; optimizer.rounding
     keeps small updates from being lost (docs/precision.md)."""
-    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    mixed_precision_param: Annotated[Literal["bfloat16", "float16", "float32"], ALWAYS] = "bfloat16"
     """Precision of parameters and activations in the forward and backward passes. float16, for GPUs without bfloat16, scales
     the loss so that small gradients do not underflow, and skips steps that overflow."""
-    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    mixed_precision_reduce: Annotated[Literal["float32", "bfloat16"], _WITH_FSDP] = "float32"
     """Precision in which gradients are reduced over ranks."""
-    gc_freq: Count = 50
+    gc_freq: Annotated[Steps, ALWAYS] = 50
     """Python's garbage collector runs every gc_freq steps, at the same step on all ranks, and at no other time."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), ALWAYS] = 0
     """Determines the initial weights, the order of the data, and random numbers in the forward pass."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, ALWAYS] = False
     """Use deterministic kernels only: slower on CUDA; two runs on the same mesh are then equal bit for bit."""
 
 
 class Dataloader(Section):
     """How data is read. Nothing here changes what is read."""
 
-    workers: NonNegativeInt = 0
+    workers: Annotated[int, Field(ge=0, le=256), ALWAYS] = 0
     """Processes per rank that read ahead. 0: the rank itself reads each batch when it needs it."""
     prefetch: Annotated[int, Field(ge=1, le=16), EffectiveWhen("dataloader.workers > 0")] = 2
     """Steps that each worker reads ahead."""
-    stall_seconds: Positive = 20.0
+    stall_seconds: Annotated[float, Field(gt=0.0, le=_LONGEST_SECONDS, allow_inf_nan=False), ALWAYS] = 20.0
     """When a step waits longer for data, a message names the source and file that are being read; it repeats after the same
     time."""
 
@@ -158,25 +194,25 @@ class Dataloader(Section):
 class Parallelism(Section):
     """How the ranks are arranged; the product of the degrees is the number of processes."""
 
-    data_parallel_replicate_degree: Count = 1
+    data_parallel_replicate_degree: Annotated[Count, ALWAYS] = 1
     """Replicas of the (sharded) model; gradients are all-reduced between them."""
-    data_parallel_shard_degree: CountOrDerived = -1
+    data_parallel_shard_degree: Annotated[Literal[-1] | Count, ALWAYS] = -1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1: all remaining ranks."""
-    tensor_parallel_degree: Count = 1
+    tensor_parallel_degree: Annotated[Count, ALWAYS] = 1
     """Ranks over which the matrices of every layer, and the sequence between them, are split."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = "default"
+    fsdp_reshard_after_forward: Annotated[_Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next. "never": kept for the backward pass (shard-grad-op, ZeRO-2). A
     number N: resharded over N ranks, so that the second gather stays among them; N divides the shard degree."""
-    fsdp_prefetch: Count = 1
+    fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
     """How many blocks ahead parameters are gathered, in the forward and in the backward pass. FSDP2's own value is 1; each
     further block costs memory for its parameters and hides more of a slow network."""
-    reduce_every_microbatch: bool = True
+    reduce_every_microbatch: Annotated[bool, EffectiveWhen(ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
     all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
     gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
-    enable_async_tensor_parallel: Annotated[bool, EffectiveWhen("parallelism.tensor_parallel_degree > 1")] = False
+    enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matrix products, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable."""
     cpu_offload: Annotated[bool, EffectiveWhen(CUDA)] = False
@@ -186,16 +222,14 @@ class Parallelism(Section):
 class Lora(Section):
     """Training of low-rank adapters; the model's own weights are frozen (docs/lora.md)."""
 
-    effective_when: ClassVar = EffectiveWhen("lora.enable = true")
-
-    enable: bool = False
+    enable: Annotated[bool, ALWAYS] = False
     """Freeze every weight and train low-rank adapters of linear layers. checkpoint.initial_load_path loads the frozen weights;
     they are kept in training.mixed_precision_param."""
-    rank: Count = 16
+    rank: Annotated[int, Field(ge=1, le=2**16), _WITH_LORA] = 16
     """Rows of A and columns of B in W + alpha / rank * B A."""
-    alpha: Positive = 32.0
+    alpha: Annotated[Positive, _WITH_LORA] = 32.0
     """Scale of the adapters; divided by their rank."""
-    modules: Annotated[list[str], Field(min_length=1)] = ["layers.*"]
+    modules: Annotated[list[str], Field(min_length=1), _WITH_LORA] = ["layers.*"]
     """Patterns of the names of linear layers that get adapters, such as "layers.*.attention.w[qv]". A star also matches dots:
     "layers.*" is every linear layer of the blocks."""
 
@@ -203,74 +237,72 @@ class Lora(Section):
 class Float8(Section):
     """Matrix products of linear layers in float8 (docs/float8.md)."""
 
-    effective_when: ClassVar = EffectiveWhen("float8.enable = true")
-
-    enable: bool = False
+    enable: Annotated[bool, ALWAYS] = False
     """Multiply the linear layers of the blocks in float8, with dynamic scales. Needs torchao."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    recipe_name: Annotated[Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"], _WITH_FLOAT8] = "tensorwise"
     """"tensorwise": one scale per tensor, the fastest. "rowwise": one per row, more accurate. "rowwise_with_gw_hp": one per
     row, and the gradients of the weights in training.mixed_precision_param, the most accurate."""
-    filter_fqns: list[str] = []
+    filter_fqns: Annotated[list[str], _WITH_FLOAT8] = []
     """Patterns of the names of linear layers that stay in training.mixed_precision_param, such as "layers.0.*" or
     "layers.*.attention.w[kv]". The head always does."""
-    enable_fsdp_float8_all_gather: bool = False
+    enable_fsdp_float8_all_gather: Annotated[bool, _WITH_FLOAT8] = False
     """All-gather parameters in float8, which halves the communication. With "tensorwise" only."""
-    emulate: bool = False
+    emulate: Annotated[bool, _WITH_FLOAT8] = False
     """Cast to float8 and multiply the results in float32: slow; for devices without float8 products and for tests."""
 
 
 class ActivationCheckpoint(Section):
     """Which activations are recomputed in the backward pass instead of being kept."""
 
-    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    mode: Annotated[Literal["none", "full", "selective", "memory_budget"], ALWAYS] = "none"
     """"full": only the input of each block is kept. "selective": see selective_ac_option. "memory_budget": the compiler chooses
     what to keep, see memory_budget; needs compile.enable."""
-    selective_ac_option: Literal["op"] | Count = "op"
+    selective_ac_option: Annotated[Literal["op"] | Count, EffectiveWhen('activation_checkpoint.mode = "selective"')] = "op"
     """With mode "selective". "op": each block keeps the results of attention, of collectives and of every second matrix
     product, and recomputes the rest. A number n: every n-th block is recomputed as with "full"."""
-    memory_budget: Fraction = 0.5
+    memory_budget: Annotated[Fraction, EffectiveWhen('activation_checkpoint.mode = "memory_budget"')] = 0.5
     """With mode "memory_budget": the share of activations that is kept. 0: inputs only; 1: the compiler's default."""
 
 
 class Compile(Section):
     """torch.compile."""
 
-    enable: bool = False
+    enable: Annotated[bool, ALWAYS] = False
     """Compile the components. Each block is one graph, and one compilation serves all blocks."""
-    components: Annotated[list[Literal["model", "loss"]], Field(min_length=1)] = ["model", "loss"]
+    components: Annotated[list[Literal["model", "loss"]], Field(min_length=1), _WITH_COMPILE] = ["model", "loss"]
     """"model": the blocks. "loss": the final norm and the loss on logits."""
-    backend: str = "inductor"
+    backend: Annotated[str, _WITH_COMPILE] = "inductor"
     """torch.compile's backend. On a CPU "inductor" needs a C++ compiler."""
 
 
 class Optimizer(Section):
     """AdamW, Adam or Muon."""
 
-    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
+    name: Annotated[Literal["AdamW", "Adam", "Muon"], ALWAYS] = "AdamW"
     """AdamW decouples weight decay from the gradient (Loshchilov & Hutter, arXiv:1711.05101). Adam adds the decay to the
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalises the momentum of the blocks'
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters to AdamW, with the same lr: a matrix's
     update is scaled to the size of AdamW's."""
-    lr: Positive = 8e-4
+    lr: Annotated[Positive, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
-    beta1: Beta = 0.9
+    beta1: Annotated[Beta, ALWAYS] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: Beta = 0.95
+    beta2: Annotated[Beta, ALWAYS] = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Positive = 1e-8
+    eps: Annotated[Positive, ALWAYS] = 1e-8
     """Added to the root of the second moment."""
-    momentum: Annotated[Beta, WITH_MUON] = 0.95
+    momentum: Annotated[Beta, _WITH_MUON] = 0.95
     """Muon's decay of the running mean of gradients."""
-    nesterov: Annotated[bool, WITH_MUON] = True
+    nesterov: Annotated[bool, _WITH_MUON] = True
     """Muon adds the gradient once more to the running mean before it is orthogonalised."""
-    ns_steps: Annotated[int, Field(ge=1, le=20), WITH_MUON] = 5
+    ns_steps: Annotated[int, Field(ge=1, le=20), _WITH_MUON] = 5
     """Muon's Newton-Schulz iterations, in training.mixed_precision_param if that is float32, else in bfloat16."""
-    weight_decay: NonNegative = 0.1
+    weight_decay: Annotated[NonNegative, ALWAYS] = 0.1
     """Weight decay of the parameters that are decayed."""
     decay_parameters: Annotated[str, EffectiveWhen("optimizer.weight_decay > 0")] = ""
     """A regular expression, searched in each parameter's name; the parameters that match are decayed. Empty: all parameters
     with two or more dimensions, that is matrices and embeddings, but no norm weights or biases."""
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS] = "fused"
     """"fused": one kernel for all parameters. "foreach": one kernel per operation. "for-loop": one kernel per operation and
     parameter. The mathematics is the same. With training.dtype = "bfloat16", "fused" is one compiled kernel per parameter and
     "foreach" does not exist."""
@@ -283,52 +315,52 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Warm-up, stable, decay: the learning rate as a function of the step."""
 
-    warmup_steps: NonNegativeInt = 200
+    warmup_steps: Annotated[StepsOrNone, ALWAYS] = 200
     """Steps in which the rate rises linearly from lr / warmup_steps to lr."""
-    total_steps: Count | None = None
+    total_steps: Annotated[Steps | None, ALWAYS] = None
     """Length of the schedule; set it if training.steps ends a run before its schedule. Unset: training.steps."""
-    decay_ratio: Fraction | None = None
+    decay_ratio: Annotated[Fraction | None, ALWAYS] = None
     """Share of total_steps that decays, at the end; the rate is constant between warm-up and decay. Unset: the decay starts
     right after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    decay_type: Annotated[Literal["linear", "sqrt", "cosine"], _WITH_DECAY] = "linear"
     """Shape of the decay."""
-    min_lr_factor: Fraction = 0.0
+    min_lr_factor: Annotated[Fraction, _WITH_DECAY] = 0.0
     """The decay ends at this fraction of lr, in the last step. With 0 the last step is the last one above 0."""
 
 
 class Checkpoint(Section):
     """Saving and resuming."""
 
-    enable: bool = False
+    enable: Annotated[bool, ALWAYS] = False
     """Save checkpoints, and resume from the newest one in the folder."""
-    folder: str = "checkpoint"
+    folder: Annotated[Text, _WITH_CHECKPOINTS] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
-    interval: Count = 500
+    interval: Annotated[Steps, _WITH_CHECKPOINTS] = 500
     """Steps between checkpoints; one more is saved after the last step."""
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    async_mode: Annotated[Literal["disabled", "async", "async_with_pinned_mem"], _WITH_CHECKPOINTS] = "disabled"
     """"disabled": training waits until a checkpoint is written. "async": training waits for a copy in CPU memory and continues
     while the copy is written. "async_with_pinned_mem": the copy is in pinned memory, for GPUs."""
-    keep_latest_k: NonNegativeInt = 10
+    keep_latest_k: Annotated[StepsOrNone, _WITH_CHECKPOINTS] = 10
     """Checkpoints older than the newest k are deleted once a newer one is written and verified. 0: all are kept."""
-    keep_every_n_steps: Annotated[NonNegativeInt, EffectiveWhen("checkpoint.keep_latest_k > 0")] = 0
+    keep_every_n_steps: Annotated[StepsOrNone, _WITH_CHECKPOINTS.and_when("checkpoint.keep_latest_k > 0")] = 0
     """Checkpoints of steps that are multiples of this are never deleted. 0: there are no such steps."""
-    load_step: Annotated[Literal[-1] | NonNegativeInt, WITH_CHECKPOINTS] = -1
+    load_step: Annotated[Literal[-1] | StepsOrNone, _WITH_CHECKPOINTS] = -1
     """Go back to the checkpoint of this step, once: later checkpoints are renamed to .aside-1, and the next start resumes from
     what the run has saved since. -1: resume from the newest valid checkpoint."""
-    initial_load_path: Annotated[str, WITH_CHECKPOINTS] = ""
+    initial_load_path: Annotated[Text, _WITH_CHECKPOINTS] = ""
     """A step folder of another run's checkpoints. A run without checkpoints of its own starts from it."""
-    initial_load_model_only: Annotated[bool, EffectiveWhen("checkpoint.initial_load_path is set")] = True
+    initial_load_model_only: Annotated[bool, _WITH_INITIAL_LOAD] = True
     """Load only the weights of initial_load_path and start at step 0. false: also load optimizer state, step and data position,
     so that this run continues the other one."""
-    initial_load_in_hf: Annotated[bool, EffectiveWhen("checkpoint.initial_load_path is set")] = False
+    initial_load_in_hf: Annotated[bool, _WITH_INITIAL_LOAD] = False
     """initial_load_path is a folder in Hugging Face's format: safetensors, and a config.json with the model's dimensions. Each
     rank reads its own slices."""
-    last_save_in_hf: Annotated[bool, WITH_CHECKPOINTS] = False
+    last_save_in_hf: Annotated[bool, _WITH_CHECKPOINTS] = False
     """After the last step, also write the weights in Hugging Face's format, to step-00000100-hf beside the checkpoint."""
-    exclude_from_loading: Annotated[list[str], WITH_CHECKPOINTS] = []
+    exclude_from_loading: Annotated[list[str], _WITH_CHECKPOINTS] = []
     """Patterns of tensor names, such as "optimizer.*" or "model.head.*", that keep their initial values when a checkpoint is
     loaded, unless that checkpoint was written with the same patterns."""
-    allow_changes: Annotated[list[str], WITH_CHECKPOINTS] = []
+    allow_changes: Annotated[list[str], _WITH_CHECKPOINTS] = []
     """Patterns of keys, such as "optimizer.lr" or "lr_scheduler.*", that may differ from the checkpoint's although they change
     the mathematics. "data" stands for the text, its tokenizer and the mixture, "model.source" for the code of the model."""
 
@@ -336,16 +368,16 @@ class Checkpoint(Section):
 class Metrics(Section):
     """What is reported, and how often."""
 
-    log_freq: Count = 10
+    log_freq: Annotated[Steps, ALWAYS] = 10
     """Steps between reports. Also reported are the first and the last step of a start, and steps with a validation.
     `loss_mean` is the mean of the finite losses since the last multiple of log_freq, `loss` the loss of the one step."""
-    enable_tensorboard: bool = True
+    enable_tensorboard: Annotated[bool, ALWAYS] = True
     """Write TensorBoard event files besides metrics.jsonl, which is always written."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: Annotated[Text, EffectiveWhen("metrics.enable_tensorboard = true")] = "tb"
     """Folder of the TensorBoard files, inside job.dump_folder."""
-    spike_window: NonNegativeInt = 100
+    spike_window: Annotated[int, Field(ge=0, le=10**6), ALWAYS] = 100
     """Each loss is compared with the median of this many previous ones. 0: spikes are not detected."""
-    spike_threshold: Positive = 10.0
+    spike_threshold: Annotated[Positive, EffectiveWhen("metrics.spike_window > 0")] = 10.0
     """A loss is a spike if it exceeds that median by more than this many standard deviations, estimated from the median
     absolute deviation. Spikes are reported with their sample numbers."""
 
@@ -353,55 +385,55 @@ class Metrics(Section):
 class Profiling(Section):
     """Traces of time and memory."""
 
-    enable_profiling: bool = False
+    enable_profiling: Annotated[bool, ALWAYS] = False
     """Write a trace of one step every profile_freq steps, for chrome://tracing or Perfetto."""
-    profile_freq: Annotated[int, Field(ge=3)] = 10
+    profile_freq: Annotated[int, Field(ge=3, le=_MOST_STEPS), _WITH_PROFILES] = 10
     """Steps between traces."""
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: Annotated[Text, EffectiveWhen("profiling.enable_profiling = true")] = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     enable_memory_snapshot: Annotated[bool, EffectiveWhen(CUDA)] = False
     """Record every GPU allocation; write a snapshot every profile_freq steps and when memory runs out. CUDA only."""
-    save_memory_snapshot_folder: str = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[Text, _WITH_SNAPSHOTS] = "memory_snapshot"
     """Folder of the memory snapshots, inside job.dump_folder."""
 
 
 class Validation(Section):
     """Loss on data that is not trained on."""
 
-    enable: bool = False
+    enable: Annotated[bool, ALWAYS] = False
     """Measure the loss and bits per byte, on the same samples each time and on any mesh."""
-    dataset: str = "stdlib"
+    dataset: Annotated[Text, _WITH_VALIDATION_TEXT] = "stdlib"
     """As training.dataset."""
-    dataset_path: str = ""
+    dataset_path: Annotated[Text, _WITH_VALIDATION.and_when("validation.sources is not set")] = ""
     """As training.dataset_path."""
-    sources: list[Source] = []
+    sources: Annotated[list[Source], _WITH_VALIDATION] = []
     """Several data sources, measured separately: [[validation.sources]] with path and name."""
-    freq: Count = 100
+    freq: Annotated[Steps, _WITH_VALIDATION] = 100
     """Steps between validations; one more follows the last step."""
-    steps: CountOrDerived = 10
+    steps: Annotated[Literal[-1] | Steps, _WITH_VALIDATION] = 10
     """Batches per validation and source, as large as a training step's; always the source's first samples. -1: all samples."""
-    sample_prompts: Annotated[list[str], EffectiveWhen("validation.enable = true", "metrics.enable_tensorboard = true")] = []
+    sample_prompts: Annotated[list[str], _WITH_SAMPLES] = []
     """Prompts that the model continues after each validation, with the same seed each time; shown in TensorBoard. Separated by
     commas on the command line."""
-    sample_tokens: Annotated[Count, EffectiveWhen("validation.sample_prompts is set")] = 64
+    sample_tokens: Annotated[int, Field(ge=1, le=2**17), _WITH_SAMPLES.and_when("validation.sample_prompts is set")] = 64
     """Tokens of each continuation at most."""
 
 
 class Comm(Section):
     """Timeouts of collectives, and what is recorded of them."""
 
-    init_timeout_seconds: Count = 300
+    init_timeout_seconds: Annotated[Seconds, _AMONG_RANKS] = 300
     """How long a rank waits for the others until the first step is done, including data, compilation and loading."""
-    train_timeout_seconds: Count = 100
+    train_timeout_seconds: Annotated[Seconds, _AMONG_RANKS] = 100
     """How long a rank waits for the others in later steps."""
-    save_timeout_seconds: Count = 1800
+    save_timeout_seconds: Annotated[Seconds, _WITH_CHECKPOINTS.and_when(RANKS)] = 1800
     """How long a rank waits for the others while a checkpoint is written."""
-    trace_buf_size: Annotated[NonNegativeInt, EffectiveWhen(CUDA)] = 0
+    trace_buf_size: Annotated[int, Field(ge=0, le=10**6), EffectiveWhen(CUDA)] = 0
     """How many of the latest collectives NCCL's flight recorder keeps; written to comm_traces in the run directory when a
     collective times out. CUDA only. 0: nothing is recorded."""
 
 
-class Config(Section):
+class Config(Table):
     """A whole run. Sections are TOML tables."""
 
     job: Job = Job()
@@ -421,10 +453,39 @@ class Config(Section):
     comm: Comm = Comm()
     validation: Validation = Validation()
 
+    @functools.cached_property
+    def layers(self) -> dict[str, Layer]:
+        """The layer that has set each key. `read.py` writes it; a configuration made in Python is one layer."""
+        sections = type(self).model_fields
+        return {f"{section}.{name}": FILE for section in sections for name in getattr(self, section).model_fields_set}
+
+    def idle(self, place: Place) -> list[effects.Idle]:
+        """The keys that have no effect in a place."""
+        return list(effects.idle(self, place, self.layers))
+
+    def settled(self, place: Place) -> "Config":
+        """The configuration with all keys that have no effect at their defaults, so that nothing can depend on them."""
+        changes: dict[str, dict[str, Any]] = {}
+        for key in self.idle(place):
+            changes.setdefault(key.section, {})[key.name] = key.default
+        sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
+        return self.model_copy(update=sections)
+
     @property
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in steps."""
         return self.lr_scheduler.total_steps or self.training.steps
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which the learning rate decays."""
+        cfg, total = self.lr_scheduler, self.schedule_steps
+        return total - cfg.warmup_steps if cfg.decay_ratio is None else round(total * cfg.decay_ratio)
+
+    def accumulates(self, ranks: int) -> bool:
+        """Whether a step on so many ranks has more than one microbatch."""
+        parts = max(1, ranks // self.parallelism.tensor_parallel_degree)
+        return self.global_batch(parts) > self.training.local_batch_size * parts
 
     def global_batch(self, data_degree: int) -> int:
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""

@@ -17,7 +17,7 @@ from titanlite.config.schema import Config, Source
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.packing import Packing, pack_file
 from titanlite.data.prepare.chat import load_template
-from titanlite.data.prepare.documents import STDLIB, list_inputs, stdlib_files
+from titanlite.data.prepare.documents import list_inputs, stdlib_files
 from titanlite.data.prepare.prepare import MANIFEST, prepare
 from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import LoadedTokenizer, describe, digest, load_tokenizer, tokenizer_digest, train_tokenizer
@@ -46,17 +46,9 @@ class TokenSource(NamedTuple):
 def sources_of(config: Config, section: str) -> list[Source]:
     """The sources of [training] or [validation]; `dataset` and `dataset_path` name a single one.
 
-    Raises UserError where more than one of these keys names data, and for incomplete weights or names.
+    Raises UserError for incomplete weights or names.
     """
     cfg = getattr(config, section)
-    given = {
-        f"{section}.dataset = {cfg.dataset!r}": cfg.dataset != STDLIB,
-        f"{section}.dataset_path = {cfg.dataset_path!r}": bool(cfg.dataset_path),
-        f"{section}.sources": bool(cfg.sources),
-    }
-    keys = [key for key, is_given in given.items() if is_given]
-    if len(keys) > 1:
-        raise UserError(f"{' and '.join(keys)} both name data; give one of them")
     sources = cfg.sources or [Source(path=cfg.dataset_path or cfg.dataset)]
     unweighted = [source.path for source in sources if source.weight is None]
     if 0 < len(unweighted) < len(sources):

@@ -10,6 +10,7 @@ from torch import nn
 
 from titanlite.checkpoint import folder
 from titanlite.config import effects
+from titanlite.config.effects import Place
 from titanlite.config.read import refusal
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
@@ -27,7 +28,6 @@ from titanlite.transforms.registry import Family, family_of, place_of
 ModelFaults = Callable[[Config, nn.Module], Iterable[str]]  # of a model on the meta device
 
 OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
-    lambda config: effects.faults(config, cuda=torch.cuda.is_available()),
     run_folder.faults,
     folder.faults,
     resume.faults,
@@ -55,7 +55,10 @@ def check(
     elsewhere: the run is for a machine with GPUs, and this one has none. The faults that only this machine has are then
     returned, not raised. of_model: further faults.
     """
-    faults = [fault for part in OF_THE_CONFIGURATION for fault in part(config)]
+    cuda = torch.cuda.is_available()
+    faults = [*effects.faults(config.idle(Place(cuda, ranks)))]
+    config = config.settled(Place(cuda or elsewhere))  # what has no effect has no faults either
+    faults += [fault for part in OF_THE_CONFIGURATION for fault in part(config)]
     faults += mesh.faults(config, ranks)
     faults += sources.faults(config) if open_files else ()
     faults += process.faults(local_ranks) if local_ranks is not None else ()

@@ -62,7 +62,7 @@ def faults(config: Config) -> Iterator[str]:
     """Phases that do not fit in the schedule, and steps after its end that would change nothing."""
     cfg, total = config.lr_scheduler, config.schedule_steps
     length = f"lr_scheduler.total_steps = {total}" if cfg.total_steps else f"training.steps = {total}"
-    decay = 0 if cfg.decay_ratio is None else round(total * cfg.decay_ratio)
+    decay = 0 if cfg.decay_ratio is None else config.decay_steps
     if cfg.warmup_steps > total:
         yield f"lr_scheduler.warmup_steps = {cfg.warmup_steps}: the schedule ends before, at {length}"
     elif cfg.warmup_steps + decay > total:
@@ -70,7 +70,9 @@ def faults(config: Config) -> Iterator[str]:
             f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: a decay of {decay} steps and "
             f"lr_scheduler.warmup_steps = {cfg.warmup_steps} do not fit in {length}"
         )
-    if config.training.steps > total and cfg.min_lr_factor == 0 and cfg.decay_ratio != 0:
+    elif cfg.decay_ratio and not decay:
+        yield f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: is less than one step of {length}; set it to 0.0, or higher"
+    if config.training.steps > total and cfg.min_lr_factor == 0 and config.decay_steps > 0:
         yield (
             f"training.steps = {config.training.steps}: after {length} the learning rate is 0; raise "
             "lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"

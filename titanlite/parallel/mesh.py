@@ -97,8 +97,3 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
             f"training.global_batch_size = {batch}: must be a multiple of training.local_batch_size = "
             f"{training.local_batch_size} x {parts} data-parallel ranks = {one_pass}"
         )
-    if not parallelism.reduce_every_microbatch and batch == one_pass:
-        yield (
-            "parallelism.reduce_every_microbatch = false: has no effect without accumulation; raise training.global_batch_size "
-            "or set it to true"
-        )

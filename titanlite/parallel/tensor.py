@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.errors import MachineFault, UserError
+from titanlite.errors import UserError
 from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
@@ -179,21 +179,11 @@ def undivided_sizes(family: Family, tensor: int) -> list[str]:
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
-    """What tensor parallelism needs of a model, on the meta device, and of the compiler."""
-    tensor, compiled = config.parallelism.tensor_parallel_degree, config.compile
+    """What tensor parallelism needs of a model, on the meta device."""
+    tensor = config.parallelism.tensor_parallel_degree
     if undivided := undivided_sizes(family, tensor):
         yield (f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} of {config.model.title}")
     # the matrices' widths follow from the dimensions: one fault is enough
     yield from sharding_faults(model, family, 1 if undivided else tensor)
     if config.float8.enable and not config.lora.enable:
         yield from linear_layers(model, config, styles_of(model, family)[0])[1]
-    if not config.parallelism.enable_async_tensor_parallel or tensor == 1:
-        return
-    key = "parallelism.enable_async_tensor_parallel = true"
-    if not torch.cuda.is_available():
-        yield MachineFault(f"{key}: needs CUDA and GPUs that reach each other's memory; set it to false")
-    if not (compiled.enable and "model" in compiled.components and compiled.backend == "inductor"):
-        yield (
-            f'{key}: needs inductor, which does the overlap: compile.enable = true, "model" among compile.components and '
-            'compile.backend = "inductor"'
-        )

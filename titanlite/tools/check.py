@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from titanlite.config import effects
+from titanlite.config.effects import Place
 from titanlite.config.read import Faults, refusal, to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import listed
@@ -24,8 +26,12 @@ def main() -> None:
     options = parser.parse_known_args()[0]
     with all_faults(options.ranks, options.local_ranks):
         _, path, config = read_command(parser)
+    import torch  # not before: a fault of the file needs no torch
+
     if notes := check_here(config, path, options.ranks, options.local_ranks):
         print(listed(f"{path}: no faults; this machine has no GPU, so on GPUs this is not verified:", notes), file=sys.stderr)
+    if note := effects.note(config.idle(Place(torch.cuda.is_available(), options.ranks))):
+        print(f"{path}: {note}", file=sys.stderr)
     if config.job.print_config:
         print(to_toml(config))
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from models.decoder import Decoder
+from titanlite.config.effects import Place
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
@@ -81,9 +82,8 @@ def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Confi
     parts = data_parts(degrees)
     local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
-    if local * parts == global_batch:  # without accumulation the key has no effect, and `check` refuses another value
-        parallelism["reduce_every_microbatch"] = True
-    return replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
+    split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
+    return split.settled(Place(ranks=math.prod(degrees.values())))  # what has no effect on one mesh may have one on another
 
 
 def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
+from titanlite.config.effects import Place
 from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Checkpoint, Config, Parallelism, Profiling, Validation
 from titanlite.data.batch import Batch
@@ -143,8 +144,9 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
 
     Raises UserError for ranks that cannot hold that mesh or share that batch.
     """
-    offload = config.parallelism.cpu_offload and torch.cuda.is_available()
-    parallelism = config.parallelism if ranks else Parallelism(data_parallel_shard_degree=1, cpu_offload=offload)
+    config = config.settled(Place(torch.cuda.is_available()))
+    alone = Parallelism(data_parallel_shard_degree=1, cpu_offload=config.parallelism.cpu_offload)
+    parallelism = config.parallelism if ranks else alone
     degrees = resolve_degrees(parallelism, ranks or 1)
     if global_batch % (parts := data_parts(degrees)):
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.config.effects import Place
 from titanlite.config.read import read_config
 from titanlite.config.schema import Checkpoint, Config, Model, Optimizer
 from titanlite.data.mixture import open_data
@@ -51,6 +52,7 @@ def main() -> None:
     configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
     for degrees, mesh_config in zip(meshes, configs, strict=True):
         check(mesh_config, path, math.prod(degrees.values()))
+    configs = [mesh_config.settled(Place(torch.cuda.is_available())) for mesh_config in configs]
     open_data(config)  # fills the cache for the ranks
     first, *others = zip(configs, meshes, strict=True)
     reference = _run(_record_with_noise, *first)

@@ -43,7 +43,7 @@ RUN_FAULTS = {
     ),
     "not enabled": case(
         "checkpoint.initial_load_in_hf=true checkpoint.last_save_in_hf=true",
-        "initial_load_in_hf = true: has no effect unless checkpoint.initial_load_path is set",
+        "initial_load_in_hf = true: has no effect unless checkpoint.enable = true",
         "last_save_in_hf = true: has no effect unless checkpoint.enable = true",
     ),
     "no place for a family": case(
