@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TypeVar
 
 Item = TypeVar("Item")
+UNFINISHED = ".tmp"  # behind the name of a file that is being written
 
 
 def replace_file(path: Path, text: str) -> None:
     """Writes a text file atomically: a reader, or a kill, finds the old text or the new one."""
-    unfinished = path.with_name(path.name + ".tmp")
+    unfinished = path.with_name(path.name + UNFINISHED)
     with open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

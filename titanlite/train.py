@@ -31,7 +31,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
-from titanlite.launch.run_folder import lock_run, record_start
+from titanlite.launch.run_folder import RunLock, record_start
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
@@ -58,11 +58,19 @@ log = logging.getLogger("titanlite")
 # -------------------------------------------------------------------------------------------------------------- the loop
 
 
-def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh, device: torch.device, started: float) -> bool:
+def train(
+    config: Config,
+    data: Data,
+    validation: Data | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    started: float,
+    lock: RunLock | None,
+) -> bool:
     """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 
     validation: the data of [validation], or None where that is not enabled.
-    started: time.perf_counter() of the program's start; the first report says how long the start took.
+    started: time.perf_counter() of the program's start; the first report says how long the start took. lock: of rank 0.
     Raises UserError when a loss or gradient stops being finite.
     """
     given, config = config, config.settled(Place(device.type == "cuda"))
@@ -163,6 +171,8 @@ def train(config: Config, data: Data, validation: Data | None, mesh: DeviceMesh,
                 with clock.phase(step, "writing samples"):
                     reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
         if reporting:
+            if lock:
+                lock.keep()
             values = {"loss_mean": progress.loss_mean, "loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm)}
             values |= {"lr": schedule.at(step), **measured}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
@@ -271,7 +281,7 @@ def main(config: Config | None = None) -> None:
         if note := effects.note(config.idle(Place(cuda, world))):
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
-        _lock = lock_run(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
+        lock = RunLock(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
         on_device = config.settled(Place(cuda))
         profiling.record_collectives(on_device)
         if on_device.comm.trace_buf_size:
@@ -280,7 +290,7 @@ def main(config: Config | None = None) -> None:
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config)
         mesh = build_mesh(degrees, device.type)
-        stopped = train(config, data, validation, mesh, device, started)
+        stopped = train(config, data, validation, mesh, device, started, lock)
         dist.destroy_process_group()
         stacks.close_dump()
     except UserError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.forked import Done, titanlite, train
-from titanlite.launch.run_folder import lock_run
+from titanlite.launch.run_folder import RunLock
 
 RUN = """
 [job]
@@ -72,7 +72,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
 @pytest.mark.parametrize(("step", "start"), [(2, "the initial weights"), (5, "the checkpoint of step 3")])
 def test_a_step_is_the_runs_bit_for_bit_while_the_run_goes_on_and_nothing_is_touched(alone, step, start):
     before = contents(alone)
-    held = lock_run(alone / "out")  # as a run that is going on has it
+    held = RunLock(alone / "out")  # as a run that is going on has it
     ended = replay(alone, "out", "--step", str(step))
     held.close()
     assert ended.code == 0, ended.err

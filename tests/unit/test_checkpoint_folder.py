@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import folder as folders
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import (
     clean_up,
@@ -41,11 +40,13 @@ def group_of_one() -> Iterator[None]:
 
 
 def make(folder: Path, *steps: int) -> None:
-    """Folders with the names of checkpoints, and something in each."""
+    """Folders with the names of checkpoints, and a manifest of two other files in each."""
     for step in steps:
         step_folder(folder, step).mkdir(parents=True)
-        for name in ("manifest.json", ".metadata", "__0_0.distcp"):
+        for name in (".metadata", "__0_0.distcp"):
             (step_folder(folder, step) / name).write_text(str(step))
+        files = {name: manifest.Contents(len(str(step)), "") for name in (".metadata", "__0_0.distcp")}
+        manifest.write(step_folder(folder, step), manifest.Manifest({"step": step, **NUMBERS}, files))
 
 
 def found(folder: Path) -> list[str]:
@@ -120,11 +121,16 @@ def test_retention_deletes_from_the_disk_what_is_superfluous(tmp_path):
 def stop_deleting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deleting fails after the first file, as when a run is killed or a disk fails in the middle of it."""
 
-    def half(path: Path, **keys: Any) -> None:
-        next(path.iterdir()).unlink()
-        raise OSError("killed")
+    unlink, deleted = Path.unlink, []
 
-    monkeypatch.setattr(folders.shutil, "rmtree", half)
+    def half(path: Path, **keys: Any) -> None:
+        if path.name.endswith((".json", ".metadata", ".distcp")):
+            deleted.append(path)
+            if len(deleted) % 2 == 0:
+                raise OSError("killed")
+        unlink(path, **keys)
+
+    monkeypatch.setattr(Path, "unlink", half)
 
 
 def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_later(tmp_path, monkeypatch, caplog):
@@ -135,7 +141,7 @@ def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_l
         retire(tmp_path, keys)
     assert found(tmp_path) == [".step-00000005.retired", *names(10, 15)]
     assert list_steps(tmp_path) == [10, 15]
-    assert "step-00000005: cannot be deleted: killed" in caplog.text
+    assert "step-00000005.retired: cannot be deleted: killed" in caplog.text
     with monkeypatch.context() as patched:
         stop_deleting(patched)
         make(tmp_path, 20)
@@ -154,20 +160,41 @@ def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch
     assert list_steps(tmp_path) == [10]
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json: is missing"),
+        (lambda path: (path / "manifest.json").write_text("{}"), "manifest.json: is damaged"),
+        (lambda path: (path / "notes.txt").write_text("of the user's"), "its manifest does not list notes.txt"),
+        (lambda path: shutil.copy(step_folder(path.parent, 10) / "manifest.json", path), "its manifest is that of step 10"),
+        (lambda path: path.rename(path.parent.parent / "elsewhere") and path.symlink_to("../elsewhere"), "it is a link"),
+    ],
+)
+def test_retention_deletes_only_what_a_manifest_proves_to_be_a_checkpoint(tmp_path, caplog, change, reason):
+    folder = tmp_path / "checkpoint"
+    make(folder, 5, 10, 15)
+    change(step_folder(folder, 5))
+    before = {path: path.lstat() for path in folder.rglob("*")} | {path: path.lstat() for path in tmp_path.glob("else*/*")}
+    retire(folder, Checkpoint(enable=True, keep_latest_k=2))
+    assert all(path.lstat() == state for path, state in before.items())
+    assert f"{step_folder(folder, 5)}: cannot be deleted: " in caplog.text and reason in caplog.text
+
+
 # ---------------------------------------------------------------------------------------------------------------- cleaning up
 
 
 def test_before_a_run_goes_on_what_is_unfinished_goes_and_what_is_later_is_set_aside(tmp_path):
     make(tmp_path, 5, 10, 15, 20)
-    for name in (".step-00000025.unfinished", ".step-00000001.retired"):
-        shutil.copytree(step_folder(tmp_path, 5), tmp_path / name)
+    shutil.copytree(step_folder(tmp_path, 5), tmp_path / ".step-00000025.unfinished")
+    make(tmp_path, 1)
+    step_folder(tmp_path, 1).rename(tmp_path / ".step-00000001.retired")
     (tmp_path / "step-00000020.aside-1").mkdir()
     (tmp_path / "step-00000020.aside-2").mkdir()
     (tmp_path / "notes.txt").write_text("of the user's")
     clean_up(tmp_path, 10)
     aside = ["step-00000015.aside-1", *(f"step-00000020.aside-{n}" for n in (1, 2, 3))]
     assert found(tmp_path) == ["notes.txt", *names(5, 10), *aside]
-    assert (tmp_path / "step-00000020.aside-3/manifest.json").read_text() == "20"
+    assert manifest.read(tmp_path / "step-00000020.aside-3").numbers["step"] == 20
     clean_up(tmp_path, 10)
     assert found(tmp_path) == ["notes.txt", *names(5, 10), *aside]
 

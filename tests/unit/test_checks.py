@@ -173,7 +173,7 @@ CASES = [
     (1, {SAVE: True, ALLOW: ["xyzzy"]}, [ALLOW, '"xyzzy"', "there are: model.name, ", ", data"], {ALLOW: ["data"]}),
     (1, {SAVE: True, ALLOW: ["training.seq_len"]}, [ALLOW, '"training.seq_len" is no key'], {ALLOW: ["training.*"]}),
     (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
-    (1, {SAVES: "tb", SAVE: True}, ['checkpoint.folder = "tb"', "metrics.save_tb_folder too"], {SAVES: "saves"}),
+    (1, {SAVES: "tb", SAVE: True}, ['checkpoint.folder = "tb"', "leads to the place of"], {SAVES: "saves"}),
 
     (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, BACKEND: "eager"}, [AC, 'other than "eager"'], {BACKEND: "aot_eager"}),
@@ -279,14 +279,13 @@ def test_a_checkpoint_folder_without_permission_is_refused(monkeypatch, place):
     saves = place / "saves/checkpoint"
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).absolute() != saves)
     (fault,) = faults({SAVE: True, DUMP: "saves"})
-    assert 'checkpoint.folder = "checkpoint": no permission to write in saves/checkpoint' in fault
-    assert faults({DUMP: "saves"}) == []
+    assert 'checkpoint.folder = "checkpoint": no permission to write in it' in fault
 
 
 def test_a_folder_without_permission_is_refused(monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # permissions do not bind root, who may run these tests
     (fault,) = faults({DUMP: "empty/run"})
-    assert 'job.dump_folder = "empty/run": no permission to write' in fault
+    assert 'job.dump_folder = "empty/run": ' in fault and "/empty: no permission to write in it" in fault
 
 
 @pytest.mark.parametrize(

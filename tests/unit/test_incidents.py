@@ -9,7 +9,8 @@ import pytest
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.loop.divergence import FILE, Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
+from titanlite.launch.run_folder import INCIDENTS
+from titanlite.loop.divergence import Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
 
 NAN, INF = math.nan, math.inf
 BATCH = 8
@@ -31,7 +32,7 @@ def incidents_of(folder: Path, policy: str, first_step: int = 1, **sections) -> 
 
 
 def entries_of(folder: Path) -> list[tuple]:
-    return [(e["kind"], e["step"], e["action"], e["superseded"]) for e in read_entries(folder / FILE)]
+    return [(e["kind"], e["step"], e["action"], e["superseded"]) for e in read_entries(folder / INCIDENTS)]
 
 
 # --------------------------------------------------------------------------------------------------------- not finite
@@ -124,7 +125,7 @@ def test_stop_says_which_step_with_which_numbers_and_samples_and_how_to_see_it_a
     text = str(caught.value)
     assert text.startswith("step 3: loss nan, gradient norm inf, samples 16 to 23: training has diverged; ")
     assert text.endswith(f"To repeat it: titanlite replay '{tmp_path}/a run' --step 3")
-    (entry,) = read_entries(tmp_path / "a run" / FILE)
+    (entry,) = read_entries(tmp_path / "a run" / INCIDENTS)
     assert (entry["loss"], entry["grad_norm"], entry["samples"], entry["action"]) == (None, None, [16, 24], "stop")
     assert "loss nan, gradient norm inf" in entry["text"]
 
@@ -135,7 +136,7 @@ def test_the_file_is_strict_json(tmp_path):
     def refuse(word):
         raise AssertionError(word)
 
-    for line in (tmp_path / FILE).read_text().splitlines():
+    for line in (tmp_path / INCIDENTS).read_text().splitlines():
         json.loads(line, parse_constant=refuse)
 
 
@@ -151,7 +152,7 @@ def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with
         rollback = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
         assert (rollback.bad.number, rollback.found_at, rollback.next_sample) == (7, 8, 56)
         incidents.went_back(rollback, 4)
-        last = read_entries(tmp_path / FILE)[-1]
+        last = read_entries(tmp_path / INCIDENTS)[-1]
         keys = ("kind", "step", "attempt", "to_step", "found_at", "next_sample")
         assert [last[key] for key in keys] == ["rollback", 7, attempt, 4, 8, 56]
     incidents.went_back(incidents.judge(bad(9), 8), 8)
@@ -172,9 +173,9 @@ def test_other_ranks_decide_the_same_and_write_nothing(tmp_path):
     ranks = [Incidents(config, BATCH, 1, active) for active in (True, False)]
     rollbacks = [rank.judge(bad(7), 4) for rank in ranks]
     assert rollbacks[0] == rollbacks[1]
-    written = (tmp_path / FILE).read_text()
+    written = (tmp_path / INCIDENTS).read_text()
     ranks[1].went_back(rollbacks[1], 4)
-    assert (tmp_path / FILE).read_text() == written
+    assert (tmp_path / INCIDENTS).read_text() == written
 
 
 # -------------------------------------------------------------------------------------------------------------- starts
@@ -187,9 +188,9 @@ def test_a_start_keeps_what_earlier_ones_wrote_and_marks_what_it_repeats(tmp_pat
     resumed.judge(bad(6), None)
     expected = [(2, False), (6, True), (9, True), (6, False)]
     assert entries_of(tmp_path) == [("nonfinite", n, "skipped", superseded) for n, superseded in expected]
-    before = (tmp_path / FILE).read_text()
+    before = (tmp_path / INCIDENTS).read_text()
     incidents_of(tmp_path, "skip", first_step=8)  # nothing is superseded by it that was not
-    assert (tmp_path / FILE).read_text() == before
+    assert (tmp_path / INCIDENTS).read_text() == before
 
 
 def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
@@ -198,7 +199,7 @@ def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
     for first_step, counts in ((21, True), (12, True), (11, False), (6, False)):
         incidents_of(tmp_path, "rollback", first_step)
         assert ("rollback", 12, "rollback", not counts) in entries_of(tmp_path)
-    assert stretches(read_entries(tmp_path / FILE)) == [(0, INF, None)]
+    assert stretches(read_entries(tmp_path / INCIDENTS)) == [(0, INF, None)]
 
 
 def test_stretches_say_which_attempts_a_step_has_had(tmp_path):
@@ -206,7 +207,7 @@ def test_stretches_say_which_attempts_a_step_has_had(tmp_path):
     incidents.went_back(incidents.judge(bad(12) + good(13, 14), 10), 10)
     incidents.went_back(incidents.judge(bad(13), 10), 10)
     incidents.went_back(incidents.judge(bad(25), 20), 20)
-    found = stretches(read_entries(tmp_path / FILE))
+    found = stretches(read_entries(tmp_path / INCIDENTS))
     assert found == [(0, 14, None), (10, 13, 96), (10, 25, 104), (20, INF, 200)]
     expected = {10: [0], 11: [0, 1, 2], 14: [0, 2], 20: [2], 21: [2, 3], 25: [2, 3], 26: [3]}
     assert {step: attempts_at(step, found) for step in expected} == expected
@@ -215,7 +216,7 @@ def test_stretches_say_which_attempts_a_step_has_had(tmp_path):
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"kind": "spike"}'])
 def test_a_line_that_is_not_ours_is_named(tmp_path, line):
     incidents_of(tmp_path, "skip").judge(bad(1), None)
-    with open(tmp_path / FILE, "a") as file:
+    with open(tmp_path / INCIDENTS, "a") as file:
         file.write(line + "\n")
     with pytest.raises(UserError, match=r"incidents.jsonl: line 2 cannot be read"):
         incidents_of(tmp_path, "skip")
@@ -277,6 +278,6 @@ def test_what_is_not_finite_is_no_spike_and_not_in_the_window():
 def test_a_spike_is_written_with_its_samples_and_the_run_goes_on(tmp_path):
     incidents = incidents_of(tmp_path, "stop", metrics={"spike_window": 20})
     assert incidents.judge([*good(*range(1, 21)), Step(21, 160, 9.0, 30.0)], None) is None
-    (entry,) = read_entries(tmp_path / FILE)
+    (entry,) = read_entries(tmp_path / INCIDENTS)
     assert [entry[key] for key in ("kind", "step", "loss", "grad_norm", "samples")] == ["spike", 21, 9.0, 30.0, [160, 168]]
     assert "deviations above 3.0300, the median before" in entry["text"]

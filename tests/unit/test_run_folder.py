@@ -1,10 +1,13 @@
 """The run directory: one run at a time, a record of every start, files that are whole or unchanged."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -12,22 +15,22 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config, Job, Training
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.launch.run_folder import lock_run, other_run, record_start
+from titanlite.launch.run_folder import RunLock, faults, other_run, record_start
 
 
 def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path):
-    with lock_run(tmp_path / "run"):
+    with closing(RunLock(tmp_path / "run")):
         with pytest.raises(UserError) as error:
-            lock_run(tmp_path / "run")
+            RunLock(tmp_path / "run")
         assert "job.dump_folder" in str(error.value)
         assert f"process {os.getpid()} on " in str(error.value)
         assert f"process {os.getpid()} on " in other_run(tmp_path / "run")
     assert other_run(tmp_path / "run") == ""
-    lock_run(tmp_path / "run").close()
+    RunLock(tmp_path / "run").close()
 
 
 def test_folders_are_locked_apart(tmp_path):
-    with lock_run(tmp_path / "a"), lock_run(tmp_path / "b"):
+    with closing(RunLock(tmp_path / "a")), closing(RunLock(tmp_path / "b")):
         pass
 
 
@@ -39,8 +42,8 @@ def test_where_nobody_has_trained_there_is_no_other_run(tmp_path):
 _HOLD = """
 import sys, time
 from pathlib import Path
-from titanlite.launch.run_folder import lock_run
-held = lock_run(Path(sys.argv[1]))
+from titanlite.launch.run_folder import RunLock
+held = RunLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
 """
@@ -52,12 +55,63 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
         try:
             assert holder.stdout.readline() == "locked\n"
             with pytest.raises(UserError, match=f"process {holder.pid} on "):
-                lock_run(tmp_path)
+                RunLock(tmp_path)
         finally:
             holder.send_signal(signal.SIGKILL)
     assert other_run(tmp_path) == ""
-    with lock_run(tmp_path):
+    with closing(RunLock(tmp_path)):
         assert f"process {os.getpid()} on " in other_run(tmp_path)
+
+
+@pytest.fixture(params=[True, False], ids=["folders can be locked", "as on NFS"])
+def locks_folders(request, monkeypatch) -> bool:
+    """Whether the file system can lock a folder."""
+    flock = fcntl.flock
+
+    def of_files(handle, how):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(handle, how)
+
+    if not request.param:
+        monkeypatch.setattr(fcntl, "flock", of_files)
+    return request.param
+
+
+def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, locks_folders, caplog):
+    with closing(RunLock(tmp_path)) as held:
+        held.keep()
+        assert caplog.text == ""
+        (tmp_path / ".lock").unlink()
+        if locks_folders:
+            with pytest.raises(UserError, match="another run is training in it"):
+                RunLock(tmp_path)
+            assert "another run is training in it" in other_run(tmp_path)
+        (tmp_path / ".lock").unlink(missing_ok=True)
+        held.keep()  # as at every report
+        assert f"{tmp_path / '.lock'}: somebody has removed it; made again" in caplog.text
+        with pytest.raises(UserError, match=f"process {os.getpid()} on "):
+            RunLock(tmp_path)
+    assert other_run(tmp_path) == ""
+
+
+def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_path, locks_folders):
+    if locks_folders:
+        pytest.skip("the second one does not come in")
+    with closing(RunLock(tmp_path)) as first:
+        (tmp_path / ".lock").unlink()
+        with closing(RunLock(tmp_path)), pytest.raises(UserError, match="another run is training in it"):
+            first.keep()
+
+
+def test_a_config_toml_that_no_run_has_written_is_not_replaced(tmp_path):
+    config = Config(job=Job(dump_folder=str(tmp_path)))
+    (tmp_path / "config.toml").write_text("# mine")
+    [fault] = faults(config)
+    assert f"{tmp_path / 'config.toml'} is not of a run" in fault
+    (tmp_path / "config.toml").unlink()
+    record_start(config, {})
+    assert list(faults(config)) == []
 
 
 def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint import manifest
 from titanlite.config.schema import Checkpoint, Config
 from titanlite.errors import MachineFault, UserError
 from titanlite.files import replace_file, sync
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8,})")
 _PROBE = ".probe"
+_LEFTOVER = re.compile(r"\.step-(\d{8,})(-hf)?\.(unfinished|retired)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -73,7 +75,7 @@ def room_faults(folder: Path, size: int, cfg: Checkpoint) -> Iterator[str]:
 
 def _leftovers(folder: Path) -> list[Path]:
     """Folders that a killed run left half written or half deleted."""
-    return [*folder.glob(".step-*.unfinished"), *folder.glob(".step-*.retired")]
+    return [path for path in folder.glob(".step-*") if _LEFTOVER.fullmatch(path.name)]
 
 
 def _size(folder: Path) -> int:
@@ -119,7 +121,7 @@ def clean_up(folder: Path, step: int) -> None:
     """
     if dist.get_rank() == 0:
         for path in _leftovers(folder):
-            shutil.rmtree(path)
+            _delete(path)
         for path in sorted(folder.glob("step-*")):
             later = step_of(path.with_name(path.name.removesuffix("-hf")))
             if later is not None and later > step and path.is_dir():
@@ -146,12 +148,45 @@ def superfluous(steps: Iterable[int], cfg: Checkpoint) -> list[int]:
 
 def retire(folder: Path, cfg: Checkpoint) -> None:
     """Deletes superfluous checkpoints; on one rank. Each is renamed first, so that a half deleted one is no checkpoint."""
-    half_deleted = folder.glob(".step-*.retired")
+    half_deleted = [path for path in _leftovers(folder) if path.suffix == ".retired"]
     for path in [*half_deleted, *(step_folder(folder, step) for step in superfluous(list_steps(folder), cfg))]:
-        try:
-            shutil.rmtree(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.retired")))
-        except OSError as error:  # this wastes disk space but loses no checkpoint; the next save tries again
-            log.warning("%s: cannot be deleted: %s", path, error)
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a checkpoint, or what a killed run has left of one.
+
+    Only a folder with a sound manifest of its step, and nothing but the files that it lists, is a checkpoint; whatever else has
+    the name of one is kept, with a warning. The manifest goes last, as the proof for the next attempt.
+    """
+    try:
+        if path.suffix == ".unfinished":
+            shutil.rmtree(path)
+            return
+        proved = _files_of_checkpoint(path)
+        if path.suffix != ".retired":
+            path = path.rename(path.with_name(f".{path.name}.retired"))
+        for name in proved:
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
+    except (OSError, UserError) as error:  # this wastes disk space but loses no checkpoint; the next save tries again
+        log.warning("%s: cannot be deleted: %s", path, error)
+
+
+def _files_of_checkpoint(path: Path) -> list[str]:
+    """The names of a checkpoint's files; its manifest is the last one. Raises UserError for a folder that is none."""
+    if path.is_symlink():
+        raise UserError("it is a link")
+    present = set(os.listdir(path))
+    if not present and path.suffix == ".retired":
+        return []
+    found = manifest.read(path)
+    match = re.search(_NAME.pattern, path.name)
+    if match is None or found.numbers["step"] != int(match[1]):
+        raise UserError(f"its manifest is that of step {found.numbers['step']}")
+    if foreign := sorted(present - found.files.keys() - {manifest.FILE}):
+        raise UserError(f"its manifest does not list {', '.join(foreign)}")
+    return [*found.files, manifest.FILE]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the check
@@ -164,8 +199,6 @@ def faults(config: Config) -> Iterator[str]:
         if config.training.on_nonfinite == "rollback":
             yield 'training.on_nonfinite = "rollback": needs checkpoints to go back to; set checkpoint.enable = true'
         return
-    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        yield f'checkpoint.folder = "{cfg.folder}": no permission to write in {folder}'
     if cfg.load_step >= 0 and not step_folder(folder, cfg.load_step).is_dir():
         steps = ", ".join(map(str, list_steps(folder))) or "none"
         yield f"checkpoint.load_step = {cfg.load_step}: not in {folder}, which has: {steps}"

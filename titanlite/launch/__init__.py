@@ -5,5 +5,5 @@ process.py     this rank among the others: device, process group, timeouts, rand
 stop.py        a request to stop, agreed by all ranks
 stacks.py      the stacks of every rank when one fails
 children.py    processes that end with their parent
-run_folder.py  the lock and the provenance of a run directory
+run_folder.py  every name that a run writes in its directory, its lock, the record of its starts
 """

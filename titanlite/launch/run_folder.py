@@ -1,81 +1,262 @@
-"""The run directory: what is needed to know what a run was, and to repeat it.
+"""The run directory: everything that a run writes in it, its lock, and the record of its starts.
 
-<dump_folder>/config.toml      the resolved configuration of the latest start
-              provenance.json  one entry per start: command, git commit and diff, versions, mesh, data
-              metrics.jsonl    one object per reported step
-              tb/              TensorBoard
-              checkpoint/      step-00000100/ ...
+PLACES and OPTIONS list all that a run writes. No two places are one, and the check names a thing of another kind in a place
+before anything starts.
 """
 
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
+import re
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.files import replace_file
+from titanlite.files import UNFINISHED, replace_file
 
-_LOCK = ".lock"
+log = logging.getLogger(__name__)
+
+LOCK, CONFIG, PROVENANCE = ".lock", "config.toml", "provenance.json"
+METRICS, INCIDENTS, STACKS, COLLECTIVES = "metrics.jsonl", "incidents.jsonl", "stacks", "comm_traces"
+_UNREADABLE = f"{PROVENANCE}.unreadable"
 _PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
-def lock_run(folder: Path) -> IO[str]:
-    """Locks the run directory until the returned file is closed; the lock of a killed process is free.
+class Place(NamedTuple):
+    """What a run has at a name of its folder."""
 
-    Raises UserError if another run is training in it.
+    kind: str  # "file" or "folder"
+    holds: str  # and who writes it
+    inside: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # of a folder: regular expression for the names that a run uses there -> their kind
+
+
+PLACES = {
+    LOCK: Place("file", "the process that trains; rank 0 keeps it locked"),
+    CONFIG: Place("file", "the resolved configuration of the latest start; rank 0"),
+    PROVENANCE: Place("file", "an entry for each start: command, git commit and diff, versions, mesh, data; rank 0"),
+    _UNREADABLE: Place("file", "a provenance.json that somebody has edited; rank 0"),
+    METRICS: Place("file", "an object for each reported step; rank 0"),
+    INCIDENTS: Place("file", "an object for each spike and each step that was not finite; rank 0"),
+    STACKS: Place(
+        "folder", "rank-0.txt, ...: where ranks were when something went wrong; each rank, the launcher", {"rank-.*": "file"}
+    ),
+    COLLECTIVES: Place("folder", "rank_0, ...: NCCL's flight recorder; each rank", {"rank_.*": "file"}),
+}
+_TRACES = {r"step-\d{8,}.*": "folder"}
+OPTIONS = {  # the folders whose names are keys
+    "checkpoint.folder": Place(
+        "folder",
+        "checkpoints, exports beside them, and what is half written or half deleted (checkpoint/folder.py); each rank",
+        {r"\.?step-\d{8,}(-hf)?(\.unfinished|\.retired)?": "folder", r"\.probe(\.tmp)?": "file"},
+    ),
+    "metrics.save_tb_folder": Place("folder", "TensorBoard's event files; rank 0"),
+    "profiling.save_traces_folder": Place("folder", "step-00000010/rank-0.json.gz, ...; each rank", _TRACES),
+    "profiling.save_memory_snapshot_folder": Place("folder", "step-00000010/rank-0.pickle, ...; each rank", _TRACES),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------- the check
+
+
+def faults(config: Config) -> Iterator[str]:
+    """A folder that a run cannot write, keys that name one place twice, and things of the wrong kind in places."""
+    dump = Path(config.job.dump_folder)
+    if fault := _unwritable(dump) or wrong_kind(dump, "folder"):
+        yield f'job.dump_folder = "{dump}": {fault}'
+        return
+    if (dump / CONFIG).is_file() and not os.path.lexists(dump / PROVENANCE):  # which a start writes first
+        yield f'job.dump_folder = "{dump}": {dump / CONFIG} is not of a run, which would replace it; name another folder'
+    taken: dict[tuple[str, ...], str] = {}  # parts of a path, with links followed -> its place
+    for label, path, place in _places(config, dump):
+        inside = Path(os.path.relpath(path, dump)).parts
+        if not inside or ".." in inside:
+            yield f"{label}: must be a folder inside job.dump_folder"
+            continue
+        parts = Path(os.path.realpath(path)).parts
+        if other := next((other for other_parts, other in taken.items() if _overlap(parts, other_parts)), ""):
+            yield f"{label}: leads to the place of {other}; each must have its own"
+            continue
+        taken[parts] = label
+        if fault := wrong_kind(path, place.kind):
+            yield f"{label}: {fault}"
+            continue
+        for entry in sorted(path.iterdir()) if place.inside and path.is_dir() else ():
+            kind = next((kind for names, kind in place.inside.items() if re.fullmatch(names, entry.name)), "")
+            if kind and (fault := wrong_kind(entry, kind)):
+                yield f"{entry}: {fault}"
+            elif (
+                kind
+                and entry.is_symlink()
+                and _overlap(Path(os.path.realpath(entry)).parts, Path(os.path.realpath(dump)).parts)
+            ):
+                yield f"{entry}: is a link into the run folder; remove it"
+
+
+def _places(config: Config, dump: Path) -> Iterator[tuple[str, Path, Place]]:
+    """(name in messages, path, place) of all that a run writes."""
+    for name, place in PLACES.items():
+        yield str(dump / name), dump / name, place
+        if place.kind == "file":
+            yield str(dump / name) + UNFINISHED, dump / (name + UNFINISHED), place
+    for key, place in OPTIONS.items():
+        section, name = key.split(".")
+        folder = getattr(getattr(config, section), name)
+        yield f'{key} = "{folder}"', dump / folder, place
+
+
+def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether two paths are the same, or one is inside the other."""
+    return all(a == b for a, b in zip(one, other, strict=False))
+
+
+def wrong_kind(path: Path, kind: str) -> str:
+    """Why a run cannot write at a path what is of a kind, "file" or "folder"; "" where it can.
+
+    A folder may be a link to one. A file must be none: what is elsewhere may be that of another run.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / _LOCK, "a+")
-    while True:
+    try:
+        state = path.stat() if kind == "folder" else path.lstat()
+    except FileNotFoundError:
+        return "is a link that leads nowhere; remove it" if path.is_symlink() else ""
+    except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
+        return f"cannot be a {kind}: {getattr(error, 'strerror', None) or error}"
+    found = next((name for name, test in _KINDS.items() if test(state.st_mode)), "a device")
+    if found != f"a {kind}":
+        return f"is {found}, and a run has a {kind} there; move it away"
+    if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if kind == "folder" else 0)):
+        return "no permission to write in it" if kind == "folder" else "no permission to read and write it"
+    return ""
+
+
+_KINDS = {
+    "a file": stat.S_ISREG,
+    "a folder": stat.S_ISDIR,
+    "a link": stat.S_ISLNK,
+    "a FIFO": stat.S_ISFIFO,
+    "a socket": stat.S_ISSOCK,
+}
+
+
+def _unwritable(dump: Path) -> str:
+    """Why a run cannot make its folder; "" where it can, or need not."""
+    above = next(folder for folder in dump.absolute().parents if os.path.exists(folder))
+    fault = "" if os.path.exists(dump) else wrong_kind(above, "folder")
+    return f"{above}: {fault}" if fault else ""
+
+
+# ------------------------------------------------------------------------------------------------------------------ the lock
+
+
+class RunLock:
+    """Holds a run directory until `close`; the lock of a killed process is free.
+
+    The folder itself is locked too, where its file system can do that (NFS cannot): whoever removes the lock file does not let
+    a second run in. Elsewhere `keep` finds out.
+    """
+
+    def __init__(self, folder: Path):
+        """Raises UserError if another run is training in the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.handles = folder, [os.open(folder, os.O_RDONLY)]
+        self._take()
+
+    def keep(self) -> None:
+        """Makes the lock file again if somebody has removed it. Raises UserError if another run has come in since."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(0.5)  # it may be a check for a moment: `other_run`
-            if fault := other_run(folder):
-                file.close()
-                raise UserError(fault) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return file
+            if os.path.samestat(os.fstat(self.handles[-1]), os.stat(self.folder / LOCK)):
+                return
+        except OSError:  # removed
+            pass
+        os.close(self.handles.pop())
+        log.warning("%s: somebody has removed it; made again, since it keeps a second run out", self.folder / LOCK)
+        self._take()
+
+    def close(self) -> None:
+        for handle in self.handles:
+            os.close(handle)
+        self.handles = []
+
+    def _take(self) -> None:
+        """Opens the lock file, and locks it and the folder."""
+        self.handles.append(os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666))
+        while not all(_locked(handle, fcntl.LOCK_EX) for handle in self.handles):
+            for handle in self.handles:  # so that of two runs that start together one comes in
+                _locked(handle, fcntl.LOCK_UN)
+            time.sleep(0.5)  # it may be a check for a moment
+            if fault := other_run(self.folder):
+                self.close()
+                raise UserError(fault)
+        os.truncate(self.handles[-1], 0)
+        os.write(self.handles[-1], f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+
+def _locked(handle: int, how: int) -> bool:
+    """Locks a file or folder; whether no other process holds it. A folder that its file system cannot lock counts as locked."""
+    try:
+        fcntl.flock(handle, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        if not stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise
+    return True
 
 
 def other_run(folder: Path) -> str:
     """The fault if another run is training in a run directory, with its process; or ""."""
-    if not (folder / _LOCK).is_file():
-        return ""  # no run has ever been here
-    with open(folder / _LOCK) as file:
+    for path in (folder, folder / LOCK):
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = file.read() or "starting"
-            return f'job.dump_folder = "{folder}": another run is training in it ({holder}); give this one a folder of its own'
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # no run has ever been here
+            continue
+        try:
+            if not _locked(handle, fcntl.LOCK_SH):
+                return (
+                    f'job.dump_folder = "{folder}": another run is training in it ({_holder(folder)}); give this one a folder '
+                    "of its own"
+                )
+        finally:
+            os.close(handle)
     return ""
+
+
+def _holder(folder: Path) -> str:
+    """The process that holds a run directory, in words."""
+    try:
+        return (folder / LOCK).read_bytes()[:100].decode(errors="replace") or "starting"
+    except OSError:
+        return f"which has lost {folder / LOCK}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- the record
 
 
 def record_start(config: Config, facts: dict[str, Any]) -> None:
     """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
     folder = Path(config.job.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "config.toml", to_toml(config))
-    path = folder / "provenance.json"
+    path = folder / PROVENANCE
     try:
-        starts = json.loads(path.read_text()) if path.exists() else []
-    except ValueError:  # somebody may have edited it: keep it
-        path.rename(path.with_suffix(".json.unreadable"))
+        starts = list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+    except (ValueError, TypeError, RecursionError):  # somebody may have edited it: keep it
+        shutil.copyfile(path, folder / _UNREADABLE)
         starts = []
     starts.append(
         {
@@ -90,6 +271,7 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
         }
     )
     replace_file(path, json.dumps(starts, indent=2))
+    replace_file(folder / CONFIG, to_toml(config))  # last: without provenance.json, `faults` takes it for a file of the user's
 
 
 def _git_state() -> dict[str, str] | None:
@@ -110,23 +292,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def faults(config: Config) -> Iterator[str]:
-    """Folders that a run cannot write, or must not."""
-    dump = Path(config.job.dump_folder)
-    existing = next(folder for folder in (dump, *dump.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        yield f'job.dump_folder = "{dump}": {existing} is a file'
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f'job.dump_folder = "{dump}": no permission to write in {existing}'
-    for key, name in (
-        ("checkpoint.folder", config.checkpoint.folder),
-        ("metrics.save_tb_folder", config.metrics.save_tb_folder),
-        ("profiling.save_traces_folder", config.profiling.save_traces_folder),
-        ("profiling.save_memory_snapshot_folder", config.profiling.save_memory_snapshot_folder),
-    ):
-        if Path(name) == Path() or Path(name).is_absolute() or ".." in Path(name).parts:
-            yield f'{key} = "{name}": must be a folder inside job.dump_folder'
-    if Path(config.checkpoint.folder) == Path(config.metrics.save_tb_folder):
-        yield f'checkpoint.folder = "{config.checkpoint.folder}": is metrics.save_tb_folder too; the two must differ'

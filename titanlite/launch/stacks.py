@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from titanlite.launch import process
+from titanlite.launch.run_folder import STACKS
 
 log = logging.getLogger("titanlite")
 
@@ -35,7 +36,7 @@ _dump: TextIO | None = None
 
 
 def folder_of(dump_folder: Path) -> Path:
-    return dump_folder / "stacks"
+    return dump_folder / STACKS
 
 
 # ---------------------------------------------------------------------------------------------------------------- a rank

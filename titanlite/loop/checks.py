@@ -3,6 +3,7 @@
 All faults are found before any process starts, and reported together.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from titanlite.data import sources, tokenizer
 from titanlite.errors import MachineFault, UserError
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
-from titanlite.loop import loss, resume, validation
+from titanlite.loop import divergence, loss, resume, validation
 from titanlite.optim import build, lr_schedule, state
 from titanlite.parallel import mesh, tensor
 from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
@@ -28,9 +29,9 @@ from titanlite.transforms.registry import Family, family_of, place_of
 ModelFaults = Callable[[Config, nn.Module], Iterable[str]]  # of a model on the meta device
 
 OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
-    run_folder.faults,
     folder.faults,
     resume.faults,
+    divergence.faults,
     lr_schedule.faults,
     build.faults,
     compile.faults,
@@ -58,11 +59,18 @@ def check(
     cuda = torch.cuda.is_available()
     faults = [*effects.faults(config.idle(Place(cuda, ranks)))]
     config = config.settled(Place(cuda or elsewhere))  # what has no effect has no faults either
-    faults += [fault for part in OF_THE_CONFIGURATION for fault in part(config)]
+    faults += (misplaced := [*run_folder.faults(config)])
+    reported = (
+        contextlib.suppress(OSError) if misplaced else contextlib.nullcontext()
+    )  # of what is there, which other parts read
+    for part in OF_THE_CONFIGURATION:
+        with reported:
+            faults += part(config)
     faults += mesh.faults(config, ranks)
     faults += sources.faults(config) if open_files else ()
     faults += process.faults(local_ranks) if local_ranks is not None else ()
-    faults += _model_faults(config, local_ranks is not None, of_model)
+    with reported:
+        faults += _model_faults(config, local_ranks is not None, of_model)
     left: list[str] = [fault for fault in faults if elsewhere and isinstance(fault, MachineFault)]
     if len(left) < len(faults):
         raise refusal(path, [fault for fault in faults if fault not in left])

@@ -12,7 +12,7 @@ import shlex
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.loop.metrics import read_lines
+from titanlite.launch.run_folder import INCIDENTS, METRICS
+from titanlite.loop.metrics import read_lines, read_reports
 from titanlite.optim.loss_scale import LEAST
 from titanlite.parallel.mesh import data_degree
 
 log = logging.getLogger(__name__)
-
-FILE = "incidents.jsonl"
 
 # At most this many steps in a row are skipped. After that the batches are not the cause: the weights give no finite gradient.
 _SKIPS_IN_A_ROW = 10
@@ -207,7 +206,7 @@ class Stretch(NamedTuple):
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """The lines of an incidents.jsonl, oldest first. Raises UserError for a line that this version does not write."""
-    return read_lines(path, {"kind", "step", "samples", "action", "superseded"})
+    return read_lines(path, {"kind": str, "step": int, "samples": list, "action": str, "superseded": bool})
 
 
 def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:
@@ -223,6 +222,16 @@ def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:
 def attempts_at(step: int, found: list[Stretch]) -> list[int]:
     """Indices of the stretches that contain a step; the first attempt comes first."""
     return [index for index, stretch in enumerate(found) if stretch.after < step <= stretch.last]
+
+
+def faults(config: Config) -> Iterator[str]:
+    """The reports and incidents of earlier starts, which a run continues, where they cannot be read."""
+    folder = Path(config.job.dump_folder)
+    for read in (lambda: read_reports(folder / METRICS), lambda: read_entries(folder / INCIDENTS)):
+        try:
+            read()
+        except UserError as error:
+            yield str(error)
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole run
@@ -253,7 +262,7 @@ class Incidents:
         self.global_batch, self.active = global_batch, active
         self.spikes = Spikes(config.metrics.spike_window, config.metrics.spike_threshold)
         self.streak, self.rollbacks, self.last_target = 0, 0, -1
-        self.entries = read_entries(self.folder / FILE) if active else []
+        self.entries = read_entries(self.folder / INCIDENTS) if active else []
         for entry in self.entries:
             # a rollback is repeated with the step after the one that it went back to
             repeated = entry["to_step"] + 1 if entry["kind"] == "rollback" else entry["step"]
@@ -346,4 +355,4 @@ class Incidents:
         """Adds entries; the file is replaced atomically."""
         if self.active:
             self.entries += entries
-            replace_file(self.folder / FILE, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+            replace_file(self.folder / INCIDENTS, "".join(json.dumps(entry) + "\n" for entry in self.entries))

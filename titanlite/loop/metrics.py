@@ -18,6 +18,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file
 from titanlite.launch import stacks
+from titanlite.launch.run_folder import METRICS
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +149,8 @@ class Reporter:
         self.close()
         if self._active:
             folder, cfg = Path(self._config.job.dump_folder), self._config.metrics
-            _drop_reports_from(folder / "metrics.jsonl", first_step)
-            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+            _drop_reports_from(folder / METRICS, first_step)
+            self.file = open(folder / METRICS, "a", encoding="utf-8")
             if cfg.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
 
@@ -180,7 +181,7 @@ class Reporter:
 
 
 def _drop_reports_from(path: Path, first_step: int) -> None:
-    reports = read_lines(path, {"step"})
+    reports = read_reports(path)
     kept = [report for report in reports if report["step"] < first_step]
     if dropped := len(reports) - len(kept):
         log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
@@ -188,19 +189,28 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
         replace_file(path, "".join(json.dumps(report) + "\n" for report in kept))
 
 
-def read_lines(path: Path, keys: set[str]) -> list[dict[str, Any]]:
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """The reports of a metrics.jsonl, oldest first. Raises UserError for a line that is none."""
+    return read_lines(path, {"step": int})
+
+
+def read_lines(path: Path, types: dict[str, type]) -> list[dict[str, Any]]:
     """The objects of a .jsonl file of a run, without an incomplete last line, which a killed run leaves.
 
-    Raises UserError for a line that is not an object with these keys.
+    Raises UserError for a line that is not an object with keys of these types.
     """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    content = path.read_bytes() if path.is_file() else b""
     entries = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        with contextlib.suppress(ValueError):
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
+        with contextlib.suppress(ValueError, RecursionError):
             entries.append(json.loads(line))
-        if len(entries) < number or not isinstance(entries[-1], dict) or not keys <= entries[-1].keys():
+        if len(entries) < number or not isinstance(entries[-1], dict) or not _has(entries[-1], types):
             raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file")
     return entries
+
+
+def _has(entry: dict[str, Any], types: dict[str, type]) -> bool:
+    return all(isinstance(entry.get(key), kind) for key, kind in types.items())
 
 
 # What a line of the console shows, if the report has it. The report has None for a number that is not finite.

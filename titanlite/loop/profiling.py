@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.config.schema import Config
+from titanlite.launch.run_folder import COLLECTIVES
 from titanlite.loop.memory import OutOfMemory
 from titanlite.loop.metrics import Clock
 
-_COLLECTIVES = "comm_traces"  # where the flight recorder writes, inside job.dump_folder
 _RECORDED_ALLOCATIONS = 100_000  # events that a memory snapshot looks back on; some 100 MB of it as a file
 
 
@@ -113,7 +113,7 @@ def record_collectives(config: Config, environment: MutableMapping[str, str] = o
     if size == 0:
         environment.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         return
-    folder = Path(config.job.dump_folder).resolve() / _COLLECTIVES
+    folder = Path(config.job.dump_folder).resolve() / COLLECTIVES
     folder.mkdir(parents=True, exist_ok=True)
     environment["TORCH_FR_BUFFER_SIZE"] = str(size)
     environment["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "rank_")  # the rank's number is added to it

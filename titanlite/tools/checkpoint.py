@@ -18,6 +18,7 @@ from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.errors import UserError
+from titanlite.launch.run_folder import CONFIG
 from titanlite.tools.options import command_parser
 
 
@@ -47,7 +48,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def _folders_in(folder: Path) -> Iterator[Path]:
     """The folders that may hold the checkpoints: this one, and that of a run directory."""
     yield folder
-    stored = folder / "config.toml"
+    stored = folder / CONFIG
     if stored.is_file():
         yield folder / read_config(stored, []).checkpoint.folder
 

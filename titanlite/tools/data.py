@@ -24,6 +24,7 @@ from titanlite.data.origin import Origin, continued
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
+from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.resume import refuse_foreign
@@ -67,7 +68,7 @@ def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Or
     began = continued(found.numbers, data.describe()["sources"])
     samples, batch = found.numbers["samples"], found.numbers["global_batch"]
     if number < step:  # a rollback to this checkpoint continues with a later sample
-        entries = divergence.read_entries(Path(config.job.dump_folder) / divergence.FILE)
+        entries = divergence.read_entries(Path(config.job.dump_folder) / INCIDENTS)
         jumps = {each.after: each.next_sample for each in divergence.stretches(entries)}
         samples = jumps.get(number) or samples
     position = samples + (step - 1 - number) * size

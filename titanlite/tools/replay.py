@@ -33,10 +33,11 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
 from titanlite.launch import process
+from titanlite.launch.run_folder import CONFIG, INCIDENTS, METRICS, PROVENANCE
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
-from titanlite.loop.metrics import read_lines
+from titanlite.loop.metrics import read_reports
 from titanlite.loop.resume import Progress, Setting, load_run, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
@@ -84,7 +85,7 @@ def route_to(step: int, attempt: int | None, entries: list[dict[str, Any]]) -> R
 
 def reports_of(run: Path) -> dict[int, dict[str, Any]]:
     """step -> its line of metrics.jsonl. While a run trains, the last line may be incomplete."""
-    return {report["step"]: report for report in read_lines(run / "metrics.jsonl", {"step"})}
+    return {report["step"]: report for report in read_reports(run / METRICS)}
 
 
 def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
@@ -99,9 +100,9 @@ def setting_of(run: Path, step: int) -> tuple[Config, int]:
     The first checkpoint at or after the step holds them: between two checkpoints a run has one configuration. Without such a
     checkpoint they are those of the latest start. Raises UserError for a folder that is no run directory.
     """
-    if not (run / "config.toml").is_file():
-        raise UserError(f"{run}: there is no config.toml: not the folder of a run")
-    config = read_config(str(run / "config.toml"), [])
+    if not (run / CONFIG).is_file():
+        raise UserError(f"{run}: there is no {CONFIG}: not the folder of a run")
+    config = read_config(str(run / CONFIG), [])
     if numbers := saved_after(step, run / config.checkpoint.folder):
         return stored_config(numbers["config"]), numbers["global_batch"]
     if config.training.global_batch_size > 0:
@@ -109,7 +110,7 @@ def setting_of(run: Path, step: int) -> tuple[Config, int]:
     try:
         return config, latest_start(run)["global_batch"]
     except KeyError:
-        raise UserError(f"{run / 'provenance.json'}: does not contain the global batch size") from None
+        raise UserError(f"{run / PROVENANCE}: does not contain the global batch size") from None
 
 
 def saved_after(step: int, saves: Path) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def saved_after(step: int, saves: Path) -> dict[str, Any]:
 def latest_start(run: Path) -> dict[str, Any]:
     """The last entry of a run's provenance.json; empty if it has none."""
     try:
-        return dict(json.loads((run / "provenance.json").read_text())[-1])
+        return dict(json.loads((run / PROVENANCE).read_text())[-1])
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 
@@ -158,9 +159,10 @@ def check_setting(config: Config, run: Path, ranks: int) -> None:
     """Raises UserError for a run that this machine cannot repeat. Folders do not matter: replay writes nothing."""
     if 0 < torch.cuda.device_count() < ranks:
         raise UserError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank needs one")
-    job = {"dump_folder": tempfile.gettempdir(), "time_limit_minutes": 0.0}
+    nowhere = os.path.join(tempfile.gettempdir(), f"titanlite-replay-{os.getpid()}")
+    job = {"dump_folder": nowhere, "time_limit_minutes": 0.0}
     config = replaced(config, job=job, training={"on_nonfinite": "stop"}).model_copy(update={"checkpoint": Checkpoint()})
-    check(config, str(run / "config.toml"), ranks)
+    check(config, str(run / CONFIG), ranks)
 
 
 # ----------------------------------------------------------------------------------------------------------------- the step
@@ -323,7 +325,7 @@ def main() -> None:
     process.set_up_logging()
     run, step, ranks = options.run, options.step, options.ranks or 1
     config, global_batch = setting_of(run, step)
-    entries = divergence.read_entries(run / divergence.FILE)
+    entries = divergence.read_entries(run / INCIDENTS)
     if step > (last := furthest(run, config, entries)):
         raise UserError(f"--step {step}: the run in {run} reached step {last} at most")
     route = route_to(step, options.attempt, entries)

@@ -1,0 +1,340 @@
+"""Things of the wrong kind where a run writes, and folders that collide."""
+
+import functools
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+from tests.hostile.judge import Case
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.folder import list_steps, retire
+from titanlite.config.read import read_config
+from titanlite.config.schema import Checkpoint
+from titanlite.launch import stacks
+from titanlite.launch.run_folder import OPTIONS, PLACES, RunLock, record_start
+from titanlite.loop.checks import check
+from titanlite.loop.divergence import Incidents
+from titanlite.loop.metrics import Reporter
+from titanlite.tools import replay
+
+Make = Callable[[Path], Callable[[], object]]
+
+_RUN = """[job]
+dump_folder = "out"
+[checkpoint]
+enable = true
+keep_latest_k = 1
+[metrics]
+enable_tensorboard = false
+"""
+_FOLDERS = {key: getattr(getattr(read_config(os.devnull, []), key.split(".")[0]), key.split(".")[1]) for key in OPTIONS}
+_STEP = "step-00000010"
+_NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
+
+
+def start(*options: str) -> None:
+    """What a start does in its folder before the first step: the check, then the files of rank 0."""
+    config = read_config("run.toml", list(options))
+    check(config, "run.toml", 1, open_files=False)
+    dump = Path(config.job.dump_folder)
+    lock = RunLock(dump)
+    try:
+        stacks.open_dump(dump, 0)
+        record_start(config, {})
+        reporter = Reporter(config, 1, active=True)
+        Incidents(config, 8, 1, active=True)
+        reporter.report(1, {"loss": 1.0})
+        lock.keep()
+        reporter.close()
+        stacks.close_dump()
+    finally:
+        lock.close()
+    assert read_config(dump / "config.toml", []) == config, "config.toml is another configuration"
+    assert json.loads((dump / "metrics.jsonl").read_text().splitlines()[-1]) == {"step": 1, "loss": 1.0}, "no report"
+
+
+def case(name: str, make: Make, names: str, right: bool = False) -> Case:
+    return Case("places", name, make, names, right)
+
+
+def in_a_run(put: Callable[[Path], object], *options: str, action: Callable[..., None] = start) -> Make:
+    """A run folder `out` with something put into it, and a start there."""
+
+    def make(folder: Path) -> Callable[[], object]:
+        (folder / "run.toml").write_text(_RUN)
+        (folder / "elsewhere").mkdir()
+        (folder / "elsewhere/file").write_text("of another program")
+        (folder / "out").mkdir()
+        put(folder / "out")
+        return functools.partial(action, *options)
+
+    return make
+
+
+def above(path: Path) -> Path:
+    """The path, in a folder that exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def elsewhere(path: Path) -> Path:
+    return next(parent for parent in path.parents if parent.name == "out").parent / "elsewhere"
+
+
+def read_only(path: Path, kind: str) -> None:
+    path.mkdir() if kind == "folder" else path.write_text("")
+    path.chmod(0o555 if kind == "folder" else 0o444)
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(os.path.relpath(path))
+
+
+# what may be at a place instead of a file, or of a folder
+THINGS: dict[str, Callable[[Path], object]] = {
+    "a file": lambda path: path.write_text(""),
+    "a folder": lambda path: path.mkdir(),
+    "a folder with a file": lambda path: (path.mkdir(), (path / "file").write_text("of the user's")),
+    "a FIFO": os.mkfifo,
+    "a socket": bind,
+    "a dangling link": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to a file elsewhere": lambda path: path.symlink_to(elsewhere(path) / "file"),
+    "a link to a folder elsewhere": lambda path: path.symlink_to(elsewhere(path)),
+    "a link to a device": lambda path: path.symlink_to("/dev/null"),
+    "a link to the run folder": lambda path: path.symlink_to(next(p for p in path.parents if p.name == "out")),
+}
+FITTING = {
+    "file": {"a file"},
+    "folder": {"a folder", "a folder with a file", "a link to a folder elsewhere"},
+}
+
+
+def places() -> dict[str, str]:
+    """Each name in a run folder at which a run writes -> its kind."""
+    kinds = {name: place.kind for name, place in PLACES.items()}
+    kinds |= {f"{name}.tmp": kind for name, kind in kinds.items() if kind == "file"}
+    kinds |= {_FOLDERS[key]: place.kind for key, place in OPTIONS.items()}
+    kinds |= {"stacks/rank-0.txt": "file", "comm_traces/rank_0": "file"}
+    kinds |= {f"profile_traces/{_STEP}": "folder", f"memory_snapshot/{_STEP}": "folder"}
+    kinds |= {"checkpoint/.probe": "file", "checkpoint/.probe.tmp": "file"}
+    names = (_STEP, f"{_STEP}-hf", f".{_STEP}.unfinished", f".{_STEP}-hf.unfinished", f".{_STEP}.retired")
+    return kinds | {f"checkpoint/{name}": "folder" for name in names}
+
+
+def things_at_places() -> Iterator[Case]:
+    """Each place with each thing."""
+    for name, kind in places().items():
+        for thing, put in THINGS.items():
+            right = thing in FITTING[kind] and name != "config.toml"  # which is not of a run without provenance.json
+            yield case(f"{name} is {thing}", in_a_run(lambda out, n=name, p=put: p(above(out / n))), re.escape(name), right)
+
+
+# ------------------------------------------------------------------------------------------------------------ permissions
+
+
+def without_permission(action: Callable[[], object]) -> Callable[[], object]:
+    """The action, as a user who is not root runs it: the bits of a file's mode decide."""
+
+    def allowed(path: str | Path, mode: int) -> bool:
+        bits = os.stat(path).st_mode >> 6
+        return not (mode & os.W_OK and not bits & 2) and not (mode & os.X_OK and not bits & 1)
+
+    def run() -> None:
+        with mock.patch("os.access", allowed):
+            action()
+
+    return run
+
+
+def read_only_places() -> Iterator[Case]:
+    for name, kind in places().items():
+        if "/" in name:
+            continue
+
+        def put(out: Path, name: str = name, kind: str = kind) -> None:
+            read_only(out / name, kind)
+
+        def make(folder: Path, put: Callable[[Path], None] = put) -> Callable[[], object]:
+            return without_permission(in_a_run(put)(folder))
+
+        yield case(f"{name} is read-only", make, re.escape(name))
+    yield case(
+        "the run folder is read-only", lambda folder: without_permission(in_a_run(lambda out: out.chmod(0o555))(folder)), "out"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the folder itself
+
+
+def run_folders() -> Iterator[Case]:
+    """Things that are no run folder."""
+    values = {
+        "a file": "elsewhere/file",
+        "in a file": "elsewhere/file/out",
+        "a device": "/dev/null",
+        "in a device": "/dev/null/out",
+        "too long": "x" * 300,
+        "a path that is too long": "/".join(["x" * 200] * 30),
+        "a dangling link": "dangling",
+        "a loop of links": "loop",
+        "a FIFO": "fifo",
+    }
+
+    def put(out: Path) -> None:
+        (out.parent / "dangling").symlink_to("nowhere")
+        (out.parent / "loop").symlink_to("loop")
+        os.mkfifo(out.parent / "fifo")
+
+    for name, value in values.items():
+        yield case(f"job.dump_folder is {name}", in_a_run(put, "--job.dump_folder", value), r"job\.dump_folder")
+
+    def zero_byte(folder: Path) -> Callable[[], object]:
+        action = in_a_run(put)(folder)
+        (folder / "run.toml").write_text('[job]\ndump_folder = "a\\u0000b"\n')
+        return action
+
+    yield case("job.dump_folder has a zero byte", zero_byte, r"job\.dump_folder")
+    mine = "# of the user's\n"
+    yield case("config.toml is of the user's", in_a_run(lambda out: (out / "config.toml").write_text(mine)), r"config\.toml")
+
+
+# ----------------------------------------------------------------------------------------------------- folders that collide
+
+
+def colliding_options() -> Iterator[Case]:
+    """Each key that names a folder, with the name of something else."""
+    wrong = ["", ".", "..", "../elsewhere", "a/../..", "/tmp/elsewhere", "./", "x" * 300, "elsewhere/../../out"]
+    for key in OPTIONS:
+        taken = [*PLACES, "metrics.jsonl.tmp", *(folder for other, folder in _FOLDERS.items() if other != key)]
+        inside = [f"{name}/inside" for name in taken]
+        for value in [*wrong, *taken, *inside, f"./{taken[-1]}/.", "stacks/../stacks"]:
+            option = f"--{key}={value}"
+            yield case(f"{key} = {value[:30]!r}", in_a_run(lambda out: None, option), re.escape(key))
+    pairs = [(one, other) for one in OPTIONS for other in OPTIONS if one < other]
+    for one, other in pairs:
+        for first, second in (("same", "same"), ("same", "same/inside"), ("same/inside", "same"), ("a/./b", "a//b")):
+            options = (f"--{one}={first}", f"--{other}={second}")
+            name = f"{one} = {first!r} and {other} = {second!r}"
+            yield case(name, in_a_run(lambda out: None, *options), re.escape(other))
+
+        def link(out: Path, one: str = one, other: str = other) -> None:
+            (out / _FOLDERS[other]).symlink_to(_FOLDERS[one])
+            (out / _FOLDERS[one]).mkdir()
+
+        yield case(f"{other} is a link to {one}", in_a_run(link), re.escape(other))
+
+
+# ----------------------------------------------------------------------------------------------------------- garbage in files
+
+GARBAGE: dict[str, bytes] = {
+    "nothing": b"",
+    "zeros": bytes(100) + b"\n",
+    "not UTF-8": b'{"step": "\xff\xfe"}\n',
+    "a number": b"3\n",
+    "null": b"null\n",
+    "a text": b'"text"\n',
+    "a list of a number": b"[3]\n",
+    "an empty object": b"{}\n",
+    "a step that is a text": b'{"step": "x"}\n',
+    "deep": b"[" * 20_000 + b"]" * 20_000 + b"\n",
+    "a line of another program": b"2026-01-01 started\n",
+    "5,000 digits": b'{"step": ' + b"9" * 5_000 + b"}\n",
+}
+_HARMLESS = {"nothing"}
+
+
+def garbage_in_files() -> Iterator[Case]:
+    """Files of the right kind with other contents. A lock, the last start's files and half written files are replaced."""
+    for name in (name for name, kind in places().items() if kind == "file"):
+        for what, content in GARBAGE.items():
+
+            def put(out: Path, name: str = name, content: bytes = content) -> None:
+                (out / "provenance.json").write_text("[]")
+                above(out / name).write_bytes(content)
+
+            right = name not in ("metrics.jsonl", "incidents.jsonl") or what in _HARMLESS
+            yield case(f"{name} holds {what}", in_a_run(put), re.escape(name), right)
+
+
+# ------------------------------------------------------------------------------------------------------------- other commands
+
+
+def replayed() -> None:
+    replay.setting_of(Path("out"), 5)
+    replay.reports_of(Path("out"))
+
+
+def replays() -> Iterator[Case]:
+    """`titanlite replay` of a folder with something else than config.toml."""
+    for thing in ("a folder", "a FIFO", "a dangling link", "a link to itself"):
+        make = in_a_run(lambda out, put=THINGS[thing]: put(out / "config.toml"), action=replayed)
+        yield case(f"replay: config.toml is {thing}", make, r"config\.toml")
+    for what in ("zeros", "not UTF-8", "deep", "a number", "a line of another program"):
+        make = in_a_run(lambda out, content=GARBAGE[what]: (out / "config.toml").write_bytes(content), action=replayed)
+        yield case(f"replay: config.toml holds {what}", make, r"config\.toml")
+
+
+# ----------------------------------------------------------------------------------------------------------------- retention
+
+
+def write_checkpoint(path: Path, step: int) -> None:
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_text("tensors")
+    manifest.write(path, manifest.Manifest({"step": step, **_NUMBERS}, {"__0_0.distcp": manifest.Contents(7, "")}))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "an empty manifest": lambda path: (path / "manifest.json").write_text(""),
+    "a manifest that was changed": lambda path: (path / "manifest.json").write_text("{}"),
+    "a manifest that is a folder": lambda path: ((path / "manifest.json").unlink(), (path / "manifest.json").mkdir()),
+    "a file of the user's": lambda path: (path / "notes.txt").write_text("of the user's"),
+    "a folder of the user's": lambda path: (path / "notes").mkdir(),
+    "the manifest of another step": lambda path: (
+        write_checkpoint(path.with_name("other"), 7),
+        (path.with_name("other") / "manifest.json").replace(path / "manifest.json"),
+    ),
+    "a link to a folder elsewhere": lambda path: (
+        path.rename(elsewhere(path) / "kept"),
+        path.symlink_to(elsewhere(path) / "kept"),
+    ),
+}
+
+
+def retention() -> Iterator[Case]:
+    """Folders with the name of a superfluous checkpoint that are none: retention leaves them as they are."""
+    for what, change in CHANGES.items():
+
+        def make(folder: Path, change: Callable[[Path], object] = change) -> Callable[[], object]:
+            saves = folder / "out/checkpoint"
+            (folder / "elsewhere").mkdir()
+            for step in (10, 20):
+                write_checkpoint(saves / f"step-{step:08d}", step)
+            change(saves / _STEP)
+            before = sorted(str(path) for top in (saves / _STEP, folder / "elsewhere") for path in top.rglob("*"))
+
+            def action() -> None:
+                retire(saves, Checkpoint(enable=True, keep_latest_k=1))
+                after = sorted(str(path) for top in (saves / _STEP, folder / "elsewhere") for path in top.rglob("*"))
+                assert list_steps(saves) == [10, 20] and after == before, "retention has deleted what no manifest proves"
+
+            return action
+
+        yield case(f"retention: {what}", make, "-", right=True)
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """All of them, at every seed."""
+    yield from things_at_places()
+    yield from read_only_places()
+    yield from run_folders()
+    yield from colliding_options()
+    yield from garbage_in_files()
+    yield from replays()
+    yield from retention()
