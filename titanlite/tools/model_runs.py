@@ -20,7 +20,7 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Model
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.optim.state import run_tensors
@@ -90,8 +90,7 @@ def guarded(function: Callable[..., list[str]], *arguments: Any) -> list[str]:
 
 def train_small(
     device: torch.device,
-    name: str,
-    flavor: str,
+    model: Model,
     sections: dict[str, dict[str, Any]],
     degrees: dict[str, int],
     saves: Path | None = None,
@@ -102,7 +101,7 @@ def train_small(
     saves: a folder of checkpoints. The run then loads the one of `step`, if there is any, and writes the next one.
     """
     mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-    build = _builder(name, flavor, sections, degrees, mesh, device)
+    build = _builder(model, sections, degrees, mesh, device)
     run = build()
     nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
     before = _values(run.model)
@@ -127,22 +126,21 @@ def train_small(
 
 
 def gradients_small(
-    device: torch.device, name: str, flavor: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
+    device: torch.device, model: Model, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
 ) -> dict[str, Tensor]:
     """The gradients of the first step of `train_small`, in float64."""
     mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-    return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
+    return gradients_in_float64(_builder(model, sections | FLOAT64, degrees, mesh, device), random_batches)
 
 
 def _builder(
-    name: str,
-    flavor: str,
+    model: Model,
     sections: dict[str, dict[str, Any]],
     degrees: dict[str, int],
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Callable[[], Run]:
-    config = replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections)
+    config = replaced(on_mesh(small_config(model), degrees, GLOBAL_BATCH), **sections)
     return lambda: begin_small(config, mesh, device)
 
 
@@ -256,11 +254,11 @@ def describe(comparison: Comparison) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- the parts
 
 
-def small_config(name: str, flavor: str) -> Config:
+def small_config(model: Model) -> Config:
     training = {"seq_len": SEQ_LEN, "steps": STEPS, "global_batch_size": GLOBAL_BATCH, "local_batch_size": GLOBAL_BATCH}
     return Config.model_validate(
         {
-            "model": {"name": name, "flavor": flavor},
+            "model": model.model_dump(),
             "training": {**training, "mixed_precision_param": "float32"},
             "lr_scheduler": {"warmup_steps": 1},
         }
