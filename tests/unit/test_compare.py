@@ -13,7 +13,7 @@ def trajectory(**changes: object) -> Trajectory:
     weights = {"embed.weight": torch.ones(4), "head.weight": torch.arange(4.0)}
     gradients = {name: weight + 1 for name, weight in weights.items()}
     batches = [torch.arange(6), torch.arange(6) + 6]
-    return Trajectory(weights, batches, [4.0, 3.0], [2.0, 1.0], gradients, {torch.float32})._replace(**changes)
+    return Trajectory(weights, batches, [4.0, 3.0], [2.0, 1.0], gradients, {torch.float32}, {})._replace(**changes)
 
 
 def named(**changes: object) -> list[tuple[str, str]]:

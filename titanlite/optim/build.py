@@ -98,6 +98,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, multiple: 
         for p in group["params"]:
             if p.grad is not None:
                 by_replication.setdefault(replication_factor(p.grad), []).append(local_part(p.grad))
+    if not by_replication:
+        raise UserError("no gradient reaches any parameter: the loss does not depend on what is trained")
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_replication.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt() if multiple is None else total.sqrt() / multiple

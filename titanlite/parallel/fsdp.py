@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
@@ -145,4 +146,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # The unit of tied embedding and head has run the head last, waits for the embedding, and would stay gathered.
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._training_state = TrainingState.IDLE
             module.reshard()
