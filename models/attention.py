@@ -23,7 +23,7 @@ class SeqInfo(NamedTuple):
     positions: Tensor  # (batch, seq) int64, the position of each token in its sequence or document
     documents: Tensor | None = None  # (batch, seq) int32, each token's document; None: attention ignores documents
     cache: "Cache | None" = None  # keys and values of earlier tokens, for generation
-    mask: Tensor | BlockMask | None = None  # set by `with_mask`, used by `Attention.core`
+    mask: Tensor | BlockMask | None = None  # set by `with_mask`, used by `AttentionCore.core`
 
 
 # ---------------------------------------------------------------------------------------------------------------- mask

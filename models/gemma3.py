@@ -151,7 +151,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
     norms = {"layers.*.attention.[qk]_norm": "replicate"} if config.qk_norm else {}  # each rank normalises its own heads
     return {
         "embed": "vocab",

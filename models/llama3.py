@@ -88,7 +88,7 @@ class Model(Decoder):
         c = self.config
         if self.embed is not None:
             x = self.embed(x)
-        seq = with_mask(seq)  # once for all layers; Attention.core uses it
+        seq = with_mask(seq)  # once for all layers; AttentionCore.core uses it
         rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
         for layer in self.layers.values():
             x = layer(x, rope, seq)
@@ -96,7 +96,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
     return {
         "embed": "vocab",
         "layers.*.attention_norm": "sequence",

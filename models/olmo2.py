@@ -112,7 +112,7 @@ class Model(Decoder):
 
 
 def sharding(config: Config) -> dict[str, str]:
-    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: titanlite/parallel/tensor.py."""
+    """How tensor parallelism splits each module: {pattern of module names: style}. Styles: docs/styles.md."""
     return {
         "embed": "vocab",
         "layers.*.attention_input": "sequence",

@@ -7,7 +7,8 @@ class UserError(ValueError):
     """A fault in the user's input: a key, a file, a model module, a mesh that does not fit the machine.
 
     Its text says what is wrong, what is allowed and, if there is a guess, what was meant. Commands print the text without a
-    traceback and exit with code 2. Any other exception is a defect of titanlite.
+    traceback and exit with code 2. Any other exception is a defect of titanlite. Only `on_ranks` of the tools makes one of any
+    exception, since the user's model runs there.
     """
 
 

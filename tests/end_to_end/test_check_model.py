@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from models import llama3
 from models.blocks import Flops
 from tests import tiny
 from tests.distributed.pool import Pool
+from titanlite.config.schema import Model
 from titanlite.errors import UserError
 from titanlite.tools import check_model, model_facts, model_loop, model_runs
 from titanlite.tools.check_model import (
@@ -195,7 +197,8 @@ def test_an_error_of_the_forward_pass_is_told_with_the_line_and_meshes_are_not_t
     assert not_run(rows) == TRAINING[1:]
 
 
-def trained(pools: dict[int, Pool], *arguments: object, ranks: int = 1) -> Trained:
+def trained(pools: dict[int, Pool], name: str, flavor: str, *more: object, ranks: int = 1) -> Trained:
+    arguments = (Model(name=name, flavor=flavor), *more)
     return pools[ranks].run(f"{__name__}:call", called=train_small.__name__, arguments=arguments)[0]
 
 
@@ -368,6 +371,38 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert out[-1] == "1 of 22 checks failed"
 
 
+def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):
+    trained_models = []
+
+    def on_ranks(_count, _function, model, *_more, **_options):
+        trained_models.append(model)
+        raise UserError("enough")
+
+    monkeypatch.setattr(check_model, "on_ranks", on_ranks)
+    words = ("--model.overrides.n_layers", "3", "--model.overrides.n_heads=6", "--model.overrides.n_kv_heads", "3")
+    assert command(monkeypatch, "tests.tiny:tied", *words) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "tests.tiny: tied with n_layers = 3, n_heads = 6, n_kv_heads = 3 on meta; tied trained"
+    assert any("2 ranks of tensor parallelism cannot share n_kv_heads = 3" in line for line in out)
+    assert {model.title for model in trained_models} == {"tests.tiny tied with n_layers = 3, n_heads = 6, n_kv_heads = 3"}
+
+
+def test_a_model_with_overrides_is_trained(pools):
+    model = Model(name="tests.tiny", flavor="plain", overrides={"n_layers": 3, "ffn_dim": 32})
+    found = pools[1].run(f"{__name__}:call", called=train_small.__name__, arguments=(model, {}, {}))[0]
+    assert found.trajectory.weights["layers.2.ffn.w1.weight"].shape == (32, 64)
+
+
+def test_imports_of_optional_libraries_print_nothing_between_the_rows():
+    pytest.importorskip("transformers", reason="needs transformers")
+    program = (
+        "from tests import tiny; from titanlite.tools import model_facts; from titanlite.transforms.registry import Family; "
+        "print(model_facts.shape_faults(Family(tiny, tiny.FLAVORS['plain'])))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
 def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):
     monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("sharding", "passed", []), Row("HF", "not run", ["x"])]))
     assert command(monkeypatch, "tests.tiny") == 0
@@ -392,6 +427,13 @@ def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkey
     [
         (["lama3"], "there is no module models.lama3"),
         (["tests.tiny:huge"], "has the flavors plain, tied"),
+        (
+            ["tests.tiny", "--training.steps", "3", "--flavor", "x"],
+            "--training.steps, --flavor: check-model has no other",
+        ),
+        (["tests.tiny", "--model.overrides.n_layer", "3"], "did you mean model.overrides.n_layers"),
+        (["tests.tiny", "--model.overrides.n_layers"], "--model.overrides.n_layers: has no value"),
+        (["tests.tiny", "more"], "more: belongs to no option"),
     ],
 )
 def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, words, fault):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import Pool
+from titanlite.config.schema import Model
 from titanlite.tools import model_loop
 from titanlite.tools.model_loop import AT, STEPS, Runs, Whole, random_faults, run_faults
 
@@ -18,7 +19,7 @@ def on_rank(**words: Any) -> Runs:
 
 
 def runs_of(pools: dict[int, Pool], name: str, folder: Path, flavor: str = "plain") -> Runs:
-    words = {"name": name, "flavor": flavor, "degrees": {"dp_shard": 2}, "folder": folder}
+    words = {"model": Model(name=name, flavor=flavor), "degrees": {"dp_shard": 2}, "folder": folder}
     return pools[2].run(f"{HERE}:on_rank", **words)[0]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.end_to_end import test_check_model
 from tests.end_to_end.test_check_model import command, failed, line_of, table
+from titanlite.config.schema import Model
 from titanlite.tools import check_model
 from titanlite.tools.check_model import TRAINED, Row
 from titanlite.tools.compare import DEGREES, MESHES, Comparison, Difference, compare
@@ -21,7 +22,7 @@ TP = {"tp": 2}
 
 def on(pools, function, fork: str, degrees: dict[str, int]):
     """The result of a function of model_runs on a mesh."""
-    words = fork, "plain", {}, degrees
+    words = Model(name=fork, flavor="plain"), {}, degrees
     ranks = 2 if degrees else 1
     return pools[ranks].run(f"{test_check_model.__name__}:call", called=function.__name__, arguments=words)[0]
 

@@ -73,14 +73,15 @@ def read_words(words: list[str], usage: str) -> tuple[str, Config]:
     return words[0], config
 
 
-def read_config(path: str | Path, options: list[str], taken: list[str] | None = None) -> Config:
+def read_config(path: str | Path | None, options: list[str], taken: list[str] | None = None) -> Config:
     """The validated configuration of a TOML file, overridden by command-line options such as `--training.steps 50`.
 
+    path: None for the options alone.
     Keys of torchtitan that have a meaning here are replaced, with a line for each added to `taken`. Raises Faults that lists
     all faults of files and options. `--help` prints every option and exits.
     """
     origins: dict[str, Layer] = {}  # "section.key" -> the file or option that has set it
-    values = _load_toml(Path(path), [], origins)
+    values = _load_toml(Path(path), [], origins) if path else {}
     if "-h" in options or "--help" in options:
         _print_help(values)
     texts, faults = _parse_options(options)
@@ -100,9 +101,9 @@ def read_config(path: str | Path, options: list[str], taken: list[str] | None = 
         config = Config.model_validate(values)
     except ValidationError as error:
         faults += _describe(error, origins)
-        raise refusal(str(path), faults, _without_foreign(values, error)) from None
+        raise refusal(str(path or "options"), faults, _without_foreign(values, error)) from None
     if faults:
-        raise refusal(str(path), faults)
+        raise refusal(str(path or "options"), faults)
     vars(config)["layers"] = {key: layer for key, layer in origins.items() if key in KEYS}
     return config
 

@@ -1,14 +1,15 @@
-"""titanlite check-model NAME[:flavor]
+"""titanlite check-model NAME[:flavor] [--model.overrides.dim 512 ...]
 
 Proves that a model file still shards, compiles, checkpoints and converts. On the meta device the command checks the named
 flavor, or all of them. On the CPU it trains a small flavor for a few steps on random tokens, in one process and on meshes of
 two and four. Each failure names the parameter or the line in your file. Exit code 0: all checks passed; 1: a check failed; 2:
 there is nothing to check; 3: no check failed, and of a difference it is undecided whether it is a fault or rounding.
+
+Overrides change dimensions of every flavor, also of the one that is trained.
 """
 
 import contextlib
 import functools
-import logging
 import math
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from titanlite.config.read import read_config
+from titanlite.config.schema import Model
 from titanlite.errors import UserError
 from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import MESHES, compare
@@ -41,7 +44,7 @@ from titanlite.tools.model_runs import (
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import in_order, settle, tolerances
-from titanlite.transforms.registry import BrokenModule, Family, load_module
+from titanlite.transforms.registry import BrokenModule, Family, family_with, load_module
 
 BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
 TABLES = (BUILT, "sharding", "initial")
@@ -87,12 +90,15 @@ class Table:
         return Row(name, "passed", [remark] if remark else [])
 
 
-def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None) -> Iterator[Row]:
+def rows_of(
+    name: str, module: ModuleType, flavors: list[str], small: str | None, overrides: dict[str, Any] | None = None
+) -> Iterator[Row]:
     """All rows of the table, each as soon as it is known.
 
-    flavors: checked on meta. small: the flavor that is trained; None where no flavor can be built.
+    flavors: checked on meta. small: the flavor that is trained; None where no flavor can be built. overrides: of dimensions, in
+    every flavor.
     """
-    families, table = {flavor: Family(module, module.FLAVORS[flavor]) for flavor in flavors}, Table()
+    families, table = {flavor: family_with(name, module, flavor, overrides) for flavor in flavors}, Table()
 
     def on_meta(row: str, check: Callable[[Family], list[str]], of: dict[str, Family], *needs: str) -> Row:
         return table.row(row, partial(over_flavors, of, check), needs)
@@ -102,7 +108,7 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
         rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, RESUME, RANDOM)
         yield from (table.row(row, list, [BUILT]) for row in rows)
         return
-    trained = {small: Family(module, module.FLAVORS[small])}
+    trained = {small: family_with(name, module, small, overrides)}
     # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
     divided = families | trained if len(families) == 1 else trained
     yield on_meta("sharding", model_facts.table_faults, families)
@@ -121,10 +127,11 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
         else:
             yield Row("Hugging Face logits", "passed", ["names only: transformers is not installed"])
     with tempfile.TemporaryDirectory() as folder:
-        yield from _training_rows(name, small, trained[small], Path(folder) / "checkpoint", table)
+        model = Model(name=name, flavor=small, overrides=overrides or {})
+        yield from _training_rows(model, trained[small], Path(folder) / "checkpoint", table)
 
 
-def _training_rows(name: str, small: str, family: Family, saves: Path, table: Table) -> Iterator[Row]:
+def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> Iterator[Row]:
     """The rows of a small model in training. Its checkpoint goes from one process to each mesh in turn."""
     alone: Trained | None = None
     step = 1  # of the newest sound checkpoint
@@ -135,7 +142,7 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
     notes: list[str] = []  # of the row that is running
 
     def run(function: Callable[..., Any], sections: dict[str, dict[str, Any]], degrees: dict[str, int], *more: Any) -> Any:
-        words = name, small, sections, degrees, *more
+        words = model, sections, degrees, *more
         return on_ranks(math.prod(degrees.values()), function, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
 
     def row(*arguments: Any, **options: Any) -> Row:
@@ -205,7 +212,7 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
 
     def run_whole() -> list[str]:
         degrees = MESHES[widest]
-        words = name, small, degrees, saves.parent
+        words = model, degrees, saves.parent
         runs = on_ranks(math.prod(degrees.values()), run_loops, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
         whole_runs.append(runs)
         return run_faults(runs)
@@ -238,15 +245,15 @@ def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str
     return [fault if len(of) == len(families) else f"{', '.join(of)}: {fault}" for fault, of in owners.items()]
 
 
-def choose_small(name: str, module: ModuleType, flavors: list[str]) -> str | None:
+def choose_small(name: str, module: ModuleType, flavors: list[str], overrides: dict[str, Any] | None = None) -> str | None:
     """The flavor to train: the one the user named, or "debug", or the smallest; None where no flavor can be built.
 
     Raises UserError where even that is too large.
     """
     sizes = {}
-    for flavor, config in module.FLAVORS.items():
+    for flavor in module.FLAVORS:
         with contextlib.suppress(Exception):  # the row "built on meta" reports it
-            sizes[flavor] = size_of(Family(module, config))
+            sizes[flavor] = size_of(family_with(name, module, flavor, overrides))
     if not sizes:
         return None
     smallest = min(sizes, key=sizes.__getitem__)
@@ -262,26 +269,36 @@ def choose_small(name: str, module: ModuleType, flavors: list[str]) -> str | Non
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
+def _overrides(options: list[str]) -> dict[str, Any]:
+    """The dimensions of --model.overrides.NAME VALUE. Raises UserError for any other option."""
+    key = "--model.overrides"
+    if other := [word for word in options if word.startswith("-") and not word.startswith((f"{key}.", f"{key}="))]:
+        raise UserError(f"{', '.join(other)}: check-model has no other options than {key}.NAME VALUE, such as {key}.dim 512")
+    return read_config(None, options).model.overrides
+
+
 def main() -> None:
     """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
-    for chatter in ("torch.distributed.tensor._redistribute", "torch.utils._pytree"):  # the latter as transformers is imported
-        logging.getLogger(chatter).setLevel(logging.ERROR)
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", help="such as llama3, llama3:8b or my_models.mine:debug")
-    model = parser.parse_args().model
+    known, options = parser.parse_known_args()
+    model, overrides = known.model, _overrides(options)
     name, _, flavor = model.partition(":")
     try:
         module = load_module(name)
         if not module.FLAVORS or (flavor and flavor not in module.FLAVORS):
             raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
-        small = choose_small(name, module, flavors)
+        for each in flavors:
+            family_with(name, module, each, overrides)  # refuses wrong overrides before the first line of the table
+        small = choose_small(name, module, flavors, overrides)
     except BrokenModule as error:
         print(f"{'imported':<20} FAILED    {error}")
         sys.exit(1)
-    print(f"{name}: {', '.join(flavors)} on meta; {small or 'nothing'} trained")
+    title = Model(name=name, flavor=", ".join(flavors), overrides=overrides).title.replace(" ", ": ", 1)
+    print(f"{title} on meta; {small or 'nothing'} trained")
     verdicts: list[str] = []
-    for row in rows_of(name, module, flavors, small):
+    for row in rows_of(name, module, flavors, small, overrides):
         verdicts.append(row.verdict)
         print(f"{row.name:<20} {row.verdict:<9}", f"\n{'':<31}".join(row.texts), flush=True)
     failed, undecided = verdicts.count("FAILED"), verdicts.count("undecided")

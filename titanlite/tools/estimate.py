@@ -1,8 +1,8 @@
 """titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--section.key value ...]
 
 Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on one machine without a GPU. It builds the whole
-model on the meta device, shards it over a mesh of N pretended ranks, and records steps of a few layers and an update of all
-parameters on tensors without memory.
+model on the meta device, shards it over a mesh of N pretended ranks, and records steps and updates of a few layers, at least
+one of each kind, on tensors without memory.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """

@@ -21,6 +21,7 @@ from models.blocks import Constant
 from titanlite.hf.folder import their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
 from titanlite.transforms.initialize import fill, match_initial, named_tensors
+from titanlite.transforms.libraries import silence_imports
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
 SEQ_LEN = 32
@@ -255,6 +256,7 @@ def logit_faults(family: Family) -> list[str]:
 
 
 def _transformers_model(family: Family) -> nn.Module:
+    silence_imports()
     import transformers  # optional, and its import takes seconds
 
     transformers.logging.set_verbosity_error()

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from models.decoder import Decoder
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
-from titanlite.config.schema import Config, Source
+from titanlite.config.schema import Config, Model, Source
 from titanlite.data.indexed import TokenFile, smallest_type
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.shards import TokenWriter
@@ -53,10 +53,10 @@ class Runs(NamedTuple):
     resumed: Whole  # full, from step AT
 
 
-def run_loops(device: torch.device, name: str, flavor: str, degrees: dict[str, int], folder: Path) -> Runs:
+def run_loops(device: torch.device, model: Model, degrees: dict[str, int], folder: Path) -> Runs:
     """The three runs, on a mesh. folder: for their files."""
     logging.getLogger("titanlite").setLevel(logging.ERROR)
-    plain = _config(name, flavor, degrees, folder / "plain")
+    plain = _config(model, degrees, folder / "plain")
     full = replaced(plain, job={"dump_folder": str(folder / "full")}, validation={"enable": True, "freq": 1, "steps": 1})
     full = replaced(full, checkpoint={"enable": True, "interval": 1, "async_mode": "async", "keep_latest_k": 0})
     saves = folder / "full" / full.checkpoint.folder
@@ -69,9 +69,9 @@ def run_loops(device: torch.device, name: str, flavor: str, degrees: dict[str, i
     return Runs(first, second, _run(full, degrees, device, folder))
 
 
-def _config(name: str, flavor: str, degrees: dict[str, int], folder: Path) -> Config:
+def _config(model: Model, degrees: dict[str, int], folder: Path) -> Config:
     config = replaced(
-        on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH),
+        on_mesh(small_config(model), degrees, GLOBAL_BATCH),
         training={"steps": STEPS},
         metrics={"log_freq": 1, "enable_tensorboard": False},
         job={"dump_folder": str(folder)},
@@ -86,11 +86,11 @@ def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: 
         dump.mkdir(exist_ok=True)
     data = open_random(folder / "documents", config)
     with _dropping() as own:
-        train(config, data, data if config.validation.enable else None, mesh, device, time.perf_counter())
+        train(config, data, data if config.validation.enable else None, mesh, device, time.perf_counter(), None)
     drawn: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(drawn, own)
     dist.barrier()
-    reports = {line["step"]: line for line in read_lines(dump / "metrics.jsonl", {"step"})}
+    reports = {line["step"]: line for line in read_lines(dump / "metrics.jsonl", {"step": int})}
     last = step_folder(dump / config.checkpoint.folder, STEPS)
     return Whole(reports, drawn, manifest.read(last).numbers["samples"] if config.checkpoint.enable else 0)
 

@@ -23,7 +23,7 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Model
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
 from titanlite.loop.loss import sequence_of
@@ -98,8 +98,7 @@ def guarded(function: Callable[..., list[str]], *arguments: Any) -> list[str]:
 
 def train_small(
     device: torch.device,
-    name: str,
-    flavor: str,
+    model: Model,
     sections: dict[str, dict[str, Any]],
     degrees: dict[str, int],
     saves: Path | None = None,
@@ -112,7 +111,7 @@ def train_small(
     dropout.
     """
     mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-    build = _builder(name, flavor, sections, degrees, mesh, device)
+    build = _builder(model, sections, degrees, mesh, device)
     run = build()
     if drops:
         drop_inputs(run.model)
@@ -139,22 +138,21 @@ def train_small(
 
 
 def gradients_small(
-    device: torch.device, name: str, flavor: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
+    device: torch.device, model: Model, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
 ) -> dict[str, Tensor]:
     """The gradients of the first step of `train_small`, in float64."""
     mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-    return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
+    return gradients_in_float64(_builder(model, sections | FLOAT64, degrees, mesh, device), random_batches)
 
 
 def _builder(
-    name: str,
-    flavor: str,
+    model: Model,
     sections: dict[str, dict[str, Any]],
     degrees: dict[str, int],
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Callable[[], Run]:
-    config = small_config(name, flavor)
+    config = small_config(model)
     if degrees:
         config = replaced(config, training={"local_batch_size": 1})  # several microbatches on each mesh
     config = replaced(on_mesh(config, degrees, GLOBAL_BATCH), **sections)
@@ -292,12 +290,12 @@ def describe(comparison: Comparison) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- the parts
 
 
-def small_config(name: str, flavor: str) -> Config:
+def small_config(model: Model) -> Config:
     """A few short steps. Attention stays inside documents, unless the family refuses that."""
     training = {"seq_len": SEQ_LEN, "steps": STEPS, "global_batch_size": GLOBAL_BATCH, "local_batch_size": GLOBAL_BATCH}
     config = Config.model_validate(
         {
-            "model": {"name": name, "flavor": flavor},
+            "model": model.model_dump(),
             "training": {**training, "mixed_precision_param": "float32"},
             "lr_scheduler": {"warmup_steps": 1},
         }

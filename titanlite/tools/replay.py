@@ -2,9 +2,9 @@
 
 Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
 step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
-the command in the folder where the run was started, so that paths and model modules are found. It uses one process. --ranks N
-uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. Where rollbacks made the run repeat a
-step, --attempt selects one, counted from 1.
+the command in the folder where the run was started, so that paths and model modules are found. By default it uses one process,
+and the numbers equal those of the run within rounding. --ranks N uses the mesh of the run on N ranks, and the numbers equal
+those of the run bit for bit. Where rollbacks made the run repeat a step, --attempt selects one, counted from 1.
 """
 
 import json

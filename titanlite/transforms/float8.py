@@ -5,7 +5,6 @@ to float8's maximum, casts them, multiplies, and scales back (Micikevicius et al
 """
 
 import importlib.util
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ from torch import nn
 
 from titanlite.config.schema import Config
 from titanlite.errors import MachineFault, UserError
+from titanlite.transforms.libraries import silence_imports
 from titanlite.transforms.registry import block_linears, every_layer
 
 MULTIPLE = 16  # every dimension of a float8 product is a multiple of this
@@ -54,7 +54,7 @@ def convert(model: nn.Module, config: Config) -> None:
     layers, faults = linear_layers(model, config, {})  # the check of the configuration has seen the sizes of shards
     if faults:
         raise UserError("\n".join(faults))
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # its import warns of libraries that this machine cannot use
+    silence_imports()
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 

@@ -25,6 +25,8 @@ def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], fam
 
     Raises UserError that lists all faults, one a line.
     """
+    if not overrides:
+        return base
     faults: list[str] = []
     config = _changed(type(base), base, overrides, flavors, "model.overrides", family, faults)
     if faults:

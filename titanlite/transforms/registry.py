@@ -77,7 +77,12 @@ def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, A
     """
     module = load_module(name)
     config = _config_of(module, name, flavor, assets)
-    return Family(module, overridden(config, overrides, [*module.FLAVORS.values(), config], name) if overrides else config)
+    return Family(module, overridden(config, overrides or {}, [*module.FLAVORS.values(), config], name))
+
+
+def family_with(name: str, module: ModuleType, flavor: str, overrides: dict[str, Any] | None) -> Family:
+    """A family that is loaded already, in a flavour of FLAVORS with overrides. Raises UserError for wrong overrides."""
+    return Family(module, overridden(module.FLAVORS[flavor], overrides or {}, list(module.FLAVORS.values()), name))
 
 
 def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
