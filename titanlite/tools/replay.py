@@ -10,7 +10,6 @@ step, --attempt selects one, counted from 1.
 import json
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
 from titanlite.launch import process
+from titanlite.launch.layout import share_threads
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
@@ -329,6 +329,6 @@ def main() -> None:
     check_setting(config, run, ranks)
     open_data(config)  # fills the cache for the ranks
     # As in run_train.sh: the number of threads of a rank decides how its sums are rounded.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    share_threads(ranks)
     timeout = config.comm.init_timeout_seconds
     print(on_ranks(ranks, _on_rank, config, run, step, route, timeout_seconds=timeout))
