@@ -16,7 +16,7 @@
 #     scancel --signal=USR1 JOB    saves, ends, and restarts when nodes are free, as at the time limit
 #     scancel JOB                  saves if that takes less than KillWait (30 s by default), and ends the job
 #
-# From the environment, as in run_train.sh: NGPU, LOG_RANK, MAX_RESTARTS, PYTHON, OMP_NUM_THREADS.
+# From the environment, as in run_train.sh: NGPU, RDZV_TIMEOUT, LOG_RANK, MAX_RESTARTS, PYTHON, OMP_NUM_THREADS.
 
 #SBATCH --job-name=titanlite
 #SBATCH --nodes=2

@@ -13,9 +13,11 @@
 # From the environment:
 #   NGPU           ranks on this machine; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
 #   NNODES         machines (default 1); start the same command on each
-#   NODE_RANK      this machine's number, from 0; with NNODES > 1 the machine of number 0 hosts the rendezvous. Rank 0 may
-#                  be on any of them: job.dump_folder must be on a disk that all machines share
-#   RDZV_ENDPOINT  host:port of that machine; needed when NNODES > 1
+#   NODE_RANK      this machine's number, from 0. Machine 0 hosts the rendezvous and has rank 0. All machines must share the
+#                  disk of job.dump_folder
+#   RDZV_ENDPOINT  host:port of machine 0; needed when NNODES > 1
+#   RDZV_TIMEOUT   seconds for which the machines wait for each other at a start (default 600); after 60 the log names the
+#                  missing ones
 #   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
 #   MAX_RESTARTS   how often the ranks are restarted after a failure (default 0)
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
@@ -25,8 +27,6 @@
 set -euo pipefail
 
 trap 'exit 75' TERM USR1 # until the launcher takes over: there is nothing to save
-export TITANLITE_STARTED
-TITANLITE_STARTED=$(date +%s)
 
 script=${BASH_SOURCE[0]}
 while [[ -L "$script" ]]; do # a link to this script finds what is beside the script
@@ -49,7 +49,7 @@ export PYTHONSAFEPATH=1 # a folder models/ in the current folder does not hide t
 
 count_gpus() {
     if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
-        awk -F, '{ print ($0 == "" || $0 == "-1") ? 0 : NF }' <<<"$CUDA_VISIBLE_DEVICES"
+        awk -F, 'NR == 1 { print ($0 == "" || $0 == "-1") ? 0 : NF }' <<<"$CUDA_VISIBLE_DEVICES"
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
     else

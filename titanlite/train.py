@@ -31,6 +31,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
+from titanlite.launch.layout import number
 from titanlite.launch.run_folder import RunLock, record_start
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
@@ -274,8 +275,7 @@ def main(config: Config | None = None) -> None:
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-            of_memory = functools.partial(memory_faults, ranks=world, local_ranks=local_ranks)
+            of_memory = functools.partial(memory_faults, ranks=world, local_ranks=number("LOCAL_WORLD_SIZE", world))
             check(config, path, world, open_files=False, of_model=[of_memory])
         cuda = torch.cuda.is_available()
         if note := effects.note(config.idle(Place(cuda, world))):

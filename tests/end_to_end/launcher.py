@@ -11,7 +11,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 _MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
-_OF_THE_LAUNCHER = ("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS", "PYTHONPATH")
+_OF_THE_LAUNCHER = (
+    "NGPU",
+    "NNODES",
+    "NODE_RANK",
+    "RDZV_ENDPOINT",
+    "RDZV_TIMEOUT",
+    "LOG_RANK",
+    "MAX_RESTARTS",
+    "OMP_NUM_THREADS",
+    "PYTHONPATH",
+)
 
 
 class Launch(NamedTuple):

@@ -111,7 +111,7 @@ def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_th
     ("words", "fault"),
     [
         (["out"], "the following arguments are required: --step"),
-        (["out", "--step", "x"], "argument --step: 'x' is not a number"),
+        (["out", "--step", "x"], "argument --step: x: must be a whole number"),
         (["out", "--step", "0"], "--step: 0: must be a whole number of at least 1"),
         (["out", "--step", "8"], "--step 8: the run in out reached step 7 at most"),
         (["out", "--step", "2", "--attempt", "2"], "--attempt 2: the run reached step 2 1 times"),

@@ -121,7 +121,7 @@ def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_p
     [
         (["--workers", "0"], "--workers: 0: must be a whole number of at least 1"),
         (["--shard-tokens", "1.5"], "--shard-tokens: 1.5: must be a whole number"),
-        (["--shard-tokens", "many"], "'many' is not a number"),
+        (["--shard-tokens", "many"], "--shard-tokens: many: must be a whole number"),
         (["--best-fit", "1"], "--best-fit: 1: must be a whole number of at least 2"),
         (["--on-error", "ignore"], "invalid choice: 'ignore'"),
         (["--append"], "unrecognized arguments: --append"),

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Case(NamedTuple):
 
 def judge(case: Case, folder: Path) -> list[str]:
     """What does not hold for a case, in words; nothing where all holds. folder: empty."""
+    resource_tracker.ensure_running()  # multiprocessing's own process, which stays
     before_children = _children()
     with _working_in(folder):
         action = case.make(folder)

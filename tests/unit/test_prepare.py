@@ -127,14 +127,13 @@ def test_shards_are_filled_up_to_the_limit_and_split_no_document(tmp_path, token
     assert [shard["name"] for shard in manifest["shards"]] == [f"{number:05d}" for number in range(len(expected))]
 
 
-def test_files_do_not_depend_on_workers_units_or_batches(tmp_path, tokenizer, monkeypatch):
+def test_files_do_not_depend_on_workers_or_units(tmp_path, tokenizer, monkeypatch):
     lines = [json.dumps({"text": text}) for text in _TEXTS]
     lines[7:7] = ["broken", json.dumps({"messages": _CHAT[:1]}), json.dumps({"messages": _CHAT})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     options = {"shard_tokens": 300, "on_error": "skip", "chat": _Template()}
     _prepare(tmp_path / "a.jsonl", tmp_path / "one", tokenizer, **options)
     monkeypatch.setattr(documents, "_SMALLEST", 150)
-    monkeypatch.setattr(encode, "_BATCH", 100)
     monkeypatch.setattr(shards, "_TOKENS_AT_ONCE", 7)
     _prepare(tmp_path / "a.jsonl", tmp_path / "units", tokenizer, **options)
     _prepare(tmp_path / "a.jsonl", tmp_path / "three", tokenizer, workers=3, **options)
@@ -285,8 +284,8 @@ def _names(folder: Path) -> set[str]:
 def _watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The units that are made from now on."""
     made: list[str] = []
-    finish = encode._finish
-    monkeypatch.setattr(encode, "_finish", lambda job, tokenizer, unit: made.append(unit.name) or finish(job, tokenizer, unit))
+    finish = encode._Encoder.finish
+    monkeypatch.setattr(encode._Encoder, "finish", lambda encoder: made.append(encoder.unit.name) or finish(encoder))
     return made
 
 

@@ -89,19 +89,11 @@ def group_of_one():
 
 
 @pytest.mark.parametrize(("limit", "over"), [(0.0, False), (59.5, True), (61.0, False)])
-def test_a_time_limit_counts_from_the_command_whenever_this_process_was_started(group_of_one, monkeypatch, limit, over):
-    monkeypatch.setenv(stop.STARTED, str(time.time() - 3600))
+def test_a_time_limit_counts_from_the_command_and_a_clock_that_is_set_changes_nothing(group_of_one, monkeypatch, limit, over):
+    monkeypatch.setattr(stop, "_begun", time.monotonic() - 3600)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
     reason = f"job.time_limit_minutes = {limit:g} are over" if over else None
     assert stop.Stop(limit).agreed() == reason
-
-
-def test_a_time_limit_counts_from_the_start_of_the_process_where_nobody_says_when_the_command_was_given(
-    group_of_one, monkeypatch
-):
-    monkeypatch.delenv(stop.STARTED, raising=False)
-    monkeypatch.setattr(stop, "_imported", time.time() - 90)
-    assert stop.Stop(1.0).agreed() is not None
-    assert stop.Stop(2.0).agreed() is None
 
 
 def test_one_process_answers_at_once_and_makes_no_group(group_of_one, monkeypatch):

@@ -74,8 +74,8 @@ class Job(Section):
     description: Annotated[str, ALWAYS] = ""
     """One line on the purpose of this run; logged at its start and kept in the run directory."""
     time_limit_minutes: Annotated[Minutes, _WITH_CHECKPOINTS] = 0.0
-    """Stop as on SIGTERM when this many minutes have passed since the command was given: the run finishes the step, saves a
-    checkpoint and exits with code 75. Leave time for a step and a checkpoint. 0: no limit."""
+    """Stop as on SIGTERM when this many minutes have passed since the start of the command, by the monotonic clock: the run
+    finishes the step, saves a checkpoint and exits with code 75. Leave time for a step and a checkpoint. 0: no limit."""
     print_config: Annotated[bool, ALWAYS] = False
     """Print the resolved configuration on standard output before training, as a valid TOML file."""
 

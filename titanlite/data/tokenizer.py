@@ -1,5 +1,6 @@
 """The tokenizer: the user's tokenizer.json, or a small one that is trained on the default data."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -27,6 +28,7 @@ class LoadedTokenizer(NamedTuple):
     bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
     add_bos: bool = False  # whether they begin every document and prompt
     bos_token: int | None = None  # the id that tokenizer_config.json calls so, also where the post-processor adds another
+    source: str = ""  # its file; empty: titanlite's own tokenizer
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -50,22 +52,40 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise UserError(f'{key} "{folder}": there is no tokenizer.json in it')
-    try:
+    with refusing(UserError, f"{path}: not a tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no other class for a file it cannot read
-        raise UserError(f"{path}: not a tokenizer: {error}") from None
     # the file may ask for the lengths of another model's batches, which would truncate or pad documents
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = read_settings(Path(folder))
     loaded = describe(tokenizer, _token_named(settings, "eos_token"), str(path))
-    loaded = _with_bos(loaded, _token_named(settings, "bos_token"))
+    with refusing(UserError, f"{path}: cannot encode an empty text"):
+        loaded = _with_bos(loaded, _token_named(settings, "bos_token"))._replace(source=str(path))
     if add_bos and not loaded.bos:
         raise UserError(
             f"{path}: has no beginning-of-text token, which add_bos = true needs: its post-processor adds none, and "
             'tokenizer_config.json has no "bos_token"'
         )
     return loaded if add_bos is None else loaded._replace(add_bos=add_bos)
+
+
+@contextlib.contextmanager
+def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
+    """Raises `kind` for whatever the library raises, also for a panic of its Rust code, which is no Exception: a regular
+    expression that gives up after millions of steps.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{what}: {error}") from None
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text without special tokens. Raises ValueError."""
+    with refusing(ValueError, "the tokenizer cannot encode it"):
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _token_named(settings: dict[str, Any], key: str) -> str | None:

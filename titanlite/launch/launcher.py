@@ -24,13 +24,13 @@ from torch.distributed.elastic.multiprocessing.api import (
     SubprocessContext,
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo, dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from titanlite.launch import stacks, stop
 from titanlite.launch.fork_server import Child
 from titanlite.launch.layout import Layout
+from titanlite.launch.rendezvous import Rendezvous
 
 # The agent polls the ranks ten times a second and notes whole seconds. Failures that are this close are ordered by how they
 # ended.
@@ -68,18 +68,6 @@ def describe(failures: dict[int, ProcessFailure]) -> str:
     code = failure.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"rank {rank} (process {failure.pid}) {how}"
-
-
-class Rendezvous(DynamicRendezvousHandler):
-    """The meeting of the machines before every start of the ranks, with a new store for each.
-
-    PyTorch 2.11 and 2.13 intend to make a new one (pull request 135957) but keep the first: restarted ranks find the addresses
-    of the previous ranks in it, and wait for them until the timeout.
-    """
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        self._bootstrap_store_info = self._shared_tcp_store_server = None
-        return super().next_rendezvous()
 
 
 class Launcher:
@@ -229,24 +217,26 @@ class Ranks(SubprocessContext):
         return "ranks on another machine have failed"
 
 
-def launch(layout: Layout, launcher: Launcher) -> int:
-    """Runs the ranks of this machine to their end; returns the exit code of the run."""
+def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
+    """Runs the ranks of this machine to their end; returns the exit code of the run.
+
+    unreachable: seconds without an answer of machine 0 after which the run ends. Raises UserError for machines that do not fit
+    together.
+    """
     logging.disable(logging.CRITICAL)  # the ranks say what went wrong, and the agent's additions follow below in one line
     for number in stop.REQUESTS:
         signal.signal(number, launcher.on_request)
     for number in _ENDING:
         signal.signal(number, launcher.on_ending)
     multiprocessing.SubprocessContext = functools.partial(Ranks, launcher)  # type: ignore[misc,assignment]  # no hook
-    dynamic_rendezvous.DynamicRendezvousHandler = Rendezvous  # type: ignore[misc]  # nor for its rendezvous
+    rendezvous = Rendezvous(layout, unreachable)
+    rendezvous_handler_registry.register(rendezvous.get_backend(), lambda _: rendezvous)
     config = LaunchConfig(
         min_nodes=layout.machines,
         max_nodes=layout.machines,
         nproc_per_node=layout.local_ranks,
         run_id="titanlite",
-        rdzv_backend="c10d",
-        rdzv_endpoint=layout.endpoint,
-        local_addr=layout.address,
-        rdzv_configs={"is_host": layout.machine == 0},
+        rdzv_backend=rendezvous.get_backend(),
         max_restarts=layout.max_restarts,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # by default it leaves a temporary folder
     )
@@ -260,7 +250,7 @@ def launch(layout: Layout, launcher: Launcher) -> int:
         _print(f"stopped by {signalled.sigval.name}")
         return 128 + signalled.sigval
     except RendezvousError as error:
-        _print(f"the launchers of the other machines are gone ({type(error).__name__}); the run is over{launcher.stacks()}")
+        _print(f"{error}; the run is over{launcher.stacks()}")
         return 1
     return stop.EXIT_CODE if launcher.stopped else 0
 

@@ -6,6 +6,21 @@ from typing import NamedTuple
 
 from titanlite.errors import UserError
 
+# The whole numbers of the environment: (least, most, default). torchrun sets those of a rank.
+_NUMBERS = {
+    "NGPU": (1, 1024, 1),
+    "NNODES": (1, 100_000, 1),
+    "NODE_RANK": (0, 99_999, 0),
+    "MAX_RESTARTS": (0, 1_000_000, 0),
+    "RDZV_TIMEOUT": (1, 604_800, 600),
+    "OMP_NUM_THREADS": (1, 65_536, 1),
+    "RANK": (0, 10**8, 0),
+    "LOCAL_RANK": (0, 10**8, 0),
+    "WORLD_SIZE": (1, 10**8, 1),
+    "LOCAL_WORLD_SIZE": (1, 10**8, 1),
+}
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts of an endpoint whose launchers are all on this machine
+
 
 class Layout(NamedTuple):
     """How many ranks this machine and the others run, and where the machines meet."""
@@ -13,31 +28,76 @@ class Layout(NamedTuple):
     local_ranks: int  # on this machine
     machines: int
     machine: int  # the number of this one, from 0
-    endpoint: str  # host:port of machine 0
-    address: str | None  # of this machine, where its hostname leads to another one
+    host: str  # a name or an address of machine 0
+    port: int
+    address: str  # of this machine, for the ranks of the others; empty: its hostname
     max_restarts: int
+    patience: int  # seconds for which the machines wait for each other
 
 
 def read_layout() -> Layout:
-    """The layout that the environment describes; sets OMP_NUM_THREADS where it is not set. Raises UserError."""
-    local_ranks, machines = _whole_number("NGPU", 1), _whole_number("NNODES", 1)
-    machine, max_restarts = _whole_number("NODE_RANK", 0), _whole_number("MAX_RESTARTS", 0)
-    endpoint = os.environ.get("RDZV_ENDPOINT") or "localhost:0"
-    logging = os.environ.get("LOG_RANK") or "0"
+    """The layout that the environment describes; calls `share_threads`. Raises UserError."""
+    local_ranks, machines, machine = number("NGPU"), number("NNODES"), number("NODE_RANK")
     if machine >= machines:
         raise UserError(f"NODE_RANK={machine}: there are NNODES={machines} machines, numbered from 0")
-    if machines > 1 and endpoint == "localhost:0":
+    if machines > 1 and not os.environ.get("RDZV_ENDPOINT"):
         raise UserError(f"NNODES={machines} needs RDZV_ENDPOINT=host:port, an address of the machine with NODE_RANK=0")
-    if not re.fullmatch(r"\d+(,\d+)*", logging) or max(map(int, logging.split(","))) >= local_ranks * machines:
-        last = local_ranks * machines - 1
-        raise UserError(f"LOG_RANK={logging}: must be a rank or a list of ranks, such as 0 or 0,3; the last one is {last}")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_ranks)))
-    return Layout(local_ranks, machines, machine, endpoint, os.environ.get("PET_LOCAL_ADDR"), max_restarts)
+    host, port = _endpoint(endpoint) if (endpoint := os.environ.get("RDZV_ENDPOINT")) else ("localhost", 0)
+    log_ranks(local_ranks * machines)
+    share_threads(local_ranks)
+    address = os.environ.get("PET_LOCAL_ADDR") or ("localhost" if host in _LOCAL else "")
+    return Layout(local_ranks, machines, machine, host, port, address, number("MAX_RESTARTS"), number("RDZV_TIMEOUT"))
 
 
-def _whole_number(name: str, least: int) -> int:
-    """A variable of the environment; `least` is also its default."""
-    text = os.environ.get(name) or str(least)
-    if not re.fullmatch(r"\d+", text) or int(text) < least:
-        raise UserError(f"{name}={text}: must be a whole number, at least {least}")
-    return int(text)
+def number(name: str, default: int | None = None) -> int:
+    """A whole number of the environment, its default where it is not set. Raises UserError, which names the variable."""
+    least, most, usual = _NUMBERS[name]
+    text = os.environ.get(name)
+    if not text:
+        return usual if default is None else default
+    value = whole_number(text, least, most)
+    if value is None:
+        raise UserError(f"{name}={shown(text)}: must be a whole number from {least} to {most}, without leading zeros")
+    return value
+
+
+def log_ranks(ranks: int) -> list[int]:
+    """The ranks that log. Raises UserError. ranks: of the run."""
+    text = os.environ.get("LOG_RANK") or "0"
+    chosen = [whole_number(rank, 0, ranks - 1) for rank in text.split(",")]
+    if None in chosen:
+        raise UserError(
+            f"LOG_RANK={shown(text)}: must be a rank or a list of ranks, such as 0 or 0,3, without leading zeros; "
+            f"the last rank is {ranks - 1}"
+        )
+    return [rank for rank in chosen if rank is not None]
+
+
+def share_threads(ranks: int) -> None:
+    """Sets OMP_NUM_THREADS where it is not set: the cores of this machine shared among its ranks. Raises UserError."""
+    os.environ["OMP_NUM_THREADS"] = str(number("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks)))
+
+
+def whole_number(text: str, least: int, most: int) -> int | None:
+    """The number that decimal digits without leading zeros spell, if it is within the bounds.
+
+    010 is 8 for a shell and 10 for Python, 08 is an error for a shell, and other scripts have digits too: none is accepted.
+    """
+    if len(text) > len(str(most)) or not re.fullmatch(r"0|[1-9][0-9]*", text, re.ASCII):
+        return None
+    return value if least <= (value := int(text)) <= most else None
+
+
+def shown(text: str) -> str:
+    """A wrong value for a message: on one line, at most 60 characters."""
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """(host, port) of RDZV_ENDPOINT; an IPv6 address is in brackets."""
+    host, _, digits = text.rpartition(":")
+    port = whole_number(digits, 1, 65_535)
+    if port is None or not re.fullmatch(r"[\w.-]{1,253}|\[[0-9a-fA-F:.%\w]+\]", host, re.ASCII):
+        raise UserError(f"RDZV_ENDPOINT={shown(text)}: must be host:port, such as first:29500, with a port from 1 to 65535")
+    return host, port

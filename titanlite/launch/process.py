@@ -17,13 +17,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.launch.layout import log_ranks, number
 
 Result = TypeVar("Result")
 
 
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the number of processes, as the launcher has set them; (0, 1) without a launcher."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return number("RANK"), number("WORLD_SIZE")
 
 
 def set_up_logging() -> None:
@@ -32,14 +33,14 @@ def set_up_logging() -> None:
     Standard output is for the output of commands.
     """
     rank, world = rank_and_world()
-    chosen = os.environ.get("LOG_RANK") or "0"
-    prefix = f"[rank {rank}] " if (world > 1 and chosen != "0") or str(rank) not in chosen.split(",") else ""
+    chosen = log_ranks(world)
+    prefix = f"[rank {rank}] " if (world > 1 and chosen != [0]) or rank not in chosen else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("titanlite")
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if str(rank) in chosen.split(",") else logging.WARNING)
+    logger.setLevel(logging.INFO if rank in chosen else logging.WARNING)
 
 
 def is_echo(error: Exception) -> bool:
@@ -57,9 +58,9 @@ def start(config: Config) -> torch.device:
     Raises UserError if there are more ranks on this machine than GPUs, or if other machines could not reach it.
     """
     rank, world = rank_and_world()
-    if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)) and (fault := address_fault()):
+    if world > number("LOCAL_WORLD_SIZE", world) and (fault := address_fault()):
         raise UserError(fault)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = number("LOCAL_RANK")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -169,7 +170,7 @@ def once_per_node(make: Callable[[], Result]) -> Result:
 
     All ranks of the node raise the UserError that `make` raises. The result is pickled.
     """
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank, local_world = number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE")
     if local_world == 1:
         return make()
     first = dist.get_rank() - local_rank

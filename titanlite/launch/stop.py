@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 UNSAVED = 128 + signal.SIGTERM  # stopped without a checkpoint: a scheduler must not start it again
-STARTED = "TITANLITE_STARTED"  # in the environment: when the command was given, in seconds since 1970
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM)
 FROM_LAUNCHER = signal.SIGUSR2  # not a request: a scheduler may signal launcher and ranks, which is one request
 
 _LIMIT_OVER = 1  # a rank's request for the time limit; a signal is encoded as its number and the rank's
-_imported = time.time()
+_begun = time.monotonic()  # of the command: titanlite/__main__.py imports this first, and the launcher's ranks are forks of it
 _received: signal.Signals | None = None
 
 
@@ -60,14 +59,15 @@ def _restore_defaults() -> None:
 class Stop:
     """Whether the ranks stop after this step. All ranks create it together and call `agreed` after every step.
 
-    limit_minutes: job.time_limit_minutes, counted from the start of run_train.sh; 0: no limit.
+    limit_minutes: job.time_limit_minutes, counted from the start of the command by the monotonic clock, which nobody can set;
+    0: no limit.
     """
 
     def __init__(self, limit_minutes: float):
         import torch.distributed as dist
 
         self.limit_minutes = limit_minutes
-        self.ends = float(os.environ.get(STARTED, _imported)) + 60 * limit_minutes if limit_minutes else math.inf
+        self.ends = _begun + 60 * limit_minutes if limit_minutes else math.inf
         self.rank, world = dist.get_rank(), dist.get_world_size()
         # a group of its own: its pending all-reduce is not ordered among the step's collectives
         self.group = dist.new_group(backend="gloo") if world > 1 else None
@@ -103,7 +103,7 @@ class Stop:
         """This rank's request as a number, of which the largest wins; 0: continue."""
         if _received:
             return _received << 32 | self.rank
-        return _LIMIT_OVER if time.time() >= self.ends else 0
+        return _LIMIT_OVER if time.monotonic() >= self.ends else 0
 
     def _answer(self) -> int:
         if self.pending is None:

@@ -29,7 +29,7 @@ from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.resume import refuse_foreign
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.tools.options import command_parser, config_parser, read_command
+from titanlite.tools.options import at_least, command_parser, config_parser, read_command
 
 _BAR = 40  # characters of the longest bar of a histogram
 
@@ -91,8 +91,8 @@ def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Or
 
 def _show(words: list[str]) -> Iterator[str]:
     parser = config_parser("data show")
-    parser.add_argument("--step", type=int)
-    parser.add_argument("--rank", type=int)
+    parser.add_argument("--step", type=at_least(1))
+    parser.add_argument("--rank", type=at_least(0))
     options, config, degrees = _open(parser, words)
     data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
     ranks = data_ranks * degrees["tp"]

@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=Sampling().temperature)
     parser.add_argument("--top-k", type=at_least(0), default=Sampling().top_k)
     parser.add_argument("--top-p", type=float, default=Sampling().top_p)
-    parser.add_argument("--seed", type=int, default=Sampling().seed)
+    parser.add_argument("--seed", type=at_least(0), default=Sampling().seed)
     options = parser.parse_args()
     if not 0 <= options.temperature < float("inf"):
         raise UserError(f"--temperature {options.temperature}: must be 0 (the most likely token) or a positive number")

@@ -8,7 +8,6 @@ import io
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from titanlite.config.read import read_words, to_toml
@@ -20,7 +19,6 @@ from titanlite.tools.check import all_faults, check_here
 
 def main() -> None:
     """The exit code is the run's: 0 done, 2 a fault in configuration or data, 75 stopped, else a failed rank's."""
-    os.environ.setdefault(stop.STARTED, str(time.time()))  # run_train.sh has set it
     words = sys.argv[1:]
     layout = read_layout()
     with all_faults(layout.local_ranks * layout.machines, layout.local_ranks):
@@ -47,7 +45,7 @@ def main() -> None:
             Path(config.job.dump_folder),
             lambda environment: server.start(run_rank, config, words, environment=environment),
         )
-        sys.exit(launch(layout, launcher))
+        sys.exit(launch(layout, launcher, max(60.0, config.comm.train_timeout_seconds)))
     finally:
         server.close()
 

@@ -5,6 +5,10 @@ from collections.abc import Callable
 
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
+from titanlite.launch.layout import shown, whole_number
+
+_DIGITS = 15
+_MOST = 10**_DIGITS
 
 
 def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
@@ -31,15 +35,16 @@ def read_command(parser: argparse.ArgumentParser, words: list[str] | None = None
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The argparse type of a whole number, such as 1000 or 1e9, that has this minimum."""
+    """The argparse type of a whole number, such as 1000 or 1e9, with this minimum."""
 
-    def whole_number(word: str) -> int:
-        try:
-            value = int(word) if word.isdecimal() else float(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number") from None
-        if value < least or value // 1 != value:
-            raise argparse.ArgumentTypeError(f"{word}: must be a whole number of at least {least}")
-        return int(value)
+    def number(word: str) -> int:
+        digits, _, exponent = word.partition("e")
+        power = whole_number(exponent or "0", 0, _DIGITS)
+        value = whole_number(digits, 0, _MOST)
+        if value is None or power is None or not least <= value * 10**power <= _MOST:
+            raise argparse.ArgumentTypeError(
+                f"{shown(word)}: must be a whole number of at least {least}, such as 1000 or 1e9, and at most 1e{_DIGITS}"
+            )
+        return value * 10**power
 
-    return whole_number
+    return number

@@ -10,7 +10,6 @@ those of the run bit for bit. Where rollbacks made the run repeat a step, --atte
 import json
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
 from titanlite.launch import process
+from titanlite.launch.layout import share_threads
 from titanlite.launch.run_folder import CONFIG, INCIDENTS, METRICS, PROVENANCE
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
@@ -333,6 +333,6 @@ def main() -> None:
     check_setting(config, run, ranks)
     open_data(config)  # fills the cache for the ranks
     # As in run_train.sh: the number of threads of a rank decides how its sums are rounded.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    share_threads(ranks)
     timeout = config.comm.init_timeout_seconds
     print(on_ranks(ranks, _on_rank, config, run, step, route, timeout_seconds=timeout))

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, processors
 
-from titanlite.data.tokenizer import load_tokenizer, read_settings
+from titanlite.data.tokenizer import load_tokenizer, read_settings, refusing
 from titanlite.errors import UserError
 
 # The date that templates get, so that the same chats give the same tokens every day: the default of Llama's templates.
@@ -75,7 +76,8 @@ class ChatTemplate:
         text, spans = find(messages, tools, learnt)
         if tools and self._is_same_without(messages, None, text):
             raise ValueError("the chat template does not render the tools beside the messages; remove them, or change it")
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with refusing(ValueError, "the tokenizer cannot encode it"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids, starts, ends = encoding.ids, *([offset[side] for offset in encoding.offsets] for side in (0, 1))
         said = [False] * len(ids)
         for start, end in spans:
@@ -257,11 +259,21 @@ def load_template(folder: str) -> ChatTemplate | None:
 def _environment() -> Any:  # `_GenerationTags` adds attributes
     """Jinja as Hugging Face's templates expect it, without access to the machine."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols], optimized=False
     )
+    environment.code_generator_class = _ComputesNothing
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _TODAY.strftime}
     environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
     return environment
+
+
+class _ComputesNothing(CodeGenerator):
+    """Leaves constants such as 2**3000000000 to the rendering, which has limits; Jinja computes them while it compiles."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 class _GenerationTags(Extension):

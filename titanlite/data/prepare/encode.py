@@ -1,4 +1,4 @@
-"""Tokenizes units of work, in this process or in workers; a unit becomes a folder that appears by one rename."""
+"""Tokenizes units of work, in workers or in this process; a unit becomes a folder that appears by one rename."""
 
 import contextlib
 import json
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from multiprocessing import connection
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from titanlite.data.prepare.limits import Limits
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
 from titanlite.data.prepare.shards import TokenWriter
+from titanlite.data.tokenizer import encode_text
 from titanlite.errors import UserError
 from titanlite.files import sync, sync_contents
 from titanlite.launch import children
@@ -25,8 +28,6 @@ if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
 
 KEPT = "finished units are kept: the same command continues from them"
-_BATCH = 2**21  # characters that are encoded at once
-_BATCH_DOCUMENTS = 8192  # the limit of documents in such a batch
 
 
 class Job(NamedTuple):
@@ -34,17 +35,24 @@ class Job(NamedTuple):
 
     folder: Path  # of the finished units
     tokenizer: str  # as JSON
+    source: str  # the tokenizer's file; empty: titanlite's own tokenizer, which needs no limits
     beginning: list[int]  # of each document; a chat whose template writes it gets no second one
     end_of_text: int | None  # appended to each text
     dtype: str  # of the ids, a NumPy type
     text_key: str
     skip: bool  # entries that are not documents; False: raise
     chat: "ChatTemplate | None"
+    limits: Limits
+
+
+Place = tuple[int, int]  # number of the part, and the place in it; -1: the part has only one document
+_Encoded = tuple[list[int], np.ndarray | None]  # the ids of a document and, for a chat, which of them are learnt
 
 
 class Unit(NamedTuple):
     name: str
     parts: list[Part]
+    refused: dict[Place, str] = {}  # noqa: RUF012  # documents that ended a worker, and why
 
 
 class Record(NamedTuple):
@@ -64,68 +72,103 @@ def open_record(folder: Path) -> Record:
 def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
     """Tokenizes units, and yields each when it is finished; with several workers in any order.
 
-    One worker is this process, with the tokenizer's threads. Raises UserError for a unit that fails (BadDocument for its
-    contents), and for a worker that was killed.
+    A tokenizer or template from elsewhere runs in workers only, which `limits` can end. Raises UserError for a unit that fails
+    (BadDocument for its contents), and for a worker that was killed.
     """
+    count = min(workers, len(units))
     # a daemonic process of multiprocessing, such as another library's worker, cannot have children
-    if min(workers, len(units)) <= 1 or multiprocessing.current_process().daemon:
+    if (count <= 1 and not job.source) or multiprocessing.current_process().daemon:
         tokenizer = _tokenizer(job)
         for unit in units:
-            yield unit, _finish(job, tokenizer, unit)
+            yield unit, _Encoder(job, tokenizer, unit).finish()
         return
-    context = multiprocessing.get_context("spawn")
-    processes: dict[connection.Connection, Any] = {}
-    queue = iter(units)
+    queue, pool = iter(units), [_Worker(job) for _ in range(count)]
     try:
-        with children.starting({signal.SIGINT}):
-            for _ in range(min(workers, len(units))):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(job, theirs), daemon=True)
-                process.start()
-                theirs.close()  # so that reading from the pipe ends when the worker ends
-                processes[ours] = process
-                ours.send(next(queue))
-        yield from _gather(list(processes), queue)
-    except (EOFError, ConnectionError):
-        connection.wait([process.sentinel for process in processes.values()], timeout=1.0)
-        codes = [process.exitcode for process in processes.values() if process.exitcode]
-        how = f" by signal {-codes[0]}" if codes and codes[0] < 0 else f" with exit code {codes[0]}" if codes else ""
-        raise UserError(
-            f"a tokenizer worker has ended{how}, perhaps because memory ran out; fewer workers need less; {KEPT}"
-        ) from None
+        busy = {worker.start(unit): worker for worker, unit in zip(pool, queue, strict=False)}
+        while busy:
+            for pipe in connection.wait(list(busy)):
+                assert isinstance(pipe, connection.Connection)
+                worker = busy.pop(pipe)
+                try:
+                    answer = pipe.recv()
+                except (EOFError, ConnectionError):
+                    busy[worker.start(worker.without_its_document())] = worker
+                    continue
+                if isinstance(answer, Exception):
+                    raise answer
+                if following := next(queue, None):
+                    busy[worker.send(following)] = worker
+                yield answer
     finally:
-        for process in processes.values():  # the units that they have finished are on the disk
-            process.kill()
-            process.join()
+        for worker in pool:  # the units that they have finished are on the disk
+            worker.end()
 
 
-def _gather(pipes: list[connection.Connection], queue: Iterator[Unit]) -> Iterator[tuple[Unit, Record]]:
-    while pipes:
-        for pipe in connection.wait(pipes):
-            assert isinstance(pipe, connection.Connection)
-            answer = pipe.recv()
-            if isinstance(answer, Exception):
-                raise answer
-            following = next(queue, None)
-            if following is None:
-                pipes.remove(pipe)
-            else:
-                pipe.send(following)
-            yield answer
+class _Worker:
+    """A process that tokenizes units, and another one after each that a document has ended."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.process: Any = None
+
+    def start(self, unit: Unit) -> connection.Connection:
+        """Starts a process with a unit; -> where it answers."""
+        context = multiprocessing.get_context("spawn")
+        self.at = context.RawArray("q", [0, -1])  # the Place of the document that it encodes
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(self.job, theirs, self.at), daemon=True)
+        with children.starting({signal.SIGINT}):
+            self.process.start()
+        theirs.close()  # so that reading from the pipe ends when the worker ends
+        return self.send(unit)
+
+    def send(self, unit: Unit) -> connection.Connection:
+        self.unit = unit
+        with contextlib.suppress(ConnectionError):  # it has ended: so does reading from the pipe
+            self.pipe.send(unit)
+        return self.pipe
+
+    def without_its_document(self) -> Unit:
+        """After the end of the process: its unit without the document that it could not encode.
+
+        Raises BadDocument for that document, if such entries are not skipped, and UserError for any other end.
+        """
+        self.process.join(timeout=1.0)
+        code: int | None = self.process.exitcode
+        number, place = int(self.at[0]), int(self.at[1])
+        document = describe_place(*where(self.unit.parts[number], None if place < 0 else place))
+        reason = self.job.limits.excess(code)
+        if not reason or not self.job.source:
+            how = f" by signal {-code}" if code and code < 0 else f" with exit code {code}" if code else ""
+            raise UserError(
+                f"a tokenizer worker has ended{how}, perhaps because memory ran out; it was at {document}; fewer workers need "
+                f"less; {KEPT}"
+            )
+        reason = f"the tokenizer, or its chat template, {reason} ({self.job.source})"
+        if not self.job.skip:
+            raise BadDocument(f"{document}: {reason}")
+        self.end()
+        return self.unit._replace(refused={**self.unit.refused, (number, place): reason})
+
+    def end(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.join()
 
 
-def _work(job: Job, pipe: connection.Connection) -> None:
-    """A worker: answers each unit with (unit, record) or with an exception."""
+def _work(job: Job, pipe: connection.Connection, at: Any) -> None:
+    """A worker: answers each unit with (unit, record) or with an exception. at: where it notes the Place of each document."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     children.end_with_parent(parent.pid)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library prints a backtrace beside its exceptions
     tokenizer = _tokenizer(job)
     with contextlib.suppress(EOFError, ConnectionError):  # the command has ended
         while True:
             unit = pipe.recv()
             try:
-                answer: Any = unit, _finish(job, tokenizer, unit)
+                answer: Any = unit, _Encoder(job, tokenizer, unit, at).finish()
             except UserError as error:
                 answer = error
             except Exception:
@@ -139,93 +182,76 @@ def _tokenizer(job: Job) -> Tokenizer:
     return tokenizer
 
 
-def _finish(job: Job, tokenizer: Tokenizer, unit: Unit) -> Record:
-    """Writes a unit's folder under a temporary name, and renames it when all of it is on the disk."""
-    unfinished = job.folder / f"{unit.name}.{os.getpid()}.tmp"
-    try:
-        unfinished.mkdir()
-        record = _Encoder(job, tokenizer, unit, unfinished).run()
-        (unfinished / "record.json").write_text(json.dumps(record._asdict()), encoding="utf-8")
-        sync_contents(unfinished)
-        # A worker of a command that was just killed may have finished this unit meanwhile; its folder has the same contents.
-        if not (job.folder / unit.name).exists():
-            unfinished.rename(job.folder / unit.name)
-        sync(job.folder)
-    except OSError as error:
-        raise UserError(f"{error.filename or unfinished}: cannot be written: {error.strerror}; {KEPT}") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return record
-
-
 class _Encoder:
     """Encodes the documents of a unit, in order, into its token file."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit, folder: Path):
-        self.job, self.tokenizer, self.parts = job, tokenizer, unit.parts
-        # only at the end it is known whether the unit holds a chat
-        self.writer = TokenWriter(folder / "tokens", np.dtype(job.dtype), losses=job.chat is not None)
+    def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit, at: Any = None):
+        """at: of a worker; None: this is the process of the command, and limits nothing."""
+        self.job, self.tokenizer, self.unit, self.at = job, tokenizer, unit, at
         self.record = Record([0] * len(unit.parts), [0] * len(unit.parts), False, [])
-        self.waiting: list[tuple[int, Document | Bad]] = []  # (number of the part, entry)
 
-    def run(self) -> Record:
-        characters = 0
-        for number, part in enumerate(self.parts):
+    def finish(self) -> Record:
+        """Writes the unit's folder under a temporary name, and renames it when all of it is on the disk."""
+        folder = self.job.folder
+        unfinished = folder / f"{self.unit.name}.{os.getpid()}.tmp"
+        try:
+            unfinished.mkdir()
+            self._run(unfinished)
+            (unfinished / "record.json").write_text(json.dumps(self.record._asdict()), encoding="utf-8")
+            sync_contents(unfinished)
+            # A worker of a command that was just killed may have finished this unit meanwhile, with the same contents.
+            if not (folder / self.unit.name).exists():
+                unfinished.rename(folder / self.unit.name)
+            sync(folder)
+        except OSError as error:
+            raise UserError(f"{error.filename or unfinished}: cannot be written: {error.strerror}; {KEPT}") from None
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return self.record
+
+    def _run(self, folder: Path) -> None:
+        # only at the end it is known whether the unit holds a chat
+        self.writer = TokenWriter(folder / "tokens", np.dtype(self.job.dtype), losses=self.job.chat is not None)
+        for number, part in enumerate(self.unit.parts):
             for entry in read(part, self.job.text_key):
-                self.waiting.append((number, entry))
-                characters += len(entry.content) if isinstance(entry, Document) else 0
-                if characters >= _BATCH or len(self.waiting) >= _BATCH_DOCUMENTS:
-                    self._encode()
-                    characters = 0
-        self._encode()
+                result = self._encode(entry, number) if isinstance(entry, Document) else entry
+                if isinstance(result, Bad):
+                    self._refuse(number, result)
+                else:
+                    self._add(number, *result)
         self.writer.close()
         if not self.record.chats:
             self.writer.prefix.with_name("tokens.loss").unlink(missing_ok=True)
-        return self.record
 
-    def _encode(self) -> None:
-        texts = [entry.content for _, entry in self.waiting if isinstance(entry, Document) and isinstance(entry.content, str)]
-        encoded = iter(self._encode_texts(texts))
-        for number, entry in self.waiting:
-            if isinstance(entry, Bad):
-                self._refuse(number, entry)
-            elif isinstance(entry.content, str):
-                ids = next(encoded)
-                if isinstance(ids, str):
-                    self._refuse(number, Bad(entry.place, ids))
-                    continue
-                end = [] if self.job.end_of_text is None else [self.job.end_of_text]
-                self._add(number, [*self.job.beginning, *ids, *end], None)
-            else:
-                self._encode_chat(number, entry)
-        self.waiting.clear()
+    def _encode(self, entry: Document, number: int) -> _Encoded | Bad:
+        """number: of the part."""
+        if self.at is None:
+            return self._encode_freely(entry)
+        place = number, -1 if entry.place is None else entry.place
+        if reason := self.unit.refused.get(place):
+            return Bad(entry.place, reason)
+        self.at[:] = place
+        size = len(entry.content) if isinstance(entry.content, str) else len(repr((entry.content, entry.tools)))
+        with self.job.limits.on(size):
+            return self._encode_freely(entry)
 
-    def _encode_texts(self, texts: list[str]) -> Iterator[list[int] | str]:
-        """The ids of each text, or the reason why it cannot be encoded."""
-        try:
-            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception:  # the library raises no other class, and does not say which text failed
-            for text in texts:
-                try:
-                    yield self.tokenizer.encode(text, add_special_tokens=False).ids
-                except Exception as error:
-                    yield f"the tokenizer cannot encode it: {error}"
-        else:
-            yield from (encoding.ids for encoding in encodings)
-
-    def _encode_chat(self, number: int, entry: Document) -> None:
+    def _encode_freely(self, entry: Document) -> _Encoded | Bad:
+        beginning = self.job.beginning
+        if isinstance(entry.content, str):
+            try:
+                ids = encode_text(self.tokenizer, entry.content)
+            except ValueError as error:
+                return Bad(entry.place, str(error))
+            return [*beginning, *ids, *([] if self.job.end_of_text is None else [self.job.end_of_text])], None
         if self.job.chat is None:
-            self._refuse(number, Bad(entry.place, "a chat, but the tokenizer's folder has no chat template"))
-            return
-        assert isinstance(entry.content, list)
+            return Bad(entry.place, "a chat, but the tokenizer's folder has no chat template")
         try:
             ids, loss = self.job.chat.encode(entry.content, entry.tools)
         except (ValueError, TypeError) as error:  # TypeError: the tokenizer's for text that is not Unicode
-            self._refuse(number, Bad(entry.place, f"a chat that cannot be rendered: {error}"))
-            return
+            return Bad(entry.place, f"a chat that cannot be rendered: {error}")
         self.record = self.record._replace(chats=True)
-        beginning = [] if ids[: len(self.job.beginning)] == self.job.beginning else self.job.beginning
-        self._add(number, [*beginning, *ids], np.array([False] * len(beginning) + loss, bool))
+        beginning = [] if ids[: len(beginning)] == beginning else beginning
+        return [*beginning, *ids], np.array([False] * len(beginning) + loss, bool)
 
     def _add(self, number: int, ids: list[int], loss: np.ndarray | None) -> None:
         self.writer.write(np.array(ids, self.job.dtype), loss)
@@ -234,7 +260,7 @@ class _Encoder:
         self.record.tokens[number] += len(ids)
 
     def _refuse(self, number: int, bad: Bad) -> None:
-        part = self.parts[number]
+        part = self.unit.parts[number]
         file, line = where(part, bad.place)
         if not self.job.skip:
             raise BadDocument(f"{describe_place(file, line)}: {bad.reason}")

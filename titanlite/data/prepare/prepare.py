@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from titanlite.data.indexed import smallest_type
+from titanlite.data.prepare import limits
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
 from titanlite.data.prepare.readers import BadDocument, describe_place
@@ -61,7 +62,7 @@ def prepare(
     """Writes token files and manifest.json into the new folder `output`; -> the manifest.
 
     inputs: as for `list_inputs`; key: the option or key that has them. tokenizer: its `beginning` begins each document.
-    append_eos: appends the end-of-text id to each text, not to chats. workers: 1 is this process, with the tokenizer's threads.
+    append_eos: appends the end-of-text id to each text, not to chats. workers: processes, of one thread each.
     shard_tokens: the limit of a shard; a longer document is a shard of its own. on_error: what to do with an entry that is not
     a document, "fail" or "skip"; skipped.jsonl lists the skipped ones. best_fit: a seq_len for which to pack each shard. chat:
     renders chats; without it a chat is not a document.
@@ -147,12 +148,14 @@ def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: boo
     return Job(
         folder=work / "units",
         tokenizer=tokenizer.tokenizer.to_str(),
+        source=tokenizer.source,
         beginning=plan["beginning of text"],
         end_of_text=plan["end of text"],
         dtype=smallest_type(tokenizer.vocabulary).name,
         text_key=plan["text key"],
         skip=skip,
         chat=chat,
+        limits=limits.DOCUMENT,
     )
 
 

@@ -1,0 +1,122 @@
+"""Wrong environment variables of the launchers, and chat templates and tokenizers that would take all time or memory."""
+
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.hostile.judge import Case
+from tests.unit.test_limits import EXPLODING, TEMPLATE, assets, chat
+from titanlite.data.prepare import limits
+from titanlite.launch import layout, process
+
+# What no whole number of the environment may be. 010 is 8 for a shell; other scripts have digits too.
+NOT_WHOLE = (
+    "010", "08", "00", "+1", "-1", "-0", "1.0", "1e1", "1_0", "0x10", "0b1", "1 ", " 1", "1\n", "1,2", "1;2", "$((1))", "`id`",
+    "abc", "None", "true", "nan", "inf", "-inf", "\u0663", "\uff13", "\u00b2", "\u2460", "18446744073709551618", "9" * 5000,
+    "1" + "0" * 300,
+    "{}", "[1]", "1\t", "\u200b1", "l", "O", "--", "NaN", "%d", "~", "*",
+)  # fmt: skip
+VARIABLES = ("NGPU", "NNODES", "NODE_RANK", "MAX_RESTARTS", "RDZV_TIMEOUT", "OMP_NUM_THREADS")
+BELOW = {"NGPU": "0", "NNODES": "0", "RDZV_TIMEOUT": "0", "OMP_NUM_THREADS": "0", "NODE_RANK": "1"}
+ABOVE = {"NGPU": "1025", "NNODES": "100001", "NODE_RANK": "100000", "MAX_RESTARTS": "1000001", "RDZV_TIMEOUT": "604801"}
+ENDPOINTS = (
+    "first", "first:", ":29500", "first:0", "first:65536", "first:029500", "first:-1", "first:abc", "first:29500:1",
+    "fir st:29500", "first:29500 ", "http://first:29500", "first:\u0663", "a" * 254 + ":1", "[::1:29500", "first\n:29500",
+    "first:1e3",
+)  # fmt: skip
+LOGGING = (
+    "0,08", "00", "0,", ",0", ",", "0 3", "0, 1", "4", "0,4", "-1", "0;1", "1e0", "all", "\u0663", "18446744073709551618",
+    "0" * 99,
+)  # fmt: skip
+RIGHT = (  # of four ranks, on one machine or on two
+    {}, {"NGPU": "4"}, {"NGPU": "4", "LOG_RANK": "0,3"}, {"NGPU": "4", "LOG_RANK": "3"}, {"NGPU": "", "LOG_RANK": ""},
+    {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "first:29500"}, {"NNODES": "2", "RDZV_ENDPOINT": "[::1]:1"},
+    {"NGPU": "1024"}, {"RDZV_TIMEOUT": "604800"}, {"MAX_RESTARTS": "0"}, {"OMP_NUM_THREADS": "3"},
+)  # fmt: skip
+
+
+def cases(seed: int) -> Iterator[Case]:
+    draw = random.Random(seed)
+    for name, text in itertools.product(VARIABLES, NOT_WHOLE):
+        yield _refused(f"{name}={text[:20]!a}", {name: text}, name)
+    for name, text in itertools.chain(BELOW.items(), ABOVE.items()):
+        yield _refused(f"{name}={text}", {name: text}, name)
+    for text in ENDPOINTS:
+        yield _refused(f"RDZV_ENDPOINT={text[:20]!a}", {"NNODES": "2", "RDZV_ENDPOINT": text}, "RDZV_ENDPOINT")
+    for text in LOGGING:
+        yield _refused(f"LOG_RANK={text[:20]!a}", {"NGPU": "4", "LOG_RANK": text}, "LOG_RANK")
+    yield _refused("two machines that do not meet", {"NNODES": "2"}, "RDZV_ENDPOINT")
+    for number, name in enumerate(draw.choices(VARIABLES, k=20)):
+        text = "".join(draw.choices("0123456789_+-. ,xe\u0660", k=draw.randint(2, 30)))
+        if layout.whole_number(text, 0, 10**6) is None:
+            yield _refused(f"{name} drawn {number}", {name: text}, name)
+    for name in ("RANK", "WORLD_SIZE"):
+        for text in ("010", "-1", "abc", "18446744073709551618", "1e3"):
+            yield Case("launch", f"{name}={text} of a rank", _within({name: text}, process.rank_and_world), name)
+    for number, variables in enumerate(RIGHT):
+        yield Case("launch", f"right {number}", _within(variables, layout.read_layout), "-", right=True)
+    yield from _documents()
+
+
+def _documents() -> Iterator[Case]:
+    """Documents that a tokenizer or a template does not finish; the file and the line must be named."""
+    for name, text in EXPLODING.items():
+        yield Case("template", name, _tokenizing({"template": TEMPLATE % text}, chat("go")), r"a\.jsonl, line 2: .*template")
+    for pattern in ("(a+)+$", "(a|ab|a)*$", "(a|aa)+$", "(.*a){20}$"):
+        yield Case(
+            "tokenizer", pattern, _tokenizing({"pattern": pattern}, {"text": "a" * 60 + "!"}), r"a\.jsonl, line 2: .*tokenizer"
+        )
+
+
+def _tokenizing(about: dict[str, str], entry: dict[str, Any]) -> Callable[[Path], Callable[[], object]]:
+    """`titanlite tokenize` of two documents, the second of which is `entry`. about: the tokenizer, as for `assets`."""
+
+    def make(folder: Path) -> Callable[[], object]:
+        tokenizer = assets(folder / "assets", **about)
+        (folder / "a.jsonl").write_text(f"{json.dumps({'text': 'b'})}\n{json.dumps(entry)}\n")
+
+        def act() -> None:
+            from titanlite.tools import tokenize
+
+            with (
+                tempfile.TemporaryDirectory() as output,  # what is finished is kept there
+                patch.object(limits, "DOCUMENT", limits.Limits(seconds=1.0, bytes=2**28)),
+                patch.object(
+                    sys, "argv", f"x --input a.jsonl --tokenizer {tokenizer} --output {output}/out --workers 1".split()
+                ),
+            ):
+                tokenize.main()
+
+        return act
+
+    return make
+
+
+def _refused(name: str, variables: dict[str, str], names: str) -> Case:
+    return Case("launch", name, _within(variables, _launch), f"{names}=")
+
+
+def _launch() -> None:
+    from titanlite.tools import launch
+
+    with patch.object(sys, "argv", ["titanlite launch", "run.toml"]):
+        launch.main()
+
+
+def _within(variables: dict[str, str], action: Callable[[], object]) -> Callable[[Path], Callable[[], object]]:
+    """The action as a command in an environment with only these variables of the launcher."""
+    own = ("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+
+    def act() -> None:
+        kept = {name: value for name, value in os.environ.items() if name not in own}
+        with patch.dict(os.environ, kept | variables, clear=True):
+            action()
+
+    return lambda folder: act

@@ -1,0 +1,52 @@
+"""What one document may take of a tokenizer or chat template from elsewhere: processor time and memory.
+
+Both are programs: a template may loop for ever, a regular expression may try every way to split a text. No exception or timer
+of Python interrupts the compiled code in which they run. So a worker limits itself before each document, and the kernel ends
+it, whatever code it is in; the command starts another worker.
+"""
+
+import contextlib
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_CHARACTERS_PER_SECOND = 20_000  # more time for long documents; tokenizers encode about a million on one core
+_BYTES_PER_CHARACTER = 200  # more memory for long documents; an encoding takes about 100
+
+
+class Limits(NamedTuple):
+    """Of one document."""
+
+    seconds: float = 60.0  # of processor time, which a busy machine or a suspended job does not use up
+    bytes: int = 4 * 2**30  # beyond what the worker holds already
+
+    @contextlib.contextmanager
+    def on(self, characters: int) -> Iterator[None]:
+        """Around the work on a document. Too much time ends this process by SIGPROF; too much memory raises MemoryError, or
+        ends it by SIGABRT.
+        """
+        signal.setitimer(signal.ITIMER_PROF, self.seconds + characters / _CHARACTERS_PER_SECOND)
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if sys.platform == "linux":  # private memory; a file that is mapped for reading does not count
+            held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+            most = held + self.bytes + characters * _BYTES_PER_CHARACTER
+            resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+    def excess(self, exit_code: int | None) -> str:
+        """What a worker that has ended took too much of; "" where its end says something else."""
+        return {
+            -signal.SIGPROF: f"takes more than {self.seconds:g} s of processor time for it",
+            -signal.SIGABRT: f"takes more than {self.bytes / 2**30:g} GiB of memory for it",
+            -signal.SIGSEGV: "crashes with it",
+        }.get(exit_code or 0, "")
+
+
+DOCUMENT = Limits()

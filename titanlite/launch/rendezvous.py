@@ -1,0 +1,286 @@
+"""The meeting of the machines before every start of the ranks; between starts, whether machine 0 is still there.
+
+Machine 0 listens at RDZV_ENDPOINT. Every launcher, also that of machine 0, sends it the same request again and again: one line
+of JSON on a connection of its own, answered by one line. A request joins a round, which is a start of the ranks, and the answer
+says whether the round is complete, which machines are missing, and what is wrong. So a request that is lost costs nothing, no
+call blocks for longer than its timeout, and the clocks of the machines need not agree. torch's own rendezvous waits without
+limit for a store whose machine has died.
+"""
+
+import os
+import secrets
+import socket
+import socketserver
+import sys
+import threading
+import time
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from titanlite.errors import UserError
+from titanlite.launch.layout import Layout
+
+_NAMED_AFTER = 60.0  # seconds until the missing machines are named
+_ANSWERED_WITHIN = 10.0  # seconds for one request
+_INTERVAL = 0.5  # seconds between two of them
+_REFUSED = 20  # such answers in a row mean that the launcher of machine 0 has ended, not its machine
+_LEAVING = 30.0  # seconds that this launcher may take to end by itself, when machine 0 is gone
+_LINE = 2**20  # bytes of a request or an answer, which may list 100,000 missing machines
+
+_Number = Annotated[int, Field(ge=0, le=10**9)]
+_Text = Annotated[str, Field(max_length=1000)]
+
+
+class Request(BaseModel):
+    """What a launcher says of itself."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    machine: _Number
+    machines: _Number
+    ranks: _Number
+    who: _Text  # for messages
+    key: _Text  # of this launcher and no other
+    round: _Number = 0  # the start of the ranks that it joins
+    store: tuple[_Text, _Number] = ("", 0)  # of the round, from machine 0
+    ended: bool = False  # it starts no more ranks
+
+
+class Answer(BaseModel):
+    """What the meeting knows at a request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    round: _Number  # of the request
+    fault: str
+    missing: list[_Number]  # machines that have not joined the round
+    newest: _Number  # the newest round that a machine has joined
+    ended: _Text  # a launcher that starts no more ranks; or ""
+    store: tuple[_Text, _Number]
+
+
+class Meeting(socketserver.ThreadingTCPServer):
+    """On machine 0: who has joined which round."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 1024
+
+    def __init__(self, port: int, machines: int):
+        self.machines = machines
+        self.members: dict[int, Request] = {}  # machine -> its newest request
+        self.fault = ""  # ends the start on all machines
+        self.lock = threading.Lock()
+        if socket.has_dualstack_ipv6():
+            self.address_family = socket.AF_INET6
+        super().__init__(("", port), _Exchange)
+        threading.Thread(target=self.serve_forever, daemon=True, name="meeting").start()
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that ends early, or another program's, is none of a launcher."""
+
+    def answer(self, request: Request) -> Answer:
+        with self.lock:
+            fault = self._fault_of(request)
+            if not fault:
+                self.members[request.machine] = request
+            elif len(self.members) < self.machines:  # a launcher that comes too late does not end a run
+                self.fault = self.fault or fault
+            members = self.members.values()
+            joined = {member.machine for member in members if member.round >= request.round}
+            return Answer(
+                round=request.round,
+                fault=fault or self.fault,
+                missing=[machine for machine in range(self.machines) if machine not in joined],
+                newest=max((member.round for member in members), default=0),
+                ended=next((member.who for member in members if member.ended), ""),
+                store=self.members[0].store if 0 in self.members else ("", 0),
+            )
+
+    def _fault_of(self, request: Request) -> str:
+        """What is wrong with a launcher that joins; or ""."""
+        if request.machines != self.machines:
+            return f"NNODES={request.machines} for {request.who}, and NNODES={self.machines} for machine 0: must be equal"
+        for other in self.members.values():
+            if other.machine == request.machine and other.key != request.key:
+                return f"NODE_RANK={request.machine} is used twice: by {other.who} and by {request.who}"
+            if other.ranks != request.ranks:
+                return f"NGPU={request.ranks} for {request.who}, and NGPU={other.ranks} for {other.who}: must be equal"
+        return "" if request.machine < self.machines else f"NODE_RANK={request.machine}: NNODES={self.machines}"
+
+
+class _Exchange(socketserver.StreamRequestHandler):
+    timeout = _ANSWERED_WITHIN
+    server: Meeting
+
+    def handle(self) -> None:
+        answer = self.server.answer(Request.model_validate_json(self.rfile.readline(_LINE)))
+        self.wfile.write(answer.model_dump_json().encode() + b"\n")
+
+
+class Rendezvous(RendezvousHandler):
+    """What torch's agent needs to know of the other machines. `layout.machines` may be 1."""
+
+    def __init__(self, layout: Layout, unreachable: float):
+        """unreachable: seconds without an answer of machine 0 after which the run ends.
+
+        Raises UserError where this machine shall listen, and cannot.
+        """
+        self.layout, self.unreachable = layout, unreachable
+        self.endpoint = f"{layout.host}:{layout.port}"
+        self.address: tuple[str, int] | None = None  # of machine 0, once it has answered
+        self.answer: Answer | str = "not yet"  # the newest one, or why there is none
+        self.lost = ""  # why the run ends
+        self.closed = False
+        self.store: TCPStore | None = None
+        self.request = Request(
+            machine=layout.machine,
+            machines=layout.machines,
+            ranks=layout.local_ranks,
+            who=f"process {os.getpid()} on {socket.gethostname()}",
+            key=secrets.token_hex(16),
+        )
+        self.meeting = None
+        if layout.machines > 1 and layout.machine == 0:
+            try:
+                self.meeting = Meeting(layout.port, layout.machines)
+            except OSError as error:
+                raise UserError(
+                    f"RDZV_ENDPOINT={self.endpoint}: machine 0 cannot listen at port {layout.port}: {error.strerror}; another "
+                    "program has it, or another launcher with NODE_RANK=0 on this machine"
+                ) from None
+
+    def get_backend(self) -> str:
+        return "titanlite"
+
+    def get_run_id(self) -> str:
+        return "titanlite"
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # the ranks use the store of `next_rendezvous`, which is another one at every start
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meets the other machines. Raises UserError for a wrong NODE_RANK, NNODES or NGPU, else a RendezvousError."""
+        layout, host, port, number = self.layout, "localhost", 0, self.request.round + 1
+        if layout.machine == 0:
+            self.store = TCPStore(host, port, is_master=True, wait_for_workers=False)
+            host, port = layout.address or (host if layout.machines == 1 else socket.getfqdn()), self.store.port
+        if layout.machines > 1:
+            self.request = self.request.model_copy(update={"round": number, "store": (host, port)})
+            if number == 1:
+                threading.Thread(target=self._keep_asking, daemon=True, name="rendezvous").start()
+            host, port = self._meet()
+        if layout.machine > 0:
+            try:
+                self.store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+            except RuntimeError:
+                raise RendezvousConnectionError(
+                    f"machine 0 is not reached at {host}:{port}; set PET_LOCAL_ADDR there to an address that leads to it"
+                ) from None
+        assert self.store is not None
+        return RendezvousInfo(self.store, layout.machine, layout.machines, RendezvousStoreInfo(host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """The agent calls this while the ranks run, and restarts them for a number above 0."""
+        self._check()
+        return int(isinstance(self.answer, Answer) and self.answer.newest > self.request.round)
+
+    def shutdown(self) -> bool:
+        """Says that this launcher starts no more ranks. Machine 0 answers for long enough that all learn of a fault."""
+        self.request = self.request.model_copy(update={"ended": True})
+        if self.layout.machines > 1 and not self.lost:
+            time.sleep(4 * _INTERVAL)
+        self.closed = True
+        if self.meeting:
+            self.meeting.shutdown()
+            self.meeting.server_close()
+        return True
+
+    def _check(self) -> None:
+        if self.lost:
+            raise RendezvousConnectionError(self.lost)
+
+    def _meet(self) -> tuple[str, int]:
+        """Waits until the round is complete; -> (host, port) of its store."""
+        begun, named, patience = time.monotonic(), False, self.layout.patience
+        while True:
+            self._check()
+            answer = self.answer
+            state = f"RDZV_ENDPOINT={self.endpoint}: machine 0 does not answer ({answer})"
+            if isinstance(answer, Answer) and answer.round == self.request.round:
+                if answer.fault:
+                    raise UserError(answer.fault)
+                if answer.ended:
+                    raise RendezvousClosedError(f"the launcher {answer.ended} has ended")
+                if not answer.missing:
+                    return answer.store
+                numbers = ", ".join(map(str, answer.missing))
+                state = f"NNODES={self.layout.machines}: launchers are missing, with NODE_RANK {numbers}"
+            waited = time.monotonic() - begun
+            if waited > patience:
+                raise RendezvousTimeoutError(f"{state} after RDZV_TIMEOUT={patience} seconds")
+            if waited > _NAMED_AFTER and not named:
+                named = True
+                print(f"{state}; waiting for RDZV_TIMEOUT={patience} seconds", file=sys.stderr, flush=True)
+            time.sleep(0.1)
+
+    def _keep_asking(self) -> None:
+        """In a thread: sends the request, and ends the run where machine 0 is gone.
+
+        Seconds without an answer are counted, not taken from a clock, so that a suspended launcher does not count. Where the
+        main thread does not end the run, it waits inside of torch for the store of machine 0, without limit.
+        """
+        silent, refused = 0.0, 0
+        while not (self.lost or self.closed):
+            begun = time.monotonic()
+            self.answer = answer = self._ask()
+            time.sleep(_INTERVAL)
+            if self.address is None:  # `_meet` waits for machine 0
+                continue
+            refused = refused + 1 if answer == "refused" else 0
+            silent = silent + min(time.monotonic() - begun, _ANSWERED_WITHIN + _INTERVAL) if isinstance(answer, str) else 0.0
+            if refused >= _REFUSED:
+                self.lost = "the launcher of machine 0 has ended"
+            elif silent > self.unreachable:
+                self.lost = f"machine 0 has not answered at {self.endpoint} for {silent:.0f} s ({answer})"
+        time.sleep(_LEAVING)
+        if not self.closed:
+            os.write(sys.stderr.fileno(), f"{self.lost}; the run is over\n".encode())
+            os._exit(1)  # the kernel ends the ranks with it
+
+    def _ask(self) -> Answer | str:
+        """The answer of machine 0 to the request, or why there is none."""
+        address = self.address or (self.layout.host.strip("[]"), self.layout.port)
+        try:
+            with socket.create_connection(address, _ANSWERED_WITHIN) as connection:
+                connection.sendall(self.request.model_dump_json().encode() + b"\n")
+                with connection.makefile("rb") as lines:
+                    answer = Answer.model_validate_json(lines.readline(_LINE))
+                self.address = connection.getpeername()[:2]  # name resolution may fail later
+                return answer
+        except ConnectionRefusedError:
+            return "refused"
+        except ValidationError:
+            return "another program answers"
+        except OSError as error:
+            return error.strerror or str(error) or type(error).__name__
