@@ -5,11 +5,12 @@ Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning
 """
 
 import json
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from titanlite.config.effects import CUDA, EffectiveWhen
+from titanlite.errors import LAST_READ
 
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -23,10 +24,21 @@ WITH_CHECKPOINTS = EffectiveWhen("checkpoint.enable = true")
 WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
 
 
+_KEYS: dict[tuple[type, str], str] = {}  # (section, field) -> "section.key"; filled below
+
+
 class Section(BaseModel):
     """Of all sections: unknown keys are refused, types are not converted, values do not change after reading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    if not TYPE_CHECKING:  # where it would give every attribute the type Any
+
+        def __getattribute__(self, name: str) -> Any:
+            """Notes the key for the report of an exception."""
+            if key := _KEYS.get((type(self), name)):
+                LAST_READ["key"] = key
+            return super().__getattribute__(name)
 
 
 class Job(Section):
@@ -429,3 +441,7 @@ class Config(Section):
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""
         given = self.training.global_batch_size
         return given if given > 0 else self.training.local_batch_size * data_degree
+
+
+for _name, _field in Config.model_fields.items():
+    _KEYS |= {(type(_field.default), key): f"{_name}.{key}" for key in type(_field.default).model_fields}

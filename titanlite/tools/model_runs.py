@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.multiprocessing import ProcessExitedException
 
 from models.blocks import Normal, Uniform
 from models.decoder import Decoder
@@ -25,6 +24,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
+from titanlite.launch.failure import Unforeseen
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.compare import (
@@ -76,7 +76,7 @@ class NotRun(Exception):
 def describe_error(error: Exception) -> str:
     """An error in one line, with the line of the model's code that led to it."""
     text = str(error).strip()
-    if isinstance(error, (UserError, ProcessExitedException)):
+    if isinstance(error, UserError | Unforeseen):
         return text
     module = f", {path}" if (path := _module_of(error)) else ""
     hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from titanlite.errors import UserError
-from titanlite.launch import children
+from titanlite.errors import UserError, watch_files
+from titanlite.launch import children, failure, process
+from titanlite.launch.failure import Unforeseen
 
 _USER_ERROR = 2  # exit code of a rank that raised UserError
+_PATIENCE = 3.0  # seconds until an error that may be the echo of another rank's is reported
 
 
 def on_ranks(
@@ -27,7 +30,7 @@ def on_ranks(
     """The result of function(device, *arguments) on rank 0 of `count` new processes, all of which run it.
 
     New processes must be able to import the function, and pickle must take arguments and result. Raises the UserError that a
-    rank raised.
+    rank raised, or Unforeseen with its report of another exception.
     """
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
     set_forkserver_preload([function.__module__])
@@ -38,16 +41,33 @@ def on_ranks(
         try:
             multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
-            if ended.exit_code == _USER_ERROR and (errors := sorted(Path(folder).glob("error-*"))):
-                raise UserError(errors[0].read_text(encoding="utf-8")) from None
-            raise
+            if (report := Path(folder) / f"error-{ended.error_index}").exists():
+                kind = UserError if ended.exit_code == _USER_ERROR else Unforeseen
+                raise kind(report.read_text(encoding="utf-8")) from None
+            how = f"was ended by {ended.signal_name}" if ended.signal_name else f"ended with exit code {ended.exit_code}"
+            hint = ", as when memory runs out" if ended.signal_name == "SIGKILL" else ""
+            raise UserError(f"rank {ended.error_index} of {count} {how}{hint}") from None
         return torch.load(Path(folder) / "result", weights_only=False)  # written by rank 0 a moment ago
 
 
-def _rank(
+def _rank(rank: int, count: int, cuda: bool, folder: str, *words: Any) -> None:
+    """A rank: leaves its result, or its report of an exception, in the folder."""
+    children.end_with_starter()
+    watch_files()
+    try:
+        _run(rank, count, cuda, folder, *words)
+    except Exception as error:
+        known = isinstance(error, UserError)
+        report = str(error) if known else failure.report(error, f"rank {rank} of {count}")
+        if process.is_echo(error):
+            time.sleep(_PATIENCE)  # meanwhile the rank that is the cause ends, and its starter ends this one
+        (Path(folder) / f"error-{rank}").write_text(report, encoding="utf-8")
+        os._exit(_USER_ERROR if known else failure.code_of(error))  # not sys.exit: other ranks may be waiting in a collective
+
+
+def _run(
     rank: int, count: int, cuda: bool, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple
 ) -> None:
-    children.end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the starter ends, then these
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun sets them
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -63,11 +83,7 @@ def _rank(
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
-    try:
-        result = function(device, *arguments)
-    except UserError as error:
-        (Path(folder) / f"error-{rank:05d}").write_text(str(error), encoding="utf-8")
-        os._exit(_USER_ERROR)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
+    result = function(device, *arguments)
     if rank == 0:
         torch.save(result, Path(folder) / "result")
     dist.barrier()
