@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 
-from titanlite.errors import UserError
-from titanlite.launch import stop
+from titanlite.errors import UserError, watch_files
+from titanlite.launch import failure, stop
 
 COMMANDS = {
     "launch": ("titanlite.tools.launch", "check a configuration, then start its ranks; run_train.sh calls this"),
@@ -44,6 +44,8 @@ def main() -> None:
     elif name == "launch":
         stop.leave_at_once()
     sys.argv = [f"titanlite {name}", *sys.argv[2:]]
+    watch_files()
+    failure.watch_threads()
     try:
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -53,6 +55,12 @@ def main() -> None:
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except failure.Unforeseen as error:
+        print(error, file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        print(failure.report(error, sys.argv[0]), file=sys.stderr)
+        sys.exit(failure.code_of(error))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""The one exception that means: the user can correct this."""
+"""The exception that means: the user can correct this. And what a program notes for the report of every other exception."""
 
-from collections.abc import Iterable
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class UserError(ValueError):
     """A fault in the user's input: a key, a file, a model module, a mesh that does not fit the machine.
 
     Its text says what is wrong, what is allowed and, if there is a guess, what was meant. Commands print the text without a
-    traceback and exit with code 2. Any other exception is a defect of titanlite. Only `on_ranks` of the tools makes one of any
-    exception, since the user's model runs there.
+    traceback and exit with code 2. launch/failure.py reports any other exception.
     """
 
 
@@ -19,3 +23,51 @@ class MachineFault(str):
 def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
     """The text of a UserError with a line for each fault."""
     return "\n".join([title, *(f"  {fault}" for fault in faults), *([remedy] if remedy else [])])
+
+
+# --------------------------------------------------------------------------------------------------- notes for a report
+
+LAST_READ = {"key": "", "file": ""}  # the schema notes each key that code reads, `watch_files` each file
+_LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_position = (0, "starting")
+_watching = False
+
+
+def at(step: int, what: str) -> None:
+    """Notes what this process does from now on, such as "forward and backward"; step 0: before the first one."""
+    global _position
+    _position = step, what
+
+
+def position() -> tuple[int, str]:
+    """What `at` or `phase` noted last."""
+    return _position
+
+
+@contextlib.contextmanager
+def phase(what: str) -> Iterator[None]:
+    """Notes what this process does within; also a decorator. After an error the note stays, for the report."""
+    before = _position
+    at(before[0], what)
+    yield
+    at(*before)
+
+
+def watch_files() -> None:
+    """From now on, notes every file that Python code in this process opens for reading, except code and libraries."""
+    global _watching
+    if not _watching:  # a hook cannot be removed
+        _watching = True
+        sys.addaudithook(_note_file)
+
+
+def _note_file(event: str, arguments: tuple[Any, ...]) -> None:
+    if event != "open" or not isinstance(path := arguments[0], str) or arguments[2] & os.O_ACCMODE != os.O_RDONLY:
+        return
+    if not path.startswith((*_LIBRARIES, "/proc/", "/sys/", "/dev/")) and not path.endswith((".py", ".pyc", ".so")):
+        LAST_READ["file"] = path
+
+
+def is_users(file: str) -> bool:
+    """Whether a frame's file is code of the user's own, or of models/: no library, and nothing of titanlite."""
+    return not file.startswith(_LIBRARIES)

@@ -1,9 +1,13 @@
 """Files and folders of our own: written atomically, synced to the disk, and where what is made once is cached."""
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
+
+log = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 UNFINISHED = ".tmp"  # behind the name of a file that is being written
@@ -17,6 +21,15 @@ def replace_file(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+@contextlib.contextmanager
+def tolerated(what: object) -> Iterator[None]:
+    """Around what a run writes beside its checkpoints: a full disk is logged, and does not end training."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: cannot be written: %s; training goes on", what, error.strerror or error)
 
 
 def sync(path: Path) -> None:

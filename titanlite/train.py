@@ -301,7 +301,7 @@ def main(config: Config | None = None) -> None:
         sys.stderr.flush()
         os._exit(2)  # sys.exit would wait for ranks that are in a collective; the launcher ends them
     except Exception as error:
-        stacks.report(error, patience)
+        code = stacks.report(error, patience)
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)
     sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)

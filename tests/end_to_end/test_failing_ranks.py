@@ -97,8 +97,9 @@ def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_i
 def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_other(tmp_path):
     ended = run_failing(tmp_path, 2, WAY_1="raises")
     assert (ended.code, ended.left) == (1, []), ended.err
-    assert "rank 1, step 3, forward and backward: the culprit" in ended.err
-    assert ended.err.count("Traceback") == 1
+    assert "rank 1, step 3, forward and backward: RuntimeError: the culprit (" in ended.err
+    assert "traceback: out/stacks/rank-1.txt" in ended.err and "Traceback" not in ended.err
+    assert f'own/model.py", line {line_of(tmp_path, "the culprit" + chr(34) + ")")}, in forward' in ended.err
     assert "rank 1 (process " in ended.err.splitlines()[-1]
     assert "ended with exit code 1; the run is over; stacks of all ranks: out/stacks" in ended.err.splitlines()[-1]
     other, failed = [(tmp_path / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from titanlite import errors
 from titanlite.config.schema import Config
-from titanlite.launch import stacks
 from titanlite.loop.memory import Memory, OutOfMemory, bytes_on, held_memory, remedies
 from titanlite.loop.metrics import Clock
 
@@ -116,7 +116,7 @@ def memory(monkeypatch) -> Memory:
     """That of rank 3 of 8 before its model is built, on a GPU of 80 GiB that tensors on a CPU stand for."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setattr(stacks, "_position", stacks._position)
+    monkeypatch.setattr(errors, "_position", errors._position)
     monkeypatch.setattr(sys, "argv", ["titanlite train", "run.toml", "--job.description", "two words"])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * GIB // 2, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 70 * GIB)

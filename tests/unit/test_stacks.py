@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite import errors
 from titanlite.launch import stacks
 
 # Where the launcher has held back SIGQUIT, as it does for every rank.
@@ -17,6 +18,7 @@ RANK = """
 import ctypes, os, signal, sys
 from pathlib import Path
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGQUIT])
+from titanlite import errors
 from titanlite.launch import stacks
 
 def somewhere_in_the_model():
@@ -24,7 +26,7 @@ def somewhere_in_the_model():
     {deed}
 
 stacks.open_dump(Path({folder!r}), 3)
-stacks.at(37, "forward and backward")
+errors.at(37, "forward and backward")
 somewhere_in_the_model()
 stacks.close_dump()
 """
@@ -74,7 +76,8 @@ def test_a_report_says_where_and_what_in_the_log_and_all_the_rest_in_the_dump(tm
     deed = "try: 1 / 0\n    except ZeroDivisionError as error: stacks.report(error)"
     process = start(tmp_path, deed)
     _, err = process.communicate(timeout=60)
-    assert "rank 3, step 37, forward and backward: division by zero" in err and "Traceback" in err
+    assert "rank 3, step 37, forward and backward: ZeroDivisionError: division by zero; " in err and "Traceback" not in err
+    assert f"traceback: {tmp_path / 'stacks/rank-3.txt'}" in err
     header, *rest = dump(tmp_path).splitlines()
     assert f"rank 3, step 37, forward and backward (process {process.pid}): division by zero" in header
     assert rest[0].startswith("Traceback") and "ZeroDivisionError: division by zero" in rest
@@ -110,7 +113,7 @@ def test_a_timeout_is_told_with_the_innermost_calls_and_without_a_traceback(tmp_
 
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     monkeypatch.setattr(stacks, "_dump", open(tmp_path / "dump", "w"))
-    monkeypatch.setattr(stacks, "_position", (0, "loading the checkpoint"))
+    monkeypatch.setattr(errors, "_position", (0, "loading the checkpoint"))
     begin = time.monotonic()
     try:
         collective()

@@ -15,7 +15,7 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
-from titanlite.errors import UserError, listed
+from titanlite.errors import UserError, listed, phase
 from titanlite.launch.process import together
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def verified(source: Path) -> Manifest:
         return intact(source, dist.get_rank(), dist.get_world_size())[0]
 
 
+@phase("verifying the checkpoint")
 def intact(source: Path, part: int = 0, parts: int = 1) -> tuple[Manifest, Metadata]:
     """Manifest and metadata of a checkpoint, after the files of one part (see `faults`) were compared with their checksums.
 
@@ -76,6 +77,7 @@ def faults(source: Path, found: Manifest, part: int = 0, parts: int = 1) -> Iter
             yield fault
 
 
+@phase("loading the checkpoint")
 def load_tensors(
     source: Path, saved: Manifest, tensors: dict[str, Tensor], exclude: Sequence[str] = (), prefix: str = ""
 ) -> None:

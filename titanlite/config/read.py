@@ -20,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from titanlite.config.effects import OPTION, Layer, Place, effective_when
 from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, listed
+from titanlite.errors import UserError, listed, phase
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,6 +73,7 @@ def read_words(words: list[str], usage: str) -> tuple[str, Config]:
     return words[0], config
 
 
+@phase("reading the configuration")
 def read_config(path: str | Path | None, options: list[str], taken: list[str] | None = None) -> Config:
     """The validated configuration of a TOML file, overridden by command-line options such as `--training.steps 50`.
 

@@ -6,12 +6,13 @@ Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning
 
 import functools
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from titanlite.config import effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
+from titanlite.errors import LAST_READ
 
 # The largest numbers are far above what any run has, and far below what overflows a counter or a timer somewhere.
 _MOST_STEPS, _MOST_BATCH, _LONGEST_SECONDS, _LARGEST = 10**10, 2**24, 30 * 86_400, 1e30
@@ -50,10 +51,21 @@ _WITH_SNAPSHOTS = EffectiveWhen("profiling.enable_memory_snapshot = true", CUDA)
 _AMONG_RANKS, _WITH_DECAY = EffectiveWhen(RANKS), EffectiveWhen(DECAY)
 
 
+_KEYS: dict[tuple[type, str], str] = {}  # (section, field) -> "section.key"; filled below
+
+
 class Table(BaseModel):
     """Of all tables: unknown keys are refused, types are not converted, values do not change after reading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    if not TYPE_CHECKING:  # where it would give every attribute the type Any
+
+        def __getattribute__(self, name: str) -> Any:
+            """Notes the key for the report of an exception."""
+            if key := _KEYS.get((type(self), name)):
+                LAST_READ["key"] = key
+            return super().__getattribute__(name)
 
 
 class Section(Table):
@@ -495,3 +507,7 @@ class Config(Table):
     def microbatches(self, data_degree: int) -> int:
         """Forward and backward passes of each rank per optimizer step."""
         return self.global_batch(data_degree) // (self.training.local_batch_size * data_degree)
+
+
+for _name, _field in Config.model_fields.items():
+    _KEYS |= {(type(_field.default), key): f"{_name}.{key}" for key in type(_field.default).model_fields}

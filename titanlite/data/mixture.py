@@ -20,7 +20,7 @@ from titanlite.data.origin import Origin
 from titanlite.data.samples import Arrays, Rows, fill, rows_of
 from titanlite.data.sources import TokenSource, key_of, open_packing, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
-from titanlite.errors import UserError, listed
+from titanlite.errors import UserError, listed, phase
 from titanlite.launch import process
 from titanlite.transforms.registry import family_of
 
@@ -202,6 +202,7 @@ def open_on_every_rank(config: Config) -> tuple[Data, Data | None]:
     return data, validation
 
 
+@phase("opening the data")
 def open_data(config: Config, section: str = "training") -> Data:
     """The data of [training] or [validation]; text is tokenized at first use.
 

@@ -16,7 +16,7 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
-from titanlite.errors import UserError, listed
+from titanlite.errors import UserError, listed, phase
 from titanlite.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
@@ -104,6 +104,7 @@ class Exported:
         return cast
 
 
+@phase("exporting")
 def export(
     source: Path,
     output: Path,

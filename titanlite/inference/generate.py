@@ -14,7 +14,7 @@ from torch import Tensor
 from models.attention import Cache, SeqInfo
 from models.decoder import Decoder
 from titanlite.data.tokenizer import LoadedTokenizer
-from titanlite.errors import UserError
+from titanlite.errors import UserError, phase
 from titanlite.parallel.fsdp import evaluating
 
 _PREFILL = 512  # tokens of each text per forward pass of the prefill, which bounds the memory of masks and logits
@@ -29,6 +29,7 @@ class Sampling(NamedTuple):
     seed: int = 0  # prompt i is sampled with a generator seeded by (seed, i), independent of the batch
 
 
+@phase("generating")
 def continue_texts(
     model: Decoder, loaded: LoadedTokenizer, texts: Sequence[str], tokens: int, sampling: Sampling, tp: int
 ) -> list[str]:

@@ -13,7 +13,7 @@ from titanlite.config.read import stored_config
 from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
-from titanlite.errors import UserError, listed
+from titanlite.errors import UserError, listed, phase
 from titanlite.hf.folder import find_weights, recognise
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
@@ -43,6 +43,7 @@ def is_hf_folder(source: Path) -> bool:
     return (source / "config.json").is_file()
 
 
+@phase("opening the model")
 def open_model(source: Path, device: torch.device, dtype: str | None = None, assets: str = "", name: str = "") -> LoadedModel:
     """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
 

@@ -3,6 +3,7 @@
 launcher.py    torchrun with our signals, restarts and stack dumps
 process.py     this rank among the others: device, process group, timeouts, random seeds, logging
 stop.py        a request to stop, agreed by all ranks
+failure.py     the report of an exception that nobody has foreseen, in every command and rank
 stacks.py      the stacks of every rank when one fails
 children.py    processes that end with their parent
 run_folder.py  every name that a run writes in its directory, its lock, the record of its starts

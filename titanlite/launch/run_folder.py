@@ -4,6 +4,7 @@ PLACES and OPTIONS list all that a run writes. No two places are one, and the ch
 before anything starts.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -26,8 +27,8 @@ import torch
 
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.files import UNFINISHED, replace_file
+from titanlite.errors import UserError, phase
+from titanlite.files import UNFINISHED, replace_file, tolerated
 
 log = logging.getLogger(__name__)
 
@@ -174,37 +175,40 @@ class RunLock:
     def __init__(self, folder: Path):
         """Raises UserError if another run is training in the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.handles = folder, [os.open(folder, os.O_RDONLY)]
+        self.folder, self.whole, self.file = folder, os.open(folder, os.O_RDONLY), -1
         self._take()
 
     def keep(self) -> None:
         """Makes the lock file again if somebody has removed it. Raises UserError if another run has come in since."""
         try:
-            if os.path.samestat(os.fstat(self.handles[-1]), os.stat(self.folder / LOCK)):
+            if os.path.samestat(os.fstat(self.file), os.stat(self.folder / LOCK)):
                 return
         except OSError:  # removed
             pass
-        os.close(self.handles.pop())
         log.warning("%s: somebody has removed it; made again, since it keeps a second run out", self.folder / LOCK)
-        self._take()
+        with contextlib.suppress(OSError):  # it could not be made at the last report either
+            os.close(self.file)
+        self.file = -1
+        with tolerated(self.folder / LOCK):
+            self._take()
 
     def close(self) -> None:
-        for handle in self.handles:
+        for handle in {self.whole, self.file} - {-1}:
             os.close(handle)
-        self.handles = []
+        self.whole = self.file = -1
 
     def _take(self) -> None:
         """Opens the lock file, and locks it and the folder."""
-        self.handles.append(os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666))
-        while not all(_locked(handle, fcntl.LOCK_EX) for handle in self.handles):
-            for handle in self.handles:  # so that of two runs that start together one comes in
+        self.file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        while not (_locked(self.whole, fcntl.LOCK_EX) and _locked(self.file, fcntl.LOCK_EX)):
+            for handle in (self.whole, self.file):  # so that of two runs that start together one comes in
                 _locked(handle, fcntl.LOCK_UN)
             time.sleep(0.5)  # it may be a check for a moment
             if fault := other_run(self.folder):
                 self.close()
                 raise UserError(fault)
-        os.truncate(self.handles[-1], 0)
-        os.write(self.handles[-1], f"process {os.getpid()} on {socket.gethostname()}".encode())
+        os.truncate(self.file, 0)
+        os.write(self.file, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
 
 def _locked(handle: int, how: int) -> bool:
@@ -248,6 +252,7 @@ def _holder(folder: Path) -> str:
 # ---------------------------------------------------------------------------------------------------------------- the record
 
 
+@phase("recording the start")
 def record_start(config: Config, facts: dict[str, Any]) -> None:
     """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
     folder = Path(config.job.dump_folder)

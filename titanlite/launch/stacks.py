@@ -22,7 +22,8 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-from titanlite.launch import process
+from titanlite import errors
+from titanlite.launch import failure, process
 from titanlite.launch.run_folder import STACKS
 
 log = logging.getLogger("titanlite")
@@ -31,7 +32,6 @@ log = logging.getLogger("titanlite")
 _INTERVAL = 0.2
 _LONGEST = 2.0
 
-_position = (0, "starting")
 _dump: TextIO | None = None
 
 
@@ -42,15 +42,9 @@ def folder_of(dump_folder: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------- a rank
 
 
-def at(step: int, what: str) -> None:
-    """Notes what this rank does from now on, such as "forward and backward"; step 0: before the first one."""
-    global _position
-    _position = step, what
-
-
 def position() -> str:
-    """Which rank this is, and what `at` noted last."""
-    step, what = _position
+    """Which rank this is, and what `errors.at` noted last."""
+    step, what = errors.position()
     return f"rank {process.rank_and_world()[0]}, {f'step {step}' if step else 'starting'}, {what}"
 
 
@@ -81,23 +75,20 @@ def close_dump() -> None:
     remove_empty([path])
 
 
-def report(error: Exception, patience: float = 0.0) -> None:
-    """Logs where this rank is and what went wrong; the traceback and the stacks of all threads go to its dump.
+def report(error: Exception, patience: float = 0.0) -> int:
+    """Logs where this rank is and what went wrong; the traceback and the stacks of all threads go to its dump. -> exit code
 
     patience: seconds until the log line of an error that may be an echo: meanwhile the rank that caused it logs its own.
     """
-    here = position()
+    dump = (Path(_dump.name), _dump.fileno()) if _dump is not None else None
+    text = failure.report(error, f"rank {process.rank_and_world()[0]}", dump)
     if _dump is not None:
-        _dump.write(f"==== {_now()} {here} (process {os.getpid()}): {_first_line(error)}\n")
-        _dump.writelines(traceback.format_exception(error))
-        _dump.flush()
         faulthandler.dump_traceback(_dump, all_threads=True)
-    if is_echo := process.is_echo(error):
+    if process.is_echo(error):  # another rank is the cause; the traceback is in the dump
         time.sleep(patience)
-    if is_echo and _dump is not None:  # another rank is the cause; the traceback is in the dump
-        log.error("%s: %s\n%s", here, _echo(error), "".join(_innermost(error)).rstrip())
-    else:
-        log.error("%s: %s", here, error, exc_info=error)
+        text = f"{position()}: {_echo(error)}\n{''.join(_innermost(error)).rstrip()}"
+    log.error("%s", text)
+    return failure.code_of(error)
 
 
 def _echo(error: Exception) -> str:
@@ -107,7 +98,7 @@ def _echo(error: Exception) -> str:
         return f"waited {int(waited[1]) / 1000:g} s for the other ranks"
     if re.search(r"connection (closed|reset|refused)|broken pipe", text, re.IGNORECASE):
         return "lost the connection to another rank"
-    return _first_line(error)
+    return failure.first_line(error)
 
 
 def _innermost(error: Exception) -> list[str]:
@@ -115,10 +106,6 @@ def _innermost(error: Exception) -> list[str]:
     frames = traceback.extract_tb(error.__traceback__)
     own = [number for number, frame in enumerate(frames) if f"{os.sep}torch{os.sep}" not in frame.filename]
     return traceback.format_list([frames[number] for number in sorted({*own[-1:], len(frames) - 1})])
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 # ---------------------------------------------------------------------------------------------------------- the launcher

@@ -15,7 +15,7 @@ from titanlite.config.effects import Place
 from titanlite.config.read import refusal
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
-from titanlite.errors import MachineFault, UserError
+from titanlite.errors import MachineFault, UserError, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import divergence, loss, resume, validation
@@ -40,6 +40,7 @@ OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
 )
 
 
+@phase("checking the configuration")
 def check(
     config: Config,
     path: str,

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.files import replace_file
+from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import INCIDENTS, METRICS
 from titanlite.loop.metrics import read_lines, read_reports
 from titanlite.optim.loss_scale import LEAST
@@ -355,4 +355,5 @@ class Incidents:
         """Adds entries; the file is replaced atomically."""
         if self.active:
             self.entries += entries
-            replace_file(self.folder / INCIDENTS, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+            with tolerated(self.folder / INCIDENTS):  # the next incident writes all of them
+                replace_file(self.folder / INCIDENTS, "".join(json.dumps(entry) + "\n" for entry in self.entries))

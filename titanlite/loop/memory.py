@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.launch import process, stacks
+from titanlite.launch.failure import ran_out
 from titanlite.transforms.shards import local_part
 
 GIB = 2**30
@@ -57,12 +58,6 @@ class Memory:
             f"a prediction: titanlite estimate {shlex.join(sys.argv[1:])} --ranks {ranks} --device-memory-gib {total // GIB}",
         ]
         return "\n  ".join(lines)
-
-
-def ran_out(error: Exception) -> bool:
-    """Whether an allocator of PyTorch, CUDA, NCCL or Python had no memory left."""
-    known = ("out of memory", "can't allocate memory", "cannot allocate memory")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error).lower() for words in known)
 
 
 def capacity(device: torch.device) -> tuple[int, int | None]:

@@ -8,16 +8,16 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.files import replace_file
-from titanlite.launch import stacks
+from titanlite.errors import UserError, at
+from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import METRICS
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Clock:
 
         step: 0 before the first one. What _PAUSES does not name is training.
         """
-        stacks.at(step, what)
+        at(step, what)
         begin = time.perf_counter()
         with self._explained():
             yield
@@ -135,49 +135,81 @@ def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: floa
 
 
 class Reporter:
-    """Writes reports, on one rank."""
+    """Writes reports, on one rank. What a full disk does not take is written with a later report, to metrics.jsonl at least."""
 
     def __init__(self, config: Config, first_step: int, active: bool):
         """Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint."""
-        self.file: TextIO | None = None
+        self.file: FileIO | None = None
         self.board: Any = None
         self._config, self._active = config, active
+        self._waiting = b""  # for the disk
         self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
         """Makes `first_step` the next one that is reported; removes the reports of it and of later ones."""
+        if not self._active:
+            return
+        path, trains = Path(self._config.job.dump_folder) / METRICS, self.file is not None
         self.close()
-        if self._active:
-            folder, cfg = Path(self._config.job.dump_folder), self._config.metrics
-            _drop_reports_from(folder / METRICS, first_step)
-            self.file = open(folder / METRICS, "a", encoding="utf-8")
-            if cfg.enable_tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
-
-                self.board = SummaryWriter(str(folder / cfg.save_tb_folder), purge_step=first_step)
+        with tolerated(path) if trains else contextlib.nullcontext():
+            _drop_reports_from(path, first_step)
+        self.file = FileIO(path, "a")
+        self._to_board(lambda board: None, purge_step=first_step)
 
     def report(self, step: int, values: dict[str, Any]) -> None:
         """One step's values, unrounded, to metrics.jsonl and TensorBoard."""
-        if self.file is not None:
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
-            self.file.flush()
-        if self.board is not None:
+        if self.file is None:
+            return
+        self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
+        self._write()
+
+        def add(board: Any) -> None:
             for name, value in values.items():
                 if value is not None:
-                    self.board.add_scalar(name, value, step)
+                    board.add_scalar(name, value, step)
+
+        self._to_board(add)
 
     def samples(self, step: int, texts: list[str]) -> None:
         """Texts of the model, to TensorBoard, as code blocks that Markdown does not format."""
-        if self.board is not None:
+
+        def add(board: Any) -> None:
             for number, text in enumerate(texts):
-                self.board.add_text(f"sample/{number}", "".join(f"    {line}\n" for line in text.splitlines()), step)
+                board.add_text(f"sample/{number}", "".join(f"    {line}\n" for line in text.splitlines()), step)
+
+        self._to_board(add)
 
     def close(self) -> None:
         if self.file is not None:
-            os.fsync(self.file.fileno())
+            self._write()
+            with tolerated(self.file.name):
+                os.fsync(self.file.fileno())
             self.file.close()
         if self.board is not None:
-            self.board.close()
+            with tolerated("TensorBoard's files"):
+                self.board.close()
+        self.file, self.board, self._waiting = None, None, b""
+
+    def _write(self) -> None:
+        assert self.file is not None
+        with tolerated(self.file.name):
+            while self._waiting:
+                self._waiting = self._waiting[self.file.write(self._waiting) :]
+
+    def _to_board(self, add: Callable[[Any], None], purge_step: int | None = None) -> None:
+        """Adds to TensorBoard's files. A failure ends the thread that writes them, and a later report begins another one."""
+        cfg = self._config.metrics
+        full = self.board is None and self._waiting  # as metrics.jsonl has found
+        if self.file is None or not cfg.enable_tensorboard or full:
+            return
+        before, self.board = self.board, None
+        with tolerated("TensorBoard's files"):
+            if before is None:
+                from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
+
+                before = SummaryWriter(str(Path(self._config.job.dump_folder) / cfg.save_tb_folder), purge_step=purge_step)
+            add(before)
+            self.board = before
 
 
 def _drop_reports_from(path: Path, first_step: int) -> None:

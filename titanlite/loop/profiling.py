@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.config.schema import Config
+from titanlite.files import tolerated
 from titanlite.launch.run_folder import COLLECTIVES
 from titanlite.loop.memory import OutOfMemory
 from titanlite.loop.metrics import Clock
@@ -80,7 +81,8 @@ class Watch:
         with self.clock.phase(step, "profiling"):
             if self.profiler is not None:
                 self.profiler.stop_trace()
-                self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, step, "json.gz"))
+                with tolerated(cfg.save_traces_folder):
+                    self.profiler.export_chrome_trace(self._file(cfg.save_traces_folder, step, "json.gz"))
                 self.profiler = None
             if cfg.enable_memory_snapshot:
                 self._snapshot(step)
@@ -92,7 +94,8 @@ class Watch:
 
     def _snapshot(self, step: int, suffix: str = "") -> None:
         cfg = self.config.profiling
-        torch.cuda.memory._dump_snapshot(self._file(cfg.save_memory_snapshot_folder, step, "pickle", suffix))
+        with tolerated(cfg.save_memory_snapshot_folder):
+            torch.cuda.memory._dump_snapshot(self._file(cfg.save_memory_snapshot_folder, step, "pickle", suffix))
 
     def _file(self, folder: str, step: int, kind: str, suffix: str = "") -> str:
         path = Path(self.config.job.dump_folder) / folder / f"step-{step:08d}{suffix}" / f"rank-{dist.get_rank()}.{kind}"

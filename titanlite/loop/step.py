@@ -10,7 +10,7 @@ from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.launch import stacks
+from titanlite.errors import at, phase
 from titanlite.loop.loss import count_labels, summed_loss
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
@@ -31,12 +31,13 @@ def build_model(family: Family, config: Config, mesh: DeviceMesh, device: torch.
     return model
 
 
+@phase("building the model")
 def begin_training(
     family: Family, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Decoder, torch.optim.Optimizer, LossScale | None]:
     """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
-    stacks.at(0, "creating the optimizer state")
+    at(0, "creating the optimizer state")
     optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
     loss_scale = LossScale(device) if precision == "float16" else None
     if loss_scale is not None and isinstance(model.head, Head):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from titanlite.config.schema import Compile, Config
+from titanlite.errors import phase
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
@@ -56,6 +57,7 @@ class Prediction(NamedTuple):
     work: Work  # of one step
 
 
+@phase("predicting a step")
 def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction:
     """What rank 0 of `ranks` will hold and do. The process must not have a process group; it has none afterwards.
 

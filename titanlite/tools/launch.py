@@ -38,6 +38,8 @@ def main() -> None:
         from titanlite.launch.launcher import Launcher, launch  # while the check runs
 
         if code := os.waitstatus_to_exitcode(os.waitpid(check, 0)[1]):
+            if code == -signal.SIGKILL:
+                print("the check of the configuration was ended by SIGKILL, as when memory runs out", file=sys.stderr)
             sys.exit(code if code > 0 else 128 - code)
         if config.job.print_config:
             print(to_toml(config), flush=True)

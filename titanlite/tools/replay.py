@@ -10,6 +10,7 @@ those of the run bit for bit. Where rollbacks made the run repeat a step, --atte
 import json
 import logging
 import math
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -31,7 +31,7 @@ from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, o
 from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.prepare.shards import write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
-from titanlite.errors import UserError
+from titanlite.errors import UserError, phase
 from titanlite.files import replace_file, sync, sync_contents
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ _PLAN_FORMAT = 2  # raise it when the same plan would give other token files
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 
+@phase("tokenizing")
 def prepare(
     inputs: list[str],
     output: Path,

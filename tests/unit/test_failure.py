@@ -1,0 +1,211 @@
+"""The handler of exceptions that nobody has foreseen: what it says, and that nothing keeps it from saying it."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite import errors
+from titanlite.config.schema import Config
+from titanlite.errors import UserError, at, phase
+from titanlite.launch import failure, stacks
+from titanlite.launch.failure import Unforeseen
+from titanlite.loop.metrics import Reporter
+from titanlite.tools.ranks import on_ranks
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A disk of 256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0 or sys.platform != "linux":
+        pytest.skip("only root mounts a disk")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place]).returncode:
+        pytest.skip("this container lets nobody mount a disk")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that leaves no byte of a disk."""
+    with open(disk / "all of it", "wb", buffering=0) as file:
+        for size in (4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    return disk / "all of it"
+
+
+@pytest.fixture(autouse=True)
+def notes(monkeypatch) -> None:
+    monkeypatch.setattr(errors, "_position", (0, "starting"))
+    monkeypatch.setattr(errors, "LAST_READ", errors.LAST_READ)
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_a_report_names_phase_error_place_key_file_and_the_file_with_the_traceback(tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+    errors.watch_files()
+    (tmp_path / "data.idx").write_text("")
+    open(tmp_path / "data.idx").close()
+    with pytest.raises(KeyError) as caught, phase("opening the data"):
+        _ = {}[Config().training.seq_len]
+    line, *frames = failure.report(caught.value, "titanlite verify").splitlines()
+    assert line.startswith("titanlite verify, starting, opening the data: KeyError: 2048 (tests/unit/test_failure.py, line ")
+    assert f"; read last: key training.seq_len, file {tmp_path / 'data.idx'}; traceback: {tmp_path / 'cache/failures'}" in line
+    assert (
+        "in test_a_report_names" in frames[0] and "Config().training.seq_len" in frames[1]
+    )  # the user's own, as it is no library
+    assert "Traceback (most recent call last)" in Path(line.rpartition("traceback: ")[2]).read_text()
+
+
+def test_frames_of_titanlite_and_libraries_are_in_the_file_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
+    try:
+        json.loads("{")
+    except ValueError as error:
+        text = failure.report(error, "titanlite check")
+    assert "json/decoder.py" not in text and text.count(", line ") == 2
+
+
+def test_a_phase_ends_with_its_block_and_stays_after_an_error():
+    at(3, "forward and backward")
+    with phase("opening the data"):
+        assert errors.position() == (3, "opening the data")
+    assert errors.position() == (3, "forward and backward")
+    with pytest.raises(KeyError), phase("opening the data"):
+        raise KeyError
+    assert errors.position() == (3, "opening the data")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyError("boom"), 1, "KeyError: 'boom'"),
+        (RuntimeError("one\ntwo"), 1, "RuntimeError: one"),
+        (ValueError(), 1, "ValueError"),
+        (MemoryError(), 2, "out of memory"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"),
+            2,
+            "out of memory, 2.00 GiB more were",
+        ),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory"),
+        (
+            OSError(28, "No space left on device", "out/config.toml.tmp"),
+            2,
+            "OSError: [Errno 28] No space left on device: 'out/",
+        ),
+        (FileNotFoundError(2, "No such file", "x"), 1, "FileNotFoundError"),
+    ],
+)
+def test_what_the_machine_lacks_is_for_the_user_to_correct(error, code, words):
+    assert failure.code_of(raised(error)) == code
+    assert f", starting, starting: {words}" in failure.report(raised(error), "titanlite check")
+
+
+def test_no_full_disk_and_no_missing_home_keeps_a_report_back(tmp_path, monkeypatch, small_disk):
+    fill(small_disk)
+    monkeypatch.setenv("TITANLITE_CACHE", str(small_disk / "cache"))
+    text = failure.report(raised(KeyError("boom")), "titanlite check")
+    assert f"traceback: {tempfile.gettempdir()}" in text
+    monkeypatch.setattr(failure, "cache_folder", lambda: Path("/dev/null/cache"))
+    assert f"traceback: {tempfile.gettempdir()}" in failure.report(raised(KeyError("boom")), "titanlite check")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(small_disk))
+    text = failure.report(raised(KeyError("boom")), "titanlite check")
+    assert "KeyError: 'boom'" in text and "Traceback (most recent call last)" in text
+
+
+def test_a_rank_reports_where_its_own_dump_is_on_a_full_disk(small_disk, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+    stacks.open_dump(small_disk, 0)
+    full = fill(small_disk)
+    assert stacks.report(raised(KeyError("boom"))) == 1
+    full.unlink()
+    stacks.close_dump()
+    [report] = (tmp_path / "cache/failures").iterdir()
+    assert "KeyError: 'boom'" in report.read_text()
+
+
+def test_metrics_on_a_full_disk_warn_and_are_written_when_there_is_room_again(small_disk, caplog):
+    config = Config.model_validate({"job": {"dump_folder": str(small_disk)}, "metrics": {"enable_tensorboard": False}})
+    reporter = Reporter(config, 1, active=True)
+    full = fill(small_disk)
+    for step in range(1, 5):
+        reporter.report(step, {"loss": 1.0 / step, "text": "x" * 3000})
+    assert f"{small_disk / 'metrics.jsonl'}: cannot be written: No space left on device; training goes on" in caplog.text
+    full.unlink()
+    reporter.report(5, {"loss": 0.2})
+    reporter.close()
+    assert [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_on_a_full_disk_warns_and_begins_another_file_when_there_is_room_again(
+    small_disk, caplog, monkeypatch, capfd
+):
+    monkeypatch.setattr(threading, "excepthook", failure._of_thread)
+    config = Config.model_validate({"job": {"dump_folder": str(small_disk)}})
+    reporter = Reporter(config, 1, active=True)
+    full = fill(small_disk)
+    for step in range(1, 40):
+        reporter.report(step, {f"value {number}": 0.5 for number in range(100)})
+        if reporter.board is not None:
+            with contextlib.suppress(OSError):
+                reporter.board.flush()
+    assert "TensorBoard's files: cannot be written: No space left on device; training goes on" in caplog.text
+    full.unlink()
+    reporter.report(40, {"loss": 0.5})
+    assert reporter.board is not None
+    reporter.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_error_of_a_thread_is_reported_in_one_line(monkeypatch, capfd):
+    monkeypatch.setattr(threading, "excepthook", failure._of_thread)
+    thread = threading.Thread(target=lambda: {}["boom"], name="reader")
+    thread.start()
+    thread.join()
+    err = capfd.readouterr().err
+    assert "thread reader, starting, starting: KeyError: 'boom' (" in err and "Traceback" not in err
+
+
+def _fails(device: torch.device, kind: str) -> None:
+    with phase("opening the data"):
+        if kind == "is killed":
+            os.kill(os.getpid(), 9)
+        if kind == "has no memory":
+            torch.empty(2**60)
+        raise KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("raises", Unforeseen, "rank 0 of 1, starting, opening the data: KeyError: 'boom' ("),
+        (
+            "has no memory",
+            UserError,
+            "rank 0 of 1, starting, opening the data: out of memory, 4611686018427387904 bytes more were",
+        ),
+        ("is killed", UserError, "rank 0 of 1 was ended by SIGKILL, as when memory runs out"),
+    ],
+)
+def test_a_rank_of_a_tool_that_fails_is_reported_in_one_line(kind, error, text):
+    with pytest.raises(error) as caught:
+        on_ranks(1, _fails, kind)
+    assert str(caught.value).startswith(text)

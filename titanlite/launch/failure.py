@@ -1,0 +1,103 @@
+"""The one handler for exceptions that nobody has foreseen, in every command and every rank.
+
+The screen shows one line: where, what, the key and the file that were read last, and the file with the traceback; below it are
+the frames of the user's own code, if there are any. A full disk or a lost home folder does not keep it from reporting.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from titanlite.errors import LAST_READ, is_users, position
+from titanlite.files import cache_folder
+
+_DEFECT, _CORRECTABLE = 1, 2  # exit codes
+_OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
+
+
+class Unforeseen(Exception):
+    """An exception of another process, which has made the report: the text for the screen."""
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code: 2 where the machine has no memory, space or permission left, else 1."""
+    correctable = ran_out(error) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE)
+    return _CORRECTABLE if correctable else _DEFECT
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an allocator of PyTorch, CUDA, NCCL or Python had no memory left."""
+    known = ("out of memory", "can't allocate memory", "cannot allocate memory")
+    memory = isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in known)
+    return memory or isinstance(error, MemoryError)
+
+
+def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None) -> str:
+    """The text for the screen; the traceback is written to a file.
+
+    who: the command or rank. dump: (path, handle) of a file that is open for it.
+    """
+    read = [f"{kind} {name}" for kind, name in LAST_READ.items() if name]
+    step, what = position()
+    where = f"{who}, {f'step {step}' if step else 'starting'}, {what}"
+    trace = "".join(traceback.format_exception(error))
+    place = _write(
+        f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {where} (process {os.getpid()}): {first_line(error)}\n{trace}", dump
+    )
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_users(frame.filename)]
+    parts = [f"{where}: {_words(error)}{_at(frames)}"]
+    parts += [f"read last: {', '.join(read)}"] if read else []
+    parts += [f"traceback: {place}"] if place else ["no disk takes the traceback, which follows"]
+    return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if place else trace]).rstrip()
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _words(error: BaseException) -> str:
+    if ran_out(error):
+        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        return "out of memory" + (f", {requested[1]} more were requested" if requested else "")
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _at(frames: traceback.StackSummary) -> str:
+    """The innermost place in titanlite or in the user's code."""
+    package = os.path.dirname(os.path.dirname(__file__))
+    ours = [frame for frame in frames if is_users(frame.filename) or frame.filename.startswith(package)]
+    return f" ({ours[-1].filename.removeprefix(os.path.dirname(package) + os.sep)}, line {ours[-1].lineno})" if ours else ""
+
+
+def _write(text: str, dump: tuple[Path, int] | None) -> Path | None:
+    """Writes a text where there is a place for it; -> the file."""
+    content = text.encode(errors="replace")
+    with contextlib.suppress(OSError):
+        if dump is not None and os.write(dump[1], content) == len(content):
+            return dump[0]
+    for folder in (lambda: cache_folder() / "failures", lambda: Path(tempfile.gettempdir())):
+        with contextlib.suppress(OSError, RuntimeError):  # the disk is full, or there is no home folder
+            path = folder() / f"titanlite-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            return path
+    return None
+
+
+def watch_threads() -> None:
+    """Reports exceptions that end a thread of this process, such as TensorBoard's, the same way."""
+    threading.excepthook = _of_thread
+
+
+def _of_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
+        print(report(ended.exc_value, f"thread {ended.thread.name if ended.thread else 'unknown'}"), file=sys.stderr)
