@@ -14,7 +14,6 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.guard import VARIABLE
 
-_MANY = 60  # calls of a pool
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time, each with ranks of its own
 
 
@@ -37,13 +36,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With --dist loadgroup, pytest-xdist runs all tests that need ranks in one process, and each other file in one.
+    """With --dist loadgroup, pytest-xdist runs the tests of a group in one process, and any other where one is free.
 
-    Pools of ranks for every process would share the same few cores. A file's tests share what is made once for all of them.
+    All tests that need ranks are a group: pools of ranks for every process would share the same few cores. So are the tests of
+    a file that share what a fixture makes once for the file.
     """
     for item in items:
-        group = "ranks" if "pools" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+        assert isinstance(item, pytest.Function)
+        if "pools" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif any(fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 _pools = {size: Pool(size) for size in (1, 2, 4, 8)}
@@ -53,17 +56,6 @@ _pools = {size: Pool(size) for size in (1, 2, 4, 8)}
 def pools() -> dict[int, Pool]:
     """Pools of 1, 2, 4 and 8 ranks; each starts at its first use."""
     return _pools
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_tired_pools() -> Iterator[None]:
-    """With the tests of a file, ends the pools that have run much; the next one that asks for such a pool gets new ranks.
-
-    A run leaves process groups in its ranks, each of which wakes up a hundred times a second, for nothing: hundreds of them
-    keep half of a machine of two cores busy. But new ranks take seconds until they have done all for the first time.
-    """
-    yield
-    _stop(pool for pool in _pools.values() if pool.calls > _MANY)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,7 +29,7 @@ def main() -> None:
     known: dict[str, dict[str, float]] = {}  # by what is predicted from: a kernel of attention changes nothing
     found = {}
     for name, run in training_runs(PARTS).items():
-        options = {key: value for key, value in run.options.items() if key != "model.attention"}
+        options = {key: value for key, value in options_of(run, args.rehearse).items() if key != "model.attention"}
         key = f"{run.config} {sorted(options.items())}"
         if key not in known:
             known[key] = estimate_gib(run, args.gpus, args.rehearse)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import runs
+from benchmarks.gpu import estimates, runs
 from benchmarks.gpu.page import lines, write_page
 from benchmarks.gpu.plan import GOALS, PARTS, Part, Run, named, options_of, training_runs, words_of
 from benchmarks.gpu.runs import Kind, Setting, read_tests, read_training
@@ -54,6 +54,16 @@ def test_every_training_run_of_the_plan_is_a_valid_configuration(rehearse):
         config = read_config(path, words_of(options_of(run, rehearse)))
         assert not config.checkpoint.enable and config.training.global_batch_size == -1, name
         assert config.model.flavor == "debug" or not rehearse, name
+
+
+def test_a_rehearsal_estimates_each_configuration_once(tmp_path, monkeypatch):
+    """Also where runs differ only in options that a rehearsal overrides; an estimate takes seconds."""
+    estimated = []
+    monkeypatch.setattr(estimates, "estimate_gib", lambda run, *_: estimated.append((run.config, options_of(run, True))) or {})
+    monkeypatch.setattr(sys, "argv", ["estimates", str(tmp_path / "estimates.json"), "--rehearse"])
+    estimates.main()
+    assert all(one not in estimated[:number] for number, one in enumerate(estimated))
+    assert json.loads((tmp_path / "estimates.json").read_text()).keys() == training_runs(PARTS).keys()
 
 
 def test_every_goal_is_of_runs_in_the_plan_and_every_run_fits_its_part():
