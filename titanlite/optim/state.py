@@ -17,7 +17,9 @@ from titanlite.optim.loss_scale import LossScale
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's tensors by name, such as "layers.0.ffn.w1.weight.exp_avg", for checkpoints."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert all(parameter in optimizer.state for _, parameter in trained), "a unit of FSDP2 is gathered: has a validation not freed it?"
+    assert all(parameter in optimizer.state for _, parameter in trained), (
+        "a unit of FSDP2 is gathered: has a validation not freed it?"
+    )
     return {f"{name}.{key}": value for name, parameter in trained for key, value in optimizer.state[parameter].items()}
 
 
