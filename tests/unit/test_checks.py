@@ -33,7 +33,8 @@ DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
 TRACE, TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
 OFFLOAD, OVERLAP = "parallelism.cpu_offload", "parallelism.enable_async_tensor_parallel"
 SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
-AC, LAST = "activation_checkpoint.mode", "parallelism.reduce_every_microbatch"
+AC, BLOCKS = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+LAST = "parallelism.reduce_every_microbatch"
 COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
 PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
 PROMPTS, SAMPLED, EVENTS = "validation.sample_prompts", "validation.sample_tokens", "metrics.enable_tensorboard"
@@ -111,6 +112,7 @@ CASES = [
     (1, {"lora.alpha": 4.0}, ["lora.alpha = 4.0", "lora.enable = true"], {LORA: True}),
     (1, {ADAPTED: ["*.wq"]}, [f'{ADAPTED} = ["*.wq"]', "lora.enable = true"], {LORA: True}),
     (1, {LORA: True, ADAPTED: ["*.wq", "*.wz"]}, [f'{ADAPTED}: "*.wz" matches no nn.Linear'], {ADAPTED: ["*.wq"]}),
+    (1, {LORA: True, "lora.rank": 257}, ["lora.rank = 257", "layers.*.attention.w", "than"], {"lora.rank": 128}),
     (1, {LORA: True, ADAPTED: ["head.*"]}, [f'{ADAPTED}: "head.*"', "there are: layers.*.attention.wq,"], {ADAPTED: ["*"]}),
     (1, {LORA: True, ADAPTED: ["layers.0.atention.wq"]}, ["did you mean layers.*.attention.wq?"], {ADAPTED: ["layers.0.*.wq"]}),
 
@@ -175,6 +177,7 @@ CASES = [
     (1, {SAVE: True, ALLOW: ["data", "metrics.*"]}, [ALLOW, '"metrics.*" is no key'], {ALLOW: ["data", "lr_scheduler.*"]}),
     (1, {SAVES: "tb", SAVE: True}, ['checkpoint.folder = "tb"', "leads to the place of"], {SAVES: "saves"}),
 
+    (1, {AC: "selective", BLOCKS: 99}, [f"{BLOCKS} = 99: the model has", "blocks"], {BLOCKS: 2}),
     (1, {AC: "memory_budget"}, [f'{AC} = "memory_budget"', "compile.enable = true"], {COMPILE: True, BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, BACKEND: "eager"}, [AC, 'other than "eager"'], {BACKEND: "aot_eager"}),
     (1, {AC: "memory_budget", COMPILE: True, PARTS: ["loss"], BACKEND: "aot_eager"}, [AC, PARTS], {PARTS: ["model"]}),

@@ -28,7 +28,7 @@ _NO_NUL = r"^[^\x00]*$"  # which no path holds
 Text = Annotated[str, Field(max_length=1000, pattern=_NO_NUL)]
 Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False)]
 
-_Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2)]
+_Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=2**20)]
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
     f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"

@@ -1,7 +1,9 @@
 """What the command lines of the tools share."""
 
 import argparse
+import sys
 from collections.abc import Callable
+from typing import Any
 
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
@@ -11,16 +13,27 @@ _DIGITS = 15
 _MOST = 10**_DIGITS
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses an option that is given twice, unless it collects its values."""
+
+    def parse_known_args(self, words: Any = None, namespace: Any = None) -> Any:
+        given = [word.partition("=")[0] for word in (sys.argv[1:] if words is None else words)]
+        for option, action in self._option_string_actions.items():
+            if given.count(option) > 1 and not isinstance(action, argparse._AppendAction):
+                self.error(f"{option}: given twice; give it once")
+        return super().parse_known_args(words, namespace)
+
+
 def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser whose --help prints the docstring of the command's file, of which the first paragraph is the usage."""
     usage, _, description = (doc or "").partition("\n\n")
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
+    return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
 
 
 def config_parser(command: str) -> argparse.ArgumentParser:
     """A parser for `read_command`."""
-    parser = argparse.ArgumentParser(f"titanlite {command}", allow_abbrev=False, add_help=False)
+    parser = _Parser(f"titanlite {command}", allow_abbrev=False, add_help=False)
     parser.add_argument("--ranks", type=at_least(1), default=1)
     return parser
 

@@ -95,6 +95,13 @@ def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
     return decide
 
 
+def idle_faults(cfg: ActivationCheckpoint, model: Decoder) -> Iterator[str]:
+    """A number of blocks of which a model has fewer, so that none is recomputed."""
+    every = cfg.selective_ac_option
+    if cfg.mode == "selective" and isinstance(every, int) and every > len(model.layers):
+        yield f"activation_checkpoint.selective_ac_option = {every}: the model has {len(model.layers)} blocks; lower it"
+
+
 def faults(config: Config) -> Iterator[str]:
     """A memory budget without the compiler that keeps it."""
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend != "eager"

@@ -49,8 +49,8 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     frozen: the dtype of the frozen weights, the compute precision: they take no steps that need a float32 master. Adapters are
     float32.
 
-    Raises UserError that lists the patterns which match no linear layer of the blocks, and for a model with parameters of
-    such names of its own.
+    Raises UserError that lists the patterns which match no linear layer of the blocks, for adapters of a higher rank than
+    their layer, and for a model with parameters of such names of its own.
     """
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
         raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
@@ -60,6 +60,12 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
         kinds = list(dict.fromkeys(every_layer(name) for name in linears))
         lines = [f'lora.modules: "{p}" matches no nn.Linear of the layers{suggest(every_layer(p), kinds)}' for p in unused]
         raise UserError("\n".join(lines))
+    sizes = {each: min(linears[each].weight.shape) for names in chosen.values() for each in names}
+    if cfg.rank > (least := min(sizes.values())):
+        kind = every_layer(min(sizes, key=lambda name: sizes[name]))
+        raise UserError(
+            f"lora.rank = {cfg.rank}: {kind} has no higher rank than {least} itself; lower it, or change lora.modules"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(frozen)
