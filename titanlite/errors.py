@@ -62,7 +62,7 @@ def watch_files() -> None:
 
 
 def _note_file(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" or not isinstance(path := arguments[0], str) or arguments[2] & os.O_ACCMODE != os.O_RDONLY:
+    if event != "open" or not isinstance(path := arguments[0], str) or arguments[2] & (os.O_WRONLY | os.O_RDWR):
         return
     if not path.startswith((*_LIBRARIES, "/proc/", "/sys/", "/dev/")) and not path.endswith((".py", ".pyc", ".so")):
         LAST_READ["file"] = path

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from titanlite.errors import UserError
 
 SECONDS = 10.0  # for one case
-_USER_ERROR = 2  # exit code of a command
 
 
 class Case(NamedTuple):
@@ -25,7 +24,7 @@ class Case(NamedTuple):
     name: unique within its mechanism, and the same at every seed that draws it. make: writes the input into an empty folder,
     which is also the working folder, and returns what reads it as the command of a user does. names: a pattern that the message
     must have, such as the key or the file. right: whether the input may also be accepted; the action then raises AssertionError
-    where the result is not right.
+    where the result is not right. code: the exit code of a refusal. leaves: a pattern for files that a refusal may write.
     """
 
     mechanism: str
@@ -33,6 +32,8 @@ class Case(NamedTuple):
     make: Callable[[Path], Callable[[], object]]
     names: str
     right: bool = False
+    code: int = 2
+    leaves: str = ""
 
 
 def judge(case: Case, folder: Path) -> list[str]:
@@ -43,7 +44,7 @@ def judge(case: Case, folder: Path) -> list[str]:
         action = case.make(folder)
         before = _contents(folder)
         begun = time.monotonic()
-        message, faults = _message_of(action)
+        message, faults = _message_of(action, case.code)
         seconds = time.monotonic() - begun
     if message is None and not case.right and not faults:
         faults.append("accepted")
@@ -54,7 +55,8 @@ def judge(case: Case, folder: Path) -> list[str]:
             faults.append(f"a traceback: {message!r}")
         if not message.strip():
             faults.append("refused without a message")
-        if changed := [path for path, state in _contents(folder).items() if before.get(path) != state]:
+        changed = [path for path, state in _contents(folder).items() if before.get(path) != state]
+        if changed := [path for path in changed if not re.fullmatch(case.leaves, path)]:
             faults.append(f"written: {', '.join(changed)}")
     if seconds > SECONDS:
         faults.append(f"took {seconds:.1f} s")
@@ -73,7 +75,7 @@ def _working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def _message_of(action: Callable[[], object]) -> tuple[str | None, list[str]]:
+def _message_of(action: Callable[[], object], code: int) -> tuple[str | None, list[str]]:
     """(what a refusal says, None if there was none; faults of the way it ended)."""
     error_output = io.StringIO()
     try:
@@ -85,7 +87,7 @@ def _message_of(action: Callable[[], object]) -> tuple[str | None, list[str]]:
         if ended.code in (None, 0):
             return None, []
         text = ended.code if isinstance(ended.code, str) else error_output.getvalue()
-        return text, [] if ended.code == _USER_ERROR else [f"exit code {ended.code}"]
+        return text, [] if ended.code == code else [f"exit code {ended.code}"]
     except AssertionError as wrong:
         return None, [f"accepted, with a wrong result: {wrong}"]
     except Exception as error:  # whatever else comes is what the judge looks for

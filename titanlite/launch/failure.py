@@ -35,7 +35,7 @@ def code_of(error: BaseException) -> int:
 def ran_out(error: BaseException) -> bool:
     """Whether an allocator of PyTorch, CUDA, NCCL or Python had no memory left."""
     known = ("out of memory", "can't allocate memory", "cannot allocate memory")
-    memory = isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in known)
+    memory = isinstance(error, RuntimeError | OSError) and any(words in _text(error).lower() for words in known)
     return memory or isinstance(error, MemoryError)
 
 
@@ -60,15 +60,21 @@ def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None)
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(_text(error).splitlines()), type(error).__name__)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception as second:  # a class of the user's own
+        return f"it has no text: {type(second).__name__}"
 
 
 def _words(error: BaseException) -> str:
     if ran_out(error):
-        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", _text(error))
         return "out of memory" + (f", {requested[1]} more were requested" if requested else "")
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {first_line(error)}" if _text(error) else type(error).__name__
 
 
 def _at(frames: traceback.StackSummary) -> str:

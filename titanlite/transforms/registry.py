@@ -20,12 +20,10 @@ from torch.overrides import TorchFunctionMode
 import models
 from models.decoder import Decoder
 from titanlite.config.schema import Model
-from titanlite.errors import UserError
+from titanlite.errors import UserError, is_users
 from titanlite.transforms.description import Description, raise_faults, read_description, unused_keys
 from titanlite.transforms.overrides import overridden
 
-# A model's code is never here: an error raised here was caused elsewhere.
-_LIBRARIES = ("<", os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
@@ -184,7 +182,7 @@ def place_of(error: BaseException) -> str:
         return f"{error.filename}, line {error.lineno}"
     # The compiler traces code without calling it, and records the stack itself.
     frames = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if is_users(frame.filename)]
     forks = [frame for frame in own if frame.filename not in _SHARED_FILES]
     frame = (forks or own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
