@@ -73,7 +73,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path
     ended = run_failing(tmp_path, 2, **ways)
     pid = (tmp_path / "killed").read_text()
     assert (ended.code, ended.left) == (137, []), ended.err
-    assert f"rank {killed} (process {pid}) was ended by SIGKILL; the run is over" in ended.err
+    assert f"rank {killed} (process {pid}) was ended by SIGKILL, as when memory runs out; the run is over" in ended.err
     assert ended.err.count("the run is over") == 1
     assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
     assert not (tmp_path / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -109,13 +110,22 @@ def when_training(started: Launch, folder: Path) -> None:
 def finished(tmp_path_factory) -> tuple[Path, Ended]:
     """The folder that a run of three steps was started in, and what the run left behind."""
     folder = working_folder(tmp_path_factory.mktemp("finished"))
-    return folder, run("run.toml", "--job.print_config", "true", folder=folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        ended = run("run.toml", "--job.print_config", "true", folder=folder, TMPDIR=temporary)
+        (folder / "temporary").write_text("\n".join(os.listdir(temporary)))
+    return folder, ended
 
 
 def test_a_run_ends_with_success_and_leaves_no_process(finished):
     _, ended = finished
     assert (ended.code, ended.left) == (0, []), ended.err
     assert "Traceback" not in ended.err and "Warning" not in ended.err
+
+
+def test_a_run_leaves_only_the_cache_of_compiled_code_in_the_temporary_folder(finished):
+    folder, _ = finished
+    left = (folder / "temporary").read_text().splitlines()
+    assert [name for name in left if not name.startswith("torchinductor_")] == []
 
 
 def test_standard_output_holds_only_the_configuration_as_toml(finished, tmp_path):

@@ -143,7 +143,7 @@ def test_a_run_whose_rank_was_killed_is_started_anew_from_its_last_checkpoint_an
     ended = run("run.toml", *words, folder=folder, NGPU="2", MAX_RESTARTS="3", timeout=120)
     assert (ended.code, ended.left) == (0, []), ended.err
     pid = (folder / "marker").read_text()
-    assert f"rank 1 (process {pid}) was ended by SIGKILL; start 2 of 4" in ended.err
+    assert f"rank 1 (process {pid}) was ended by SIGKILL, as when memory runs out; start 2 of 4" in ended.err
     assert "resumed from out/checkpoint/step-00000002" in ended.err
     assert "the run is over" not in ended.err
     assert steps(folder) == [1, 2, 3, 4, 5]

@@ -53,6 +53,31 @@ sys.exit(-wait(child))
     assert run(then)[0] == signal.SIGKILL
 
 
+def test_a_machine_that_takes_no_more_processes_is_a_message():
+    then = """
+from titanlite.errors import UserError
+
+server.close()
+fork, calls = os.fork, []
+
+def first_only():
+    calls.append(1)
+    if len(calls) > 1:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = first_only
+server = ForkServer("json")
+try:
+    server.start(answer, 0)
+except UserError as error:
+    print(error)
+server.close()
+"""
+    code, text = run(then)
+    assert code == 0 and "Resource temporarily unavailable; lower NGPU" in text
+
+
 def test_closing_the_server_leaves_no_process():
     then = """
 child = server.start(sleep)

@@ -63,7 +63,8 @@ def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 def test_a_failure_is_described_by_the_rank_its_process_and_its_end():
-    assert describe(failures([(0, 1, 50), (1, KILL, 50)])) == "rank 1 (process 1001) was ended by SIGKILL"
+    killed = "rank 1 (process 1001) was ended by SIGKILL, as when memory runs out"
+    assert describe(failures([(0, 1, 50), (1, KILL, 50)])) == killed
     assert describe(failures([(3, 2, 50)])) == "rank 3 (process 1003) ended with exit code 2"
 
 

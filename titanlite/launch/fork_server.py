@@ -12,6 +12,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
+from titanlite.errors import UserError
 from titanlite.launch import children, stop
 
 # A terminal's Ctrl-C and a scheduler's signals reach every process of a run. The fork server ignores them, and a rank receives
@@ -52,8 +53,14 @@ class ForkServer:
         os.waitpid(self._pid, 0)
 
     def start(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> Child:
-        """Starts a process that exits with what the function returns for the arguments. All of them are pickled."""
-        return Child(self, self._ask((function, arguments, environment or {})))
+        """Starts a process that exits with what the function returns for the arguments. All of them are pickled.
+
+        Raises UserError where the machine has no memory, or no number, for another process.
+        """
+        pid = self._ask((function, arguments, environment or {}))
+        if isinstance(pid, OSError):
+            raise UserError(f"the machine cannot start another process, for a rank: {pid.strerror}; lower NGPU, or its limits")
+        return Child(self, pid)
 
     def exit_code(self, pid: int) -> int | None:
         if pid not in self._exit_codes:
@@ -92,7 +99,12 @@ def _serve(requests: Connection, preload: tuple[str, ...]) -> NoReturn:
             requests.send({pid: os.waitstatus_to_exitcode(status) for pid, status in ended.items()})
             continue
         function, arguments, environment = request
-        if (pid := os.fork()) == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            requests.send(error)
+            continue
+        if pid == 0:
             children.end_with_parent(server)
             requests.close()
             os.setsid()

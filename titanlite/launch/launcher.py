@@ -67,6 +67,7 @@ def describe(failures: dict[int, ProcessFailure]) -> str:
     rank, failure = first_failure(failures)
     code = failure.exitcode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how += ", as when memory runs out" if code == -signal.SIGKILL else ""
     return f"rank {rank} (process {failure.pid}) {how}"
 
 
