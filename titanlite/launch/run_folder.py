@@ -26,8 +26,10 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file
+from titanlite.outside import MIB, Absent, Contents, Positive, read_json
 
 _LOCK = ".lock"
+_LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
 _PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
@@ -73,8 +75,8 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
     replace_file(folder / "config.toml", to_toml(config))
     path = folder / "provenance.json"
     try:
-        starts = json.loads(path.read_text()) if path.exists() else []
-    except ValueError:  # somebody may have edited it: keep it
+        starts = read_starts(folder)
+    except UserError:  # somebody may have edited it: keep it
         path.rename(path.with_suffix(".json.unreadable"))
         starts = []
     starts.append(
@@ -90,6 +92,23 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
         }
     )
     replace_file(path, json.dumps(starts, indent=2))
+
+
+class _Start(Contents):
+    """What an entry of provenance.json must hold."""
+
+    time: str
+    command: list[str]
+    global_batch: Positive | None = None
+    model_source: Any = None  # older versions kept a text
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run's provenance.json; none where there is no such file. Raises UserError."""
+    try:
+        return read_json(folder / "provenance.json", list[_Start], _LIMIT)
+    except Absent:
+        return []
 
 
 def _git_state() -> dict[str, str] | None:

@@ -18,6 +18,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file
 from titanlite.launch import stacks
+from titanlite.outside import Absent, Contents, Count, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Reporter:
 
 
 def _drop_reports_from(path: Path, first_step: int) -> None:
-    reports = read_lines(path, {"step"})
+    reports = read_reports(path)
     kept = [report for report in reports if report["step"] < first_step]
     if dropped := len(reports) - len(kept):
         log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
@@ -187,19 +188,27 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
         replace_file(path, "".join(json.dumps(report) + "\n" for report in kept))
 
 
-def read_lines(path: Path, keys: set[str]) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file of a run, without an incomplete last line, which a killed run leaves.
+class _Report(Contents):
+    """What a line of metrics.jsonl must hold; null is a number that is not finite."""
 
-    Raises UserError for a line that is not an object with these keys.
-    """
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    entries = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        with contextlib.suppress(ValueError):
-            entries.append(json.loads(line))
-        if len(entries) < number or not isinstance(entries[-1], dict) or not keys <= entries[-1].keys():
-            raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file")
-    return entries
+    step: Count
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
+def read_reports(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none where there is no such file. Raises UserError."""
+    return read_history(path, _Report)
+
+
+def read_history(path: Path, model: type[Contents]) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file of a run; none where there is no such file. Raises UserError for a line that is not one."""
+    try:
+        return list(read_lines(path, model))
+    except Absent:
+        return []
+    except UserError as error:
+        raise UserError(f"{error}; remove the line, or rename the file") from None
 
 
 # What a line of the console shows, if the report has it. The report has None for a number that is not finite.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict
 from tokenizers import Tokenizer
 
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
@@ -20,12 +21,14 @@ from titanlite.data.prepare.shards import TokenWriter
 from titanlite.errors import UserError
 from titanlite.files import sync, sync_contents
 from titanlite.launch import children
+from titanlite.outside import MIB, Contents, Count, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
 
 KEPT = "finished units are kept: the same command continues from them"
 _BATCH = 2**21  # characters that are encoded at once
+_LIMIT = 1024 * MIB  # of a record: as many skipped entries as lines
 _BATCH_DOCUMENTS = 8192  # the limit of documents in such a batch
 
 
@@ -47,6 +50,25 @@ class Unit(NamedTuple):
     parts: list[Part]
 
 
+class Skipped(Contents):
+    """An entry of record.json and of skipped.jsonl."""
+
+    file: str
+    line: Count | None
+    reason: str
+
+
+class _Stored(Contents):
+    """What record.json must hold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    documents: list[Count]
+    tokens: list[Count]
+    chats: bool
+    skipped: list[Skipped]
+
+
 class Record(NamedTuple):
     """The contents of a finished unit: its record.json, beside tokens.bin, tokens.idx and, with chats, tokens.loss."""
 
@@ -58,7 +80,7 @@ class Record(NamedTuple):
 
 def open_record(folder: Path) -> Record:
     """The record in the folder of a finished unit."""
-    return Record(**json.loads((folder / "record.json").read_text(encoding="utf-8")))
+    return Record(**read_json(folder / "record.json", _Stored, _LIMIT))
 
 
 def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
