@@ -26,6 +26,8 @@ COMMANDS = {
     "eval": ("titanlite.tools.eval", "evaluate a checkpoint on tasks of lm-eval"),
     "estimate": ("titanlite.tools.estimate", "predict memory, FLOPs and traffic for many ranks on one machine"),
 }
+# They run what the user's own configuration or word names. A command that opens a checkpoint finds such a module with --model.
+_RUN_OWN_CODE = ("launch", "train", "check", "data", "verify", "check-model", "estimate")
 USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
     f"  {command:<12} {meaning}" for command, (_, meaning) in COMMANDS.items()
 )
@@ -34,8 +36,9 @@ USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from the first moment: imports take seconds
-    sys.path.append(os.getcwd())  # model modules of the user's own
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in _RUN_OWN_CODE:
+        sys.path.append(os.getcwd())
     if name in ("-h", "--help"):
         print(USAGE)
         return

@@ -202,7 +202,7 @@ def train(
             saver.finish()
         if config.checkpoint.last_save_in_hf and not stopping:
             with clock.phase(step, "exporting"):
-                save_in_hf(saves, progress.step, saver)
+                save_in_hf(saves, progress.step, saver, config.model.name)
     for each in (batches, watch, reporter):
         each.close()
     pauses = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in clock.totals.items())
@@ -218,7 +218,7 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
         saves, progress.step, config.training.steps,
     )  # fmt: skip
     if saver and config.checkpoint.last_save_in_hf:
-        save_in_hf(saves, progress.step, saver)
+        save_in_hf(saves, progress.step, saver, config.model.name)
 
 
 def go_back(
@@ -241,14 +241,14 @@ def go_back(
     return progress
 
 
-def save_in_hf(saves: Path, step: int, saver: Saver) -> None:
+def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:
     """Writes a committed checkpoint's weights in Hugging Face's format beside it, if they are not there; all ranks together."""
     begin, output = time.perf_counter(), export_folder(saves, step)
     there = [output.exists()]
     dist.broadcast_object_list(there, group=saver.group)
     if there[0]:
         return
-    export(step_folder(saves, step), output, group=saver.group)
+    export(step_folder(saves, step), output, group=saver.group, named=name)
     log.info("exported %s in %.2f s", output, time.perf_counter() - begin)
 
 

@@ -58,7 +58,7 @@ def export_together(source: Path, output: Path, failing: int) -> None:
 
     group = dist.new_group(backend="gloo")
     with patch.object(exporting, "write_file", fail if dist.get_rank() == failing else exporting.write_file):
-        exporting.export(source, output, shard_bytes=100_000, group=group)
+        exporting.export(source, output, shard_bytes=100_000, group=group, named="tests.tiny")
 
 
 # --------------------------------------------------------------------------------------------------------------- the tests
@@ -103,7 +103,7 @@ def test_an_export_by_four_ranks_is_that_of_one_and_a_rank_that_fails_is_told_by
     assert str(raised.value).count("UserError: " + str(tmp_path / "out") + ": cannot be written: ") == 4
     assert not (tmp_path / "out").exists()
     pools[4].run(f"{HERE}:export_together", source=tmp_path / "weights", output=tmp_path / "four", failing=-1)
-    exporting.export(tmp_path / "weights", tmp_path / "one", shard_bytes=100_000)
+    exporting.export(tmp_path / "weights", tmp_path / "one", shard_bytes=100_000, named="tests.tiny")
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
     assert sorted(path.name for path in (tmp_path / "four").iterdir()) == files and len(files) > 6
     assert all((tmp_path / "four" / name).read_bytes() == (tmp_path / "one" / name).read_bytes() for name in files)

@@ -118,7 +118,7 @@ def test_on_other_meshes_and_from_one_to_the_other_losses_agree_within_bfloat16(
 
 def test_its_checkpoint_is_exported_as_it_is(pools, tmp_path):
     run(pools, TWO_BY_TWO, tmp_path, 5, **keys("stochastic"))
-    exported = Exported(Stored(tmp_path / "checkpoint/step-00000005"))
+    exported = Exported(Stored(tmp_path / "checkpoint/step-00000005"), named="tests.tiny")
     assert {exported.dtype_of(name) for name in exported.shapes} == {torch.bfloat16}
     for name in exported.shapes:
         assert torch.equal(exported.read_tensor(name), stored(tmp_path, 5)[f"model.{name}"]), name

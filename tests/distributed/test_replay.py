@@ -20,13 +20,14 @@ from titanlite.loop.divergence import FILE, read_entries
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 
 HERE = "tests.distributed.test_replay"
+MODEL = "tests.tiny_poison"
 
 
 def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple[int, int | None]]) -> list[tuple]:
     """Replays (step, attempt) pairs on a mesh; -> (what was found, what is printed) of each."""
     found = []
     for step, attempt in steps:
-        config, global_batch = setting_of(folder, step)
+        config, global_batch = setting_of(folder, step, MODEL)
         route = route_to(step, attempt, read_entries(folder / FILE))
         config = replay_config(config, global_batch, ranks_of(degrees) if degrees else None)
         replayed = replay(config, folder, route, step, poisoned(config, bad), mesh_of(degrees), CPU)
@@ -185,7 +186,7 @@ def test_a_damaged_checkpoint_is_not_used(pools, tmp_path):
 def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
     with pytest.raises(WorkerFailure):
         run(pools, {}, tmp_path, "stop", BAD, log_freq=4)
-    config, global_batch = setting_of(tmp_path, 8)
+    config, global_batch = setting_of(tmp_path, 8, MODEL)
     assert global_batch == 8
     assert furthest(tmp_path, config, read_entries(tmp_path / FILE)) == 12
     split = replay_config(config.model_copy(update={"parallelism": config.parallelism.model_copy(
@@ -214,8 +215,8 @@ def warnings_of(source: Path) -> list[str]:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        open_model(source, CPU)
-        Exported(Stored(source))
+        open_model(source, CPU, name=MODEL)
+        Exported(Stored(source), named=MODEL)
     finally:
         logger.removeHandler(handler)
     return messages

@@ -79,7 +79,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 def evaluate(folder: Path, *words: str) -> Done:
-    return titanlite("eval", *words, folder=folder, timeout=280, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "cache"))
+    return titanlite(
+        "eval",
+        *words,
+        "--model",
+        "tests.tiny_qwen3",
+        folder=folder,
+        timeout=280,
+        HF_HUB_OFFLINE="1",
+        HF_HOME=str(folder / "cache"),
+    )
 
 
 def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:

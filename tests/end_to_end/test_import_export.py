@@ -40,6 +40,7 @@ warmup_steps = 0
 log_freq = 1
 enable_tensorboard = false
 """
+OWN = ("--model", "tests.tiny")
 STILL = ("--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0.0")  # weights stay what they are
 
 
@@ -140,7 +141,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     toml = '[model]\nname = "tests.tiny"\nflavor = "large"\n[checkpoint]\nenable = true\n'
     assert train(tmp_path, toml).code == 0
     checkpoint = tmp_path / "out/checkpoint/step-00000002"
-    titanlite("export-hf", "--checkpoint", "out", "--output", "hf", "--shard-gib", 0.0005, folder=tmp_path)
+    titanlite("export-hf", "--checkpoint", "out", "--output", "hf", "--shard-gib", 0.0005, *OWN, folder=tmp_path)
     tokenizer, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), open_tokenizer("")
     text = "def f(x):\n    return x + 1\n"
     assert tokenizer(text)["input_ids"] == ours.tokenizer.encode(text).ids
@@ -150,7 +151,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     generated = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(tokens, max_new_tokens=3, do_sample=False)
     assert generated.shape[1] > tokens.shape[1]
 
-    titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", "--dtype", "bfloat16", folder=tmp_path)
+    titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", "--dtype", "bfloat16", *OWN, folder=tmp_path)
     weights, stored = torch.load(tmp_path / "one.pt", weights_only=True), Stored(checkpoint)
     family = load_family("tests.tiny", "large")
     family.module.Model(family.config).load_state_dict(weights)  # strictly: no name is missing, none too many
@@ -167,7 +168,7 @@ def slow(path, *_):
     print("writing", flush=True)
     time.sleep(60)
 exporting.write_file = slow
-sys.argv = ["export-hf", "--checkpoint", "weights", "--output", "out"]
+sys.argv = ["export-hf", "--checkpoint", "weights", "--output", "out", "--model", "tests.tiny"]
 from titanlite.tools import export_hf
 export_hf.main()
 """
@@ -183,7 +184,7 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_the_next_one
     process.communicate(timeout=30)
     assert not (tmp_path / "out").exists()
     assert any((tmp_path / ".out.unfinished").glob("*.safetensors"))
-    titanlite("export-hf", "--checkpoint", "weights", "--output", "out", folder=tmp_path)
+    titanlite("export-hf", "--checkpoint", "weights", "--output", "out", *OWN, folder=tmp_path)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert all(torch.equal(after[name], before[name]) for name in before) and not (tmp_path / ".out.unfinished").exists()
 

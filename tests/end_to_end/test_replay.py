@@ -33,7 +33,7 @@ enable_tensorboard = false
 
 
 def replay(folder: Path, *words: str) -> Done:
-    return titanlite("replay", *words, folder=folder)
+    return titanlite("replay", *words, "--model", "tests.tiny", folder=folder)
 
 
 def trained(folder: Path, ranks: int, *options: str) -> Path:

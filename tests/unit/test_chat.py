@@ -228,8 +228,11 @@ def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(t
         ("a\n{% for x in %}", ["tokenizer_config.json", "line 2", "Expected an expression"]),
         ("{% generation %}", ["tokenizer_config.json", "line 1", "endgeneration"]),
         ("{{ messages | nosuch }}", ["tokenizer_config.json", "nosuch"]),
-        ([{"name": "rag", "template": "x"}], ["tokenizer_config.json: broken chat template", 'one of them called "default"']),
-        (5, ["tokenizer_config.json: broken chat template", "must be a text"]),
+        (
+            [{"name": "rag", "template": "x"}],
+            ["tokenizer_config.json: broken chat template", "none of its templates is called"],
+        ),
+        (5, ["tokenizer_config.json: chat_template", "must be a valid string"]),
     ],
 )
 def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, words):
@@ -240,10 +243,10 @@ def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, w
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("chat_template.jinja", b"{% if %}", "chat_template.jinja: broken chat template: line 1"),
-    ("chat_template.jinja", b"\xff", "chat_template.jinja: broken chat template: 'utf-8'"),
-    ("tokenizer_config.json", b"{", "tokenizer_config.json: not a JSON object"),
-    ("tokenizer_config.json", b"\xff", "tokenizer_config.json: not a JSON object"),
-    ("tokenizer_config.json", b"[]", "tokenizer_config.json: not a JSON object"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read: not UTF-8 text"),
+    ("tokenizer_config.json", b"{", "tokenizer_config.json: cannot be read: not JSON"),
+    ("tokenizer_config.json", b"\xff", "tokenizer_config.json: cannot be read: not UTF-8 text"),
+    ("tokenizer_config.json", b"[]", "tokenizer_config.json: its content = .*: must be a table"),
 ])  # fmt: skip
 def test_a_broken_file_is_told(tmp_path, name, content, words):
     write(tmp_path, CHATML, byte_level())

@@ -135,7 +135,7 @@ def test_none_and_an_unreadable_one_are_told_apart(tmp_path):
     with pytest.raises(Damaged, match=f"{tmp_path / manifest.FILE}: is missing"):
         manifest.read(tmp_path)
     (tmp_path / manifest.FILE).mkdir()
-    with pytest.raises(Damaged, match=r"cannot be read: .*directory"):
+    with pytest.raises(Damaged, match=r"cannot be read: .*a folder"):
         manifest.read(tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_another_format_is_told_as_such_and_not_as_damage(tmp_path, monkeypatch)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp_path, name):
     manifest.write(tmp_path, Manifest({key: value for key, value in NUMBERS.items() if key != name}, FILES))
-    with pytest.raises(Damaged, match=f"it has no {name}"):
+    with pytest.raises(Damaged, match=f"has no {name}"):
         manifest.read(tmp_path)
 
 
@@ -192,20 +192,20 @@ def test_the_numbers_of_a_run_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("number", "value", "place"),
     [
-        ("mixture", 5, "mixture: "),
-        ("mixture", {"position": "800", "sources": []}, "mixture.position: "),
-        ("mixture", {"position": -1, "sources": [REACHED]}, "mixture.position: "),
+        ("mixture", 5, "mixture = "),
+        ("mixture", {"position": "800", "sources": []}, "mixture.position = "),
+        ("mixture", {"position": -1, "sources": [REACHED]}, "mixture.position = "),
         ("mixture", {"position": 801, "sources": [REACHED]}, r".*mixture.position is 801, after samples = 800"),
-        ("mixture", {"position": 0, "sources": [REACHED | {"order": 0.5}]}, r"mixture.sources.0.order: "),
-        ("mixture", {"position": 0, "sources": [REACHED | {"more": 1}]}, r"mixture.sources.0.more: "),
+        ("mixture", {"position": 0, "sources": [REACHED | {"order": 0.5}]}, r"mixture.sources.0.order = "),
+        ("mixture", {"position": 0, "sources": [REACHED | {"more": 1}]}, r"mixture.sources.0.more = "),
         ("mixture", {"position": 0, "sources": []}, r".*mixture.sources are not those of data.sources"),
-        ("model_source", "import torch", "model_source: "),
-        ("model_source", {"models.llama3": "import torch"}, r"model_source.models.llama3: "),
-        ("model_source", {"models.llama3": {"hash": 5, "text": ""}}, r"model_source.models.llama3.hash: "),
-        ("data", {"sources": [SOURCE | {"share": None}]}, r"data.sources.0.share: "),
-        ("step", "100", "step: "),
-        ("loss_count", True, "loss_count: "),
-        ("config", [], "config: "),
+        ("model_source", "import torch", "model_source = "),
+        ("model_source", {"models.llama3": "import torch"}, r"model_source.models.llama3 = "),
+        ("model_source", {"models.llama3": {"hash": 5, "text": ""}}, r"model_source.models.llama3.hash = "),
+        ("data", {"sources": [SOURCE | {"share": None}]}, r"data.sources.0.share = "),
+        ("step", "100", "step = "),
+        ("loss_count", True, "loss_count = "),
+        ("config", [], "config = "),
     ],
 )
 def test_nonsense_whose_checksum_is_right_is_damage_that_names_the_entry(tmp_path, number, value, place):

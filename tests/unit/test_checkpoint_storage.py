@@ -322,7 +322,7 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
     change(relative_path=listed, offset=0, length=size)(lying, source)
     manifest.write(source, Manifest(found.numbers, files))
     (source / METADATA).write_bytes(pickle.dumps(lying))
-    with pytest.raises(Damaged, match="is not a valid file name in a checkpoint"):
+    with pytest.raises(Damaged, match="is not the name of a file in this folder"):
         load.verified(source)
     with pytest.raises(Damaged, match="the manifest does not list"):  # nor does the metadata get there by itself
         storage.read_metadata(source, found.files)
@@ -332,7 +332,7 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
 def test_a_manifest_that_lists_what_is_no_file_of_a_checkpoint_is_refused_before_it_is_opened(source, name):
     found = manifest.read(source)
     manifest.write(source, Manifest(found.numbers, found.files | {name: Contents(0, "")}))
-    with pytest.raises(Damaged, match="is not a valid file name in a checkpoint"):
+    with pytest.raises(Damaged, match="is not the name of a file in this folder"):
         load.verified(source)
 
 

@@ -317,9 +317,9 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_go
     stored = Config().model_dump()
     assert "unit" not in stored["compile"] and "compile.unit" in INSTEAD
     stored["compile"] |= {"unit": "block", "enable": True}
-    assert stored_config(stored) == Config.model_validate({"compile": {"enable": True}})
-    with pytest.raises(ValueError, match="never_a_key"):
-        stored_config({"compile": {"never_a_key": 1}})
+    assert stored_config(stored, Path("step-00000010")) == Config.model_validate({"compile": {"enable": True}})
+    with pytest.raises(UserError, match=r"step-00000010: config: compile.never_a_key = 1: there is no such entry"):
+        stored_config({"compile": {"never_a_key": 1}}, Path("step-00000010"))
 
 
 # ------------------------------------------------------------------------------------------------------------ options

@@ -229,7 +229,7 @@ def test_a_document_index_that_is_not_of_all_sequences_is_refused(pair, document
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_missing_file_is_named(pair, missing):
     pair[missing].unlink()
-    assert _refusal(pair[0].with_suffix("")).startswith(f"{pair[missing]}: cannot be read: No such file")
+    assert _refusal(pair[0].with_suffix("")).startswith(f"{pair[missing]}: is missing")
 
 
 @pytest.mark.parametrize("size", [0, 13, 15])

@@ -116,10 +116,12 @@ def test_a_missing_end_of_text_is_refused_naming_what_was_looked_for(folder):
         load_tokenizer(str(folder))
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_tokenizer_file_is_named(folder, name):
+@pytest.mark.parametrize(
+    ("name", "words"), [("tokenizer.json", "not a tokenizer"), ("tokenizer_config.json", "cannot be read")]
+)
+def test_a_broken_tokenizer_file_is_named(folder, name, words):
     (folder / name).write_text("[1")
-    with pytest.raises(UserError, match=f"{name}: not a"):
+    with pytest.raises(UserError, match=f"{name}: {words}"):
         load_tokenizer(str(folder))
 
 

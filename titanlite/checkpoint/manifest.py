@@ -9,73 +9,76 @@ as reading. storage.py guards against manipulation. `xxhsum -H128` computes the 
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from titanlite import outside
 from titanlite.errors import UserError
 from titanlite.files import publish, replace_file
+from titanlite.outside import MIB, Count, FileName, Number, Positive
 
 FILE = "manifest.json"
 _FORMAT = 3
 _OWN = "xxh3_128"
 _CHUNK = 2**22
-
-_Whole = Annotated[int, Field(ge=0)]
-
-
-class _Part(BaseModel):
-    """Entries that a later version adds are kept, and those of this version have the types with which it writes them."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+_LIMIT = 64 * MIB  # of a run on 10,000 ranks: 1 MiB
 
 
-class _Source(_Part):
+class _Source(outside.Contents):
     name: str
-    documents: _Whole
-    tokens: _Whole
+    documents: Count
+    tokens: Count
     fingerprint: str
     share: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class _Data(_Part):
-    sources: list[_Source] = []  # imported weights have none
+class _Data(outside.Contents):
+    sources: list[_Source] = Field(default=[])  # imported weights have none
 
 
-class _Reached(_Part):
+class _Reached(outside.Contents):
     model_config = ConfigDict(extra="forbid")
 
     fingerprint: str
-    order: _Whole
-    drawn: _Whole
-    replaced: _Whole
+    order: Count
+    drawn: Count
+    replaced: Count
 
 
-class _Mixture(_Part):
-    position: _Whole
+class _Mixture(outside.Contents):
+    position: Count
     sources: list[_Reached]
 
 
-class _Module(_Part):
+class _Module(outside.Contents):
     hash: str
     text: str
 
 
-class _Numbers(_Part):
-    """What `Manifest.numbers` must hold. Manifests of titanlite 0.1 and of imported weights lack the optional ones."""
+class _File(outside.Contents):
+    model_config = ConfigDict(extra="forbid")
 
-    step: _Whole
-    samples: _Whole
-    global_batch: _Whole
+    bytes: Count
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Numbers(outside.Contents):
+    """What a manifest must hold. Those of titanlite 0.1 and of imported weights lack the optional entries."""
+
+    step: Count
+    samples: Count
+    global_batch: Count
     data: _Data
     schedule: dict[str, Any]
-    config: dict[str, Any]
+    config: dict[str, dict[str, Any]]
     architecture: dict[str, Any]
     mixture: _Mixture | None = None
     model_source: dict[str, _Module] | None = None
     loss_sum: float = 0.0
-    loss_count: _Whole = 0
+    loss_count: Count = 0
+    files: dict[FileName, _File]
 
     @model_validator(mode="after")
     def mixture_is_of_the_data(self) -> "_Numbers":
@@ -85,6 +88,38 @@ class _Numbers(_Part):
             read = [source.fingerprint for source in self.data.sources]
             if [source.fingerprint for source in self.mixture.sources[: len(read)]] != read:
                 raise ValueError("mixture.sources are not those of data.sources")
+        return self
+
+
+class _RunData(outside.Contents):
+    tokenizer: str
+    sources: list[_Source]
+
+
+class _Schedule(outside.Contents):
+    model_config = ConfigDict(extra="forbid")
+
+    lr: Number
+    warmup_steps: Count
+    decay_start: Count
+    total_steps: Positive
+    decay_type: Literal["linear", "sqrt", "cosine"]
+    min_factor: Number
+    decay_end: Count = 0  # titanlite 0.1 had none
+
+
+class _Run(outside.Contents):
+    """What the manifest of a run must hold too; that of imported weights does not."""
+
+    global_batch: Positive
+    data: _RunData
+    schedule: _Schedule
+    config: dict[str, Any]
+
+    @model_validator(mode="after")
+    def config_is_a_runs(self) -> "_Run":
+        if missing := {"checkpoint", "training"} - self.config.keys():
+            raise ValueError(f"config has no {', '.join(sorted(missing))}")
         return self
 
 
@@ -125,49 +160,41 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE
     try:
-        text = path.read_bytes().decode()  # read_text would convert line ends
-        values = json.loads(text)
-        own = values.pop(_OWN)
-    except FileNotFoundError:
-        raise Damaged(f"{path}: is missing") from None
-    except OSError as error:
-        raise Damaged(f"{path}: cannot be read: {error}") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged(f"{path}: is damaged: it is not the JSON that was written") from None
-    if _text(values) != text:
+        text = outside.read_bytes(path, _LIMIT).decode()  # what is not UTF-8 is damage too
+        values = outside.parse_json(text)
+    except UserError as error:
+        raise Damaged(str(error)) from None
+    except ValueError as error:
+        raise Damaged(f"{path}: is damaged: {error}") from None
+    own = values.pop(_OWN, None) if isinstance(values, dict) else None
+    if own is None or _text(values) != text:
         raise Damaged(f"{path}: is damaged: its checksum is not {own}")
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
-    if missing := [name for name, field in _Numbers.model_fields.items() if field.is_required() and name not in values]:
-        raise Damaged(f"{path}: is damaged: it has no {', '.join(missing)}")
     try:
-        _Numbers.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "its numbers"
-        raise Damaged(f"{path}: is damaged: {place}: {first['msg']}") from None
-    try:
-        files = {name: Contents(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in values.pop("files").items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise Damaged(f"{path}: is damaged: it has no list of files") from None
-    if odd := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
-        raise Damaged(f"{path}: is refused: {odd[0]!r} is not a valid file name in a checkpoint")
+        outside.validated(_Numbers, values, f"{path}: is damaged")
+    except UserError as error:
+        raise Damaged(str(error)) from None
+    files = {name: Contents(**entry) for name, entry in values.pop("files").items()}
     del values["format"]
     return Manifest(values, files)
+
+
+def check_run(folder: Path, manifest: Manifest) -> None:
+    """Raises UserError for a sound manifest that does not describe a run of titanlite."""
+    outside.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
 
 
 def fault(folder: Path, name: str, contents: Contents) -> str:
     """The damage of a checkpoint's file, or ""."""
     path = folder / name
     try:
-        if not path.exists():
-            return f"{path}: is missing"
-        if not path.is_file():
-            return f"{path}: cannot be read: it is not a file"
-        size = path.stat().st_size
+        size = outside.size_of(path)
         if size != contents.bytes:
             return f"{path}: is damaged: it has {size:,} bytes, and {contents.bytes:,} were written"
         found = checksum(path)
+    except UserError as error:
+        return str(error)
     except OSError as error:
         return f"{path}: cannot be read: {error}"
     return "" if found == contents.xxh3_128 else f"{path}: is damaged: its checksum is {found}, not {contents.xxh3_128}"
@@ -176,7 +203,7 @@ def fault(folder: Path, name: str, contents: Contents) -> str:
 def checksum(path: Path) -> str:
     """The 128-bit XXH3 checksum of a file as 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with outside.open_file(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -24,8 +24,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import Contents, Damaged, fault
+from titanlite.errors import UserError
+from titanlite.outside import MIB, read_bytes
 
 METADATA = ".metadata"
+_LIMIT = 16 * 1024 * MIB  # of a model in 10,000 parts: 1 GiB
 
 # The classes in the metadata of a checkpoint of tensors (PyTorch 2.11 to 2.13); dtypes are admitted too.
 _DCP = "torch.distributed.checkpoint"
@@ -184,10 +187,10 @@ def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
     """The locations of a checkpoint's tensors. Raises Damaged if they are unreadable or outside of the checkpoint."""
     path = folder / METADATA
     try:
-        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        metadata = _Unpickler(io.BytesIO(read_bytes(path, _LIMIT))).load()
         _check_metadata(metadata, files)
-    except OSError as error:
-        raise Damaged(f"{path}: cannot be read: {error}") from None
+    except UserError as error:
+        raise Damaged(str(error)) from None
     except Exception as error:  # a damaged or forged pickle can raise anything
         raise Damaged(f"{path}: is refused: {error}") from None
     return metadata

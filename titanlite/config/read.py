@@ -21,11 +21,7 @@ from titanlite.config.effects import OPTION, Layer, Place, effective_when
 from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed, phase
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from titanlite.outside import Absent, parse_toml, read_toml, validated
 
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 # "section.key" -> its type
@@ -119,14 +115,17 @@ def _without_foreign(values: dict[str, Any], error: ValidationError) -> Config |
     return Config.model_validate(values)
 
 
-def stored_config(sections: dict[str, dict[str, Any]]) -> Config:
+def stored_config(sections: dict[str, dict[str, Any]], source: Path) -> Config:
     """The configuration that a checkpoint holds, without keys that titanlite had when it was saved and has no more, and with
-    keys that had no effect at their defaults."""
+    keys that had no effect at their defaults.
+
+    Raises UserError that names the checkpoint and the key. `registry.trusted` says whether its model may be imported.
+    """
     known = {
         section: {name: value for name, value in table.items() if f"{section}.{name}" not in INSTEAD}
         for section, table in sections.items()
     }
-    return Config.model_validate(known).settled(Place())
+    return validated(Config, known, f"{source}: config").settled(Place())
 
 
 def to_toml(config: Config) -> str:
@@ -166,19 +165,18 @@ def _toml_key(name: str) -> str:
 def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict[str, Any]:
     """The tables of a file merged over those of its `base`, whose path is relative to the file."""
     named_by = f" (named as base by {chain[-1]})" if chain else ""
-    real = path.resolve()
-    if real in [file.resolve() for file in chain]:
+    if os.path.realpath(path) in map(os.path.realpath, chain):
         circle = " -> ".join(str(file) for file in [*chain, path])
         raise UserError(f"{chain[-1]}: base = {path.name!r} closes a circle: {circle}")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
+        values = read_toml(path)
+    except Absent:
         nearby = sorted(file.stem for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.stem, nearby, n=1)
         hint = f"; did you mean {path.parent / close[0]}.toml?" if close else ""
         raise UserError(f"{path}: no such configuration file{named_by}{hint}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as TOML{named_by}: {error}") from None
+    except UserError as error:
+        raise UserError(f"{error}{named_by}") from None
     base = values.pop("base", None)
     if base == "" or not isinstance(base, str | None):
         raise UserError(f"{path}: base = {base!r}: must be the name of a TOML file, as a string")
@@ -272,8 +270,8 @@ def _parse_value(key: str, text: str) -> Any:
     if not is_foreign(key) and annotation is not Any:  # whose type the schema does not have
         with contextlib.suppress(ValidationError):
             return TypeAdapter(annotation).validate_strings(text)
-    with contextlib.suppress(ValueError, RecursionError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
-        return tomllib.loads(f"value = {text}")["value"]
+    with contextlib.suppress(ValueError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
+        return parse_toml(f"value = {text}")["value"]
     return text
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.errors import UserError
+from titanlite.outside import open_file, size_of
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -78,10 +79,7 @@ class TokenFile(Mapped):
         Reads only the header, the sizes and the last entries, so that the largest file opens at once; `check` reads all.
         """
         self.prefix = prefix
-        try:
-            self._read_sizes()
-        except OSError as error:
-            raise UserError(f"{error.filename or prefix}: cannot be read: {error.strerror}") from None
+        self._read_sizes()
 
     def _read_sizes(self) -> None:
         """Reads the header of the index and the ends of its tables, and checks them against the sizes of the files.
@@ -89,7 +87,7 @@ class TokenFile(Mapped):
         They are read, not mapped, since a mapped page counts as memory.
         """
         ids, index, loss = (path_of(self.prefix, suffix) for suffix in ("bin", "idx", "loss"))
-        with open(index, "rb") as file:
+        with open_file(index) as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER.size)
             if len(header) < _HEADER.size or not header.startswith(_MAGIC):
@@ -116,7 +114,7 @@ class TokenFile(Mapped):
             if sequences:
                 described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * dtype.itemsize
             first, last = number_at(documents_at, "<q"), number_at(end - 8, "<q")
-        actual = ids.stat().st_size
+        actual = size_of(ids)
         if described != actual:
             raise UserError(
                 f"{ids}: has {actual:,} bytes, and {index.name} describes {described:,}: one of them is truncated, or they are "
@@ -124,9 +122,9 @@ class TokenFile(Mapped):
             )
         if (first, last) != (0, sequences):
             raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
-        self.tokens, self.documents, self.has_loss = actual // dtype.itemsize, entries - 1, loss.exists()
+        self.tokens, self.documents, self.has_loss = actual // dtype.itemsize, entries - 1, os.path.lexists(loss)
         self._dtype, self._tables = dtype, (_HEADER.size, pointers_at, documents_at, end)
-        if self.has_loss and (flags := loss.stat().st_size) != self.tokens:
+        if self.has_loss and (flags := size_of(loss)) != self.tokens:
             raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
 
     @cached_property

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.indexed import Mapped, TokenFile
+from titanlite.outside import size_of
 
 _HEADER = 5  # numbers before the tables
 
@@ -19,9 +20,15 @@ class Packing(Mapped):
     """The rows of one token file: the pieces of documents in each, in order."""
 
     def __init__(self, path: Path, file: TokenFile):
-        """path: what `pack_file` wrote for `file`. Raises ValueError, or EOFError, for anything else."""
+        """path: what `pack_file` wrote for `file`. Raises ValueError for anything else, or UserError."""
         self.path = path
-        table = self._table
+        size_of(path)  # numpy would wait for a FIFO
+        try:
+            table = self._table
+        except (EOFError, OSError) as error:
+            raise ValueError(error) from None
+        if table.dtype != np.int64 or table.ndim != 1 or len(table) < _HEADER:
+            raise ValueError(f"{table.dtype} numbers of shape {table.shape}, must be int64 in one dimension")
         tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
         if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
             raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")

@@ -11,18 +11,27 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import xxhash
-from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config, Source
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.packing import Packing, pack_file
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.documents import list_inputs, stdlib_files
-from titanlite.data.prepare.prepare import MANIFEST, prepare
+from titanlite.data.prepare.manifest import MANIFEST, read_manifest
+from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.readers import BadDocument
-from titanlite.data.tokenizer import LoadedTokenizer, describe, digest, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import (
+    LoadedTokenizer,
+    describe,
+    digest,
+    load_tokenizer,
+    parse_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+)
 from titanlite.errors import UserError
 from titanlite.files import cache_folder, publish
+from titanlite.outside import MIB, open_file, read_text
 from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
@@ -31,6 +40,7 @@ Cached = TypeVar("Cached")
 
 _VERSION = "3"  # part of every cache key: raise it when the same files would give other tokens
 _PROBES, _PROBE_BYTES = 16, 4096
+_SOURCE = 64 * MIB  # of a file of the standard library
 
 
 class TokenSource(NamedTuple):
@@ -81,7 +91,7 @@ def find(path: str, key: str) -> list[Path] | None:
         place = place.with_suffix("")
     if place.name and (path_of(place, "idx").is_file() or path_of(place, "bin").is_file()):  # "/" has no name
         return [place]
-    if (place / MANIFEST).is_file():
+    if os.path.lexists(place / MANIFEST):
         return [place / shard["name"] for shard in read_manifest(place)["shards"]]
     if place.is_dir() and any(place.glob("*.idx")):
         # a .bin whose .idx is missing is an error later, not left out here
@@ -90,24 +100,6 @@ def find(path: str, key: str) -> list[Path] | None:
         raise UserError(f'{key} = "{path}": not finished: run the same `titanlite tokenize` command again, it continues')
     list_inputs([path], f"{key} =")
     return None
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a folder that `titanlite tokenize` has written. Raises UserError."""
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not {"format", "tokenizer", "largest_id", "documents", "tokens", "shards", "fingerprint"} <= set(manifest):
-            raise ValueError("it lacks entries")
-        if manifest["format"] != 1:
-            raise ValueError(f"format {manifest['format']}; only format 1 is supported")
-        if any(Path(shard["name"]).name != shard["name"] for shard in manifest["shards"]):
-            raise ValueError("a shard is not in its folder")
-        if not all({"documents", "tokens", "loss"} <= set(shard) for shard in manifest["shards"]):
-            raise ValueError("a shard lacks entries")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: not a manifest of `titanlite tokenize`: {error}") from None
-    return manifest
 
 
 def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, vocabulary: int) -> TokenSource:
@@ -135,7 +127,7 @@ def _open_files(
 ) -> tuple[list[TokenFile], dict[str, Any] | None]:
     """The token files of a source, and the manifest that they are checked against; foreign files have none."""
     files = [TokenFile(prefix) for prefix in prefixes]
-    if not (folder / MANIFEST).is_file():
+    if not os.path.lexists(folder / MANIFEST):
         for file in files:
             _check_beginning(file.prefix, _foreign_beginning(file, loaded), loaded)
         return files, None
@@ -182,7 +174,7 @@ def _foreign_beginning(file: TokenFile, loaded: LoadedTokenizer) -> tuple[int, .
 
 def _probe(path: Path) -> str:
     """A digest of a file's size and of 16 evenly spread blocks: it reads 64 KiB of a terabyte."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         result = xxhash.xxh3_128(str(size).encode())
         for number in range(_PROBES):
@@ -197,10 +189,10 @@ def _probe(path: Path) -> str:
 def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
     """The best-fit rows of a file: those beside it, else those in the cache, which are made at first use."""
     beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
-    if beside.is_file():
+    if os.path.lexists(beside):
         try:
             return Packing(beside, file)
-        except (ValueError, EOFError) as error:
+        except ValueError as error:
             raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
 
     def make(path: Path) -> None:
@@ -222,11 +214,11 @@ def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
 
     def make(path: Path) -> None:
         log.info("training the default tokenizer on %d files, once; kept in %s", len(files), cache_folder())
-        train_tokenizer(file.read_text(encoding="utf-8") for file in files).save(str(path))
+        train_tokenizer(read_text(file, _SOURCE) for file in files).save(str(path))
 
     stamps = (f"{file} {(stat := file.stat()).st_size} {stat.st_mtime_ns}" for file in files)
     path = cache_folder() / f"tokenizer-{digest(_VERSION, *stamps)}.json"
-    return describe(_cached(path, make, lambda path: Tokenizer.from_file(str(path))), None, str(path))
+    return describe(_cached(path, make, parse_tokenizer), None, str(path))
 
 
 def _tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:

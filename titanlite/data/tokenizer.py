@@ -2,21 +2,45 @@
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import BeforeValidator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.outside import MIB, Absent, Contents, read_json, read_text
 
 DEFAULT_VOCABULARY = 4096
+_LIMIT = 512 * MIB  # Gemma 3's tokenizer.json has 32 MiB
+_LARGEST = 2**24  # ids; the largest vocabularies have 2**18
 _END_OF_TEXT = "<|endoftext|>"
 _KNOWN_ENDS = ("<|end_of_text|>", _END_OF_TEXT, "</s>", "<eos>")
+
+
+def _token_text(value: Any) -> Any:
+    """The text of a token, which may also be a table with its text."""
+    return value.get("content", value) if isinstance(value, dict) else value
+
+
+_Token = Annotated[str | None, BeforeValidator(_token_text)]
+
+
+class _Template(Contents):
+    name: str
+    template: str
+
+
+class _Settings(Contents):
+    """What tokenizer_config.json must hold."""
+
+    eos_token: _Token = None
+    bos_token: _Token = None
+    chat_template: str | list[_Template] | None = None
 
 
 class LoadedTokenizer(NamedTuple):
@@ -50,10 +74,10 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     key: names the folder in messages. add_bos: as training.add_bos; UserError if the tokenizer has no such token.
     """
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f'{key} "{folder}": there is no tokenizer.json in it')
-    with refusing(UserError, f"{path}: not a tokenizer"):
-        tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = parse_tokenizer(path)
+    except Absent:
+        raise UserError(f'{key} "{folder}": there is no tokenizer.json in it') from None
     # the file may ask for the lengths of another model's batches, which would truncate or pad documents
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -88,11 +112,17 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
+def parse_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises UserError."""
+    text = read_text(path, _LIMIT)
+    with refusing(UserError, f"{path}: not a tokenizer"):
+        return Tokenizer.from_str(text)
+
+
 def _token_named(settings: dict[str, Any], key: str) -> str | None:
     """A token of tokenizer_config.json, which has its text or a table with it; None if there is none."""
     value = settings.get(key)
-    value = value.get("content") if isinstance(value, dict) else value
-    return None if value is None else str(value)
+    return value["content"] if isinstance(value, dict) else value
 
 
 def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
@@ -112,15 +142,10 @@ def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
 def read_settings(folder: Path) -> dict[str, Any]:
     """The tokenizer_config.json of a tokenizer's folder; {} if there is none. Raises UserError for a broken file."""
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not a JSON object: {error}") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return settings
+        return read_json(path, _Settings, _LIMIT)
+    except Absent:
+        return {}
 
 
 def tokenizer_digest(loaded: LoadedTokenizer) -> str:
@@ -154,9 +179,12 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
     names = [end] if end else _KNOWN_ENDS
     ids = [vocabulary[name] for name in names if name in vocabulary]
     if not ids:
-        raise UserError(f"{source}: has no end-of-text token; looked for {', '.join(names)}")
+        named = ", which tokenizer_config.json names" if end else ""
+        raise UserError(f"{source}: has no end-of-text token; looked for {', '.join(names)}{named}")
+    if (largest := max(vocabulary.values())) >= _LARGEST:
+        raise UserError(f"{source}: has the id {largest:,}; ids must be below {_LARGEST:,}")
     tokenizer.encode_special_tokens = True  # text that spells the token out does not end a document
-    return LoadedTokenizer(tokenizer, ids[0], max(vocabulary.values()) + 1)
+    return LoadedTokenizer(tokenizer, ids[0], largest + 1)
 
 
 def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:

@@ -21,8 +21,9 @@ from titanlite.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.launch.process import rank_and_world, together
+from titanlite.transforms.description import read_description
 from titanlite.transforms.lora import merged
-from titanlite.transforms.registry import family_of
+from titanlite.transforms.registry import family_of, trusted
 from titanlite.transforms.source import warn_of_changes
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -52,15 +53,16 @@ class Exported:
     """The weights of a checkpoint by their names in the model, with adapters merged, in the dtype of the export.
 
     dtype: of all floating-point tensors; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run. Raises
-    UserError if the family has changed since the checkpoint was saved.
+    named: the module that the user's command names as the model's. UserError if the family has changed since the checkpoint was
+    saved.
     """
 
-    def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = ""):
+    def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = "", named: str = ""):
         self.stored, self._dtype = stored, dtype
         cfg = stored.manifest.numbers["config"].get("model")
-        if not isinstance(cfg, dict):
+        if cfg is None:
             raise UserError(f"{stored.source}: its manifest does not name a model")
-        model = stored_config({"model": cfg}).model
+        model = trusted(stored_config({"model": cfg}, stored.source), stored.source, named).model
         self.assets = assets or model.hf_assets_path
         if self.assets and not Path(self.assets).is_dir():
             raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new place with --assets')
@@ -112,17 +114,18 @@ def export(
     shard_bytes: int = 5 * 2**30,
     assets: str = "",
     group: dist.ProcessGroup | None = None,
+    named: str = "",
 ) -> list[Path]:
     """Atomically writes a checkpoint as a new folder in Hugging Face's format; returns its safetensors files.
 
     group: its ranks call this together, and each writes every n-th file; None: one process. shard_bytes: the largest size of a
-    file with more than one tensor. Raises UserError on all ranks for a damaged checkpoint, a model that the format does not
-    support, an existing output, or an error of the disk.
+    file with more than one tensor. named: as for `Exported`. Raises UserError on all ranks for a damaged checkpoint, a model
+    that the format does not support, an existing output, or an error of the disk.
     """
     rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
     unfinished = unfinished_path(output)
     with together(group), reporting(output):
-        exported = Exported(Stored(source, rank, world), dtype, assets)
+        exported = Exported(Stored(source, rank, world), dtype, assets, named)
         theirs = their_names(exported.family, exported.shapes)
         items = [Item(name, theirs[name], shape, exported.dtype_of(name)) for name, shape in exported.shapes.items()]
         if odd := [item for item in items if item.dtype not in _CODES]:
@@ -189,9 +192,9 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len")
     facts |= {"max_position_embeddings": length} if length else {}
-    if assets and (assets / "config.json").is_file():
-        theirs = json.loads((assets / "config.json").read_text(encoding="utf-8"))
-        facts |= {name: theirs[name] for name in _CARRIED if name in theirs}
+    if assets and os.path.lexists(assets / "config.json"):
+        theirs = read_description(assets)
+        facts |= {name: theirs[name] for name in _CARRIED if theirs.get(name) is not None}
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.module.to_hf(exported.family.config) | dtype)

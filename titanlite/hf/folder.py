@@ -1,14 +1,15 @@
 """Validates a folder in Hugging Face's format: its model, and the safetensors file, shape and dtype of each tensor."""
 
 import fnmatch
-import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -16,6 +17,7 @@ from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
+from titanlite.outside import MIB, Absent, Contents, FileName, read_json, size_of
 from titanlite.transforms.description import read_description
 from titanlite.transforms.registry import (
     FROM_ASSETS,
@@ -29,6 +31,7 @@ from titanlite.transforms.registry import (
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
+_LIMIT = 128 * MIB  # of the index; that of 90,000 tensors has 9 MiB
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COMPUTED = ".rotary_emb.inv_freq"  # in old files; computed from the configuration
 
@@ -133,11 +136,16 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors."""
     entries: dict[str, Entry] = {}
     problems: list[str] = []
-    for path in _files(folder):
+    places = _places(folder)
+    for path in sorted({folder / place for place in places.values()}) or [folder / SINGLE]:
         try:
+            size_of(path)  # the library would wait for a FIFO
             with safe_open(str(path), "pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        except UserError as error:
+            problems.append(str(error))
+            continue
         except (SafetensorError, OSError) as error:
             problems.append(f"{path}: cannot be read: {error}")
             continue
@@ -146,25 +154,27 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
             if kind not in DTYPES:
                 problems.append(f"{name}: is stored in {path.name} as {kind}, and only {', '.join(DTYPES)} are read")
             entries[name] = Entry(path, name, shape, DTYPES.get(kind, torch.float32))
+    others = [name for name, place in places.items() if name in entries and entries[name].file.name != place]
+    problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {places[name]}" for name in others]
     return entries, problems
 
 
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder."""
-    if (folder / SINGLE).is_file():  # as in transformers, this file takes precedence
-        return [folder / SINGLE]
-    path = folder / INDEX
-    if not path.is_file():
+class _Index(Contents):
+    """What the index of several safetensors files must hold."""
+
+    weight_map: Annotated[dict[str, Annotated[FileName, Field(pattern=r"\.safetensors$")]], Field(min_length=1)]
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """Name -> file of each tensor, as the index of a folder says; empty where the folder has a single file."""
+    if os.path.lexists(folder / SINGLE):  # as in transformers, this file takes precedence
+        return {}
+    try:
+        return read_json(folder / INDEX, _Index, _LIMIT)["weight_map"]
+    except Absent:
         pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
         why = f"; {pickles[0]} is a pickle, which could run any code, and is not read" if pickles else ""
-        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{why}")
-    try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: not an index of safetensors files: {error!r}") from None
-    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise UserError(f"{path}: is refused: {odd[0]!r} is no safetensors file of this folder")
-    return [folder / name for name in names]
+        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}{why}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------------ the check

@@ -1,5 +1,6 @@
 """Loads a checkpoint, or a folder in Hugging Face's format, for inference: no optimizer, no FSDP, weights in one precision."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from titanlite.transforms.description import read_description
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import FROM_ASSETS, Family, family_of
+from titanlite.transforms.registry import FROM_ASSETS, Family, family_of, trusted
 from titanlite.transforms.source import warn_of_changes
 
 _DEFAULT_LENGTH = 2048  # of lm-eval, for a config.json without max_position_embeddings
@@ -40,7 +41,7 @@ class LoadedModel(NamedTuple):
 
 def is_hf_folder(source: Path) -> bool:
     """Whether a folder is in Hugging Face's format."""
-    return (source / "config.json").is_file()
+    return os.path.lexists(source / "config.json")
 
 
 @phase("opening the model")
@@ -48,20 +49,20 @@ def open_model(source: Path, device: torch.device, dtype: str | None = None, ass
     """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
 
     All ranks call this together, in a process group. dtype: None: the compute precision of the run, or the dtype of the stored
-    weights. assets: the folder of a tokenizer; empty: the tokenizer of the run or folder. name: of the family that reads a
-    folder; empty: as its model_type says. Raises UserError for a damaged checkpoint or folder, and for a model whose dimensions
-    have changed since.
+    weights. assets: the folder of a tokenizer; empty: the tokenizer of the run or folder. name: of the model's module, as the
+    user's command names it; empty: as a folder's model_type says, or the family of models/ that a checkpoint names. Raises
+    UserError for a damaged checkpoint or folder, and for a model whose dimensions have changed since.
     """
     return (
         _open_folder(source, device, dtype, assets, name)
         if is_hf_folder(source)
-        else _open_checkpoint(source, device, dtype, assets)
+        else _open_checkpoint(source, device, dtype, assets, name)
     )
 
 
-def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, assets: str) -> LoadedModel:
+def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
     manifest = load.verified(source)
-    config = stored_config(manifest.numbers["config"])
+    config = trusted(stored_config(manifest.numbers["config"], source), source, name)
     cfg = config.model
     family = family_of(cfg)
     if changed := family.changes_since(manifest.numbers["architecture"]):

@@ -29,12 +29,14 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, phase
 from titanlite.files import UNFINISHED, replace_file, tolerated
+from titanlite.outside import MIB, Absent, Contents, Positive, read_json
 
 log = logging.getLogger(__name__)
 
 LOCK, CONFIG, PROVENANCE = ".lock", "config.toml", "provenance.json"
 METRICS, INCIDENTS, STACKS, COLLECTIVES = "metrics.jsonl", "incidents.jsonl", "stacks", "comm_traces"
 _UNREADABLE = f"{PROVENANCE}.unreadable"
+_LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
 _PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
@@ -259,8 +261,8 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PROVENANCE
     try:
-        starts = list(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
-    except (ValueError, TypeError, RecursionError):  # somebody may have edited it: keep it
+        starts = read_starts(folder)
+    except UserError:  # somebody may have edited it: keep it
         shutil.copyfile(path, folder / _UNREADABLE)
         starts = []
     starts.append(
@@ -277,6 +279,23 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
     )
     replace_file(path, json.dumps(starts, indent=2))
     replace_file(folder / CONFIG, to_toml(config))  # last: without provenance.json, `faults` takes it for a file of the user's
+
+
+class _Start(Contents):
+    """What an entry of provenance.json must hold."""
+
+    time: str
+    command: list[str]
+    global_batch: Positive | None = None
+    model_source: Any = None  # older versions kept a text
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The entries of a run's provenance.json; none where there is no such file. Raises UserError."""
+    try:
+        return read_json(folder / PROVENANCE, list[_Start], _LIMIT)
+    except Absent:
+        return []
 
 
 def _git_state() -> dict[str, str] | None:

@@ -14,10 +14,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import model_validator
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,8 +26,9 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import INCIDENTS, METRICS
-from titanlite.loop.metrics import read_lines, read_reports
+from titanlite.loop.metrics import read_history, read_reports
 from titanlite.optim.loss_scale import LEAST
+from titanlite.outside import Contents, Count, Pair
 from titanlite.parallel.mesh import data_degree
 
 log = logging.getLogger(__name__)
@@ -204,9 +206,33 @@ class Stretch(NamedTuple):
     next_sample: int | None  # the first sample after the rollback; None for the first stretch
 
 
+class _Entry(Contents):
+    """What a line of incidents.jsonl must hold."""
+
+    kind: Literal["spike", "nonfinite", "rollback"]
+    step: Count
+    samples: Pair
+    action: str
+    superseded: bool
+    found_at: Count = 0
+    to_step: Count = 0
+    next_sample: Count = 0
+
+    @model_validator(mode="after")
+    def numbers_fit_together(self) -> "_Entry":
+        if self.kind == "rollback":
+            if missing := {"found_at", "to_step", "next_sample"} - self.model_fields_set:
+                raise ValueError(f"a rollback without {', '.join(sorted(missing))}")
+            if not self.to_step < self.step <= self.found_at:
+                raise ValueError(f"a rollback at step {self.step}, found at step {self.found_at}, to step {self.to_step}")
+        if self.samples[0] > self.samples[1]:
+            raise ValueError(f"samples {self.samples[0]} to {self.samples[1]}")
+        return self
+
+
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """The lines of an incidents.jsonl, oldest first. Raises UserError for a line that this version does not write."""
-    return read_lines(path, {"kind": str, "step": int, "samples": list, "action": str, "superseded": bool})
+    return read_history(path, _Entry)
 
 
 def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:

@@ -19,6 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, at
 from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import METRICS
+from titanlite.outside import Absent, Contents, Count, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -221,28 +222,27 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
         replace_file(path, "".join(json.dumps(report) + "\n" for report in kept))
 
 
+class _Report(Contents):
+    """What a line of metrics.jsonl must hold; null is a number that is not finite."""
+
+    step: Count
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """The reports of a metrics.jsonl, oldest first. Raises UserError for a line that is none."""
-    return read_lines(path, {"step": int})
+    """The lines of a metrics.jsonl; none where there is no such file. Raises UserError."""
+    return read_history(path, _Report)
 
 
-def read_lines(path: Path, types: dict[str, type]) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file of a run, without an incomplete last line, which a killed run leaves.
-
-    Raises UserError for a line that is not an object with keys of these types.
-    """
-    content = path.read_bytes() if path.is_file() else b""
-    entries = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), 1):
-        with contextlib.suppress(ValueError, RecursionError):
-            entries.append(json.loads(line))
-        if len(entries) < number or not isinstance(entries[-1], dict) or not _has(entries[-1], types):
-            raise UserError(f"{path}: line {number} cannot be read; remove it, or rename the file")
-    return entries
-
-
-def _has(entry: dict[str, Any], types: dict[str, type]) -> bool:
-    return all(isinstance(entry.get(key), kind) for key, kind in types.items())
+def read_history(path: Path, model: type[Contents]) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file of a run; none where there is no such file. Raises UserError for a line that is not one."""
+    try:
+        return list(read_lines(path, model))
+    except Absent:
+        return []
+    except UserError as error:
+        raise UserError(f"{error}; remove the line, or rename the file") from None
 
 
 # What a line of the console shows, if the report has it. The report has None for a number that is not finite.

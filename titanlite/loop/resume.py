@@ -223,16 +223,12 @@ def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
 
 def refuse_foreign(source: Path, found: Manifest) -> None:
     """Raises UserError for a sound checkpoint whose numbers are not those of `numbers_of`."""
-    config, data, schedule = (found.numbers[name] for name in ("config", "data", "schedule"))
     if found.numbers.get("imported"):
         raise UserError(
             f"{source}: holds weights alone, made by import-hf, without optimizer state, step or data position; begin "
             "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
         )
-    needed = config.get("checkpoint"), config.get("training"), data.get("sources")
-    known = set(Schedule._fields) - {"decay_end"} <= schedule.keys() <= set(Schedule._fields)
-    if None in needed or not known or not all(isinstance(table, dict) for table in config.values()):
-        raise UserError(f"{source}: its manifest is sound, but does not describe a run of titanlite")
+    manifest.check_run(source, found)
 
 
 def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | None:

@@ -5,7 +5,7 @@ Evaluates the newest sound checkpoint of a run, one checkpoint, or a model in Hu
 lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all figures to --output. DIR, or
 --checkpoint DIR, is the folder of any of them. --include-path names a folder with your own tasks. --max-length limits the
 tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of config.json).
---model names the family that reads a folder in Hugging Face's format, if its model_type does not.
+--model names the module of the model, if that is no family of models/, or if config.json does not decide it.
 """
 
 import argparse

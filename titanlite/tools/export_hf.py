@@ -1,4 +1,5 @@
 """titanlite export-hf --checkpoint DIR --output DIR [--dtype bfloat16] [--assets DIR] [--shard-gib 5]
+                   [--model NAME]
 
 Writes the weights of a checkpoint in Hugging Face's format: safetensors files, config.json, generation_config.json and the
 tokenizer. transformers' AutoModelForCausalLM.from_pretrained reads that folder. One tensor at a time is in memory.
@@ -24,7 +25,8 @@ def main() -> None:
     if not options.shard_gib > 0:
         raise UserError(f"--shard-gib {options.shard_gib}: must be above 0")
     source = checkpoints(options.checkpoint)[-1]
-    files = export(source, options.output, DTYPES.get(options.dtype), int(options.shard_gib * 2**30), options.assets)
+    dtype, shard = DTYPES.get(options.dtype), int(options.shard_gib * 2**30)
+    files = export(source, options.output, dtype, shard, options.assets, named=options.model)
     size = sum(file.stat().st_size for file in files)
     print(f"{source} -> {options.output}: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**30:.2f} GiB")
 
@@ -36,4 +38,5 @@ def export_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="must not exist yet")
     parser.add_argument("--assets", default="", help="folder of the tokenizer, if it has moved since the run")
     parser.add_argument("--dtype", choices=list(DTYPES), help="of the weights (default: as stored)")
+    parser.add_argument("--model", default="", help="module of the model, if it is no family of models/")
     return parser

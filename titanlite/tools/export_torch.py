@@ -1,4 +1,4 @@
-"""titanlite export-torch --checkpoint DIR --output FILE.pt [--dtype bfloat16] [--assets DIR]
+"""titanlite export-torch --checkpoint DIR --output FILE.pt [--dtype bfloat16] [--assets DIR] [--model NAME]
 
 Writes the weights of a checkpoint into one file: {our parameter name: tensor}, as the model's load_state_dict takes it. Read it
 with torch.load(FILE, weights_only=True). All weights are in memory at once; export-hf needs memory for one tensor.
@@ -24,7 +24,7 @@ def main() -> None:
     unfinished = start_output(options.output)
     with reporting(options.output):
         source = checkpoints(options.checkpoint)[-1]
-        exported = Exported(Stored(source), DTYPES.get(options.dtype), options.assets)
+        exported = Exported(Stored(source), DTYPES.get(options.dtype), options.assets, options.model)
         tensors = {name: exported.read_tensor(name) for name in exported.shapes}
         # load_state_dict wants a tied parameter under each of its names; the file holds it once
         tensors |= {name: tensors[first] for name, first in tied_names(exported.model).items()}

@@ -4,8 +4,8 @@
 Continues each prompt with the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format, and prints
 prompt and continuation. DIR, or --checkpoint DIR, is the folder of any of them. Sampling is seeded per prompt, by --seed and
 the number of the prompt. --temperature 0 takes the most likely token each time. --tp N splits the model over N GPUs, or
-processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the family that reads a folder
-in Hugging Face's format, if its model_type does not.
+processes. The defaults of --dtype and --tokenizer are those of the run or folder. --model names the module of the model, if
+that is no family of models/, or if config.json does not decide it.
 """
 
 import argparse
@@ -51,10 +51,6 @@ def model_source(options: argparse.Namespace) -> Path:
         family = recognise(folder, options.model).family
         find_weights(folder, family, family.on_meta())
         return folder
-    if options.model:
-        raise UserError(
-            f"--model {options.model}: has no effect: {folder} has no config.json, and a checkpoint names its model"
-        )
     return checkpoints(folder)[-1]
 
 

@@ -1,13 +1,13 @@
-"""titanlite replay RUN --step N [--ranks RANKS] [--attempt K]
+"""titanlite replay RUN --step N [--ranks RANKS] [--attempt K] [--model NAME]
 
 Repeats one step of a run, whether the run has finished or is still training, from the newest sound checkpoint before that
 step. Prints its loss and gradient norm, and for each layer the norms of gradient, weights and update. RUN is only read. Start
-the command in the folder where the run was started, so that paths and model modules are found. By default it uses one process,
-and the numbers equal those of the run within rounding. --ranks N uses the mesh of the run on N ranks, and the numbers equal
-those of the run bit for bit. Where rollbacks made the run repeat a step, --attempt selects one, counted from 1.
+the command in the folder where the run was started, so that paths are found. --model names the module of the model, if that is
+no family of models/. By default the command uses one process, and the numbers equal those of the run within rounding. --ranks N
+uses the mesh of the run on N ranks, and the numbers equal those of the run bit for bit. Where rollbacks made the run repeat a
+step, --attempt selects one, counted from 1.
 """
 
-import json
 import logging
 import math
 import os
@@ -34,7 +34,7 @@ from titanlite.data.mixture import Data, open_data
 from titanlite.errors import UserError
 from titanlite.launch import process
 from titanlite.launch.layout import share_threads
-from titanlite.launch.run_folder import CONFIG, INCIDENTS, METRICS, PROVENANCE
+from titanlite.launch.run_folder import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
@@ -47,7 +47,7 @@ from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_
 from titanlite.tools.compare import Run, begin, data_parts, follow, on_mesh, relative_difference, replaced
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
-from titanlite.transforms.registry import family_of
+from titanlite.transforms.registry import family_of, trusted
 from titanlite.transforms.shards import local_part
 from titanlite.transforms.source import changed_modules, diff, source_of
 
@@ -95,17 +95,17 @@ def furthest(run: Path, config: Config, entries: list[dict[str, Any]]) -> int:
     return min(config.training.steps, max(known, default=0) + config.metrics.log_freq)
 
 
-def setting_of(run: Path, step: int) -> tuple[Config, int]:
-    """(configuration, global batch size) of a step.
+def setting_of(run: Path, step: int, named: str = "") -> tuple[Config, int]:
+    """(configuration, global batch size) of a step. named: as for `trusted`.
 
     The first checkpoint at or after the step holds them: between two checkpoints a run has one configuration. Without such a
     checkpoint they are those of the latest start. Raises UserError for a folder that is no run directory.
     """
     if not (run / CONFIG).is_file():
         raise UserError(f"{run}: there is no {CONFIG}: not the folder of a run")
-    config = read_config(str(run / CONFIG), [])
+    config = trusted(read_config(str(run / CONFIG), []), run, named)
     if numbers := saved_after(step, run / config.checkpoint.folder):
-        return stored_config(numbers["config"]), numbers["global_batch"]
+        return trusted(stored_config(numbers["config"], run), run, named), numbers["global_batch"]
     if config.training.global_batch_size > 0:
         return config, config.training.global_batch_size
     try:
@@ -125,11 +125,9 @@ def saved_after(step: int, saves: Path) -> dict[str, Any]:
 
 
 def latest_start(run: Path) -> dict[str, Any]:
-    """The last entry of a run's provenance.json; empty if it has none."""
-    try:
-        return dict(json.loads((run / PROVENANCE).read_text())[-1])
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+    """The last entry of a run's provenance.json; empty if it has none. Raises UserError for a file that is none."""
+    starts = read_starts(run)
+    return starts[-1] if starts else {}
 
 
 def check_source(step: int, run: Path, numbers: dict[str, Any], module: ModuleType) -> None:
@@ -288,7 +286,8 @@ def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: 
         f"{'loss':<14} {step.loss!r}",
         f"{'gradient norm':<14} {step.norm!r}",
     ]
-    if route.attempt == route.attempts and (report := reports_of(run).get(step.number)):
+    report = reports_of(run).get(step.number, {})
+    if route.attempt == route.attempts and {"loss", "grad_norm"} <= report.keys():
         loss, norm = _compared(step.loss, report["loss"]), _compared(step.norm, report["grad_norm"])
         lines.append(f"{'metrics.jsonl':<14} loss {loss}, gradient norm {norm}")
     width = max(len(name) for name in ["layer", *replayed.layers])
@@ -322,10 +321,11 @@ def main() -> None:
     parser.add_argument("--step", type=at_least(1), required=True)
     parser.add_argument("--ranks", type=at_least(1), help="(default: one process without the mesh of the run)")
     parser.add_argument("--attempt", type=at_least(1), help="(default: the last one)")
+    parser.add_argument("--model", default="", help="module of the model, if it is no family of models/")
     options = parser.parse_args()
     process.set_up_logging()
     run, step, ranks = options.run, options.step, options.ranks or 1
-    config, global_batch = setting_of(run, step)
+    config, global_batch = setting_of(run, step, options.model)
     entries = divergence.read_entries(run / INCIDENTS)
     if step > (last := furthest(run, config, entries)):
         raise UserError(f"--step {step}: the run in {run} reached step {last} at most")

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.prepare.chat import load_template
+from titanlite.data.prepare.encode import Skipped
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
+from titanlite.outside import read_lines
 from titanlite.tools.options import at_least, command_parser
 
 _SHOWN = 10  # skipped entries that the terminal shows
@@ -81,10 +83,8 @@ def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:
     if manifest["skipped"]:
         listing = output / "skipped.jsonl"
         print(f"{manifest['skipped']:,} skipped, listed in {listing}; the first:")
-        with open(listing, encoding="utf-8") as lines:
-            for line in itertools.islice(lines, _SHOWN):
-                entry = json.loads(line)
-                print(f"  {describe_place(entry['file'], entry['line'])}: {entry['reason']}")
+        for entry in itertools.islice(read_lines(listing, Skipped), _SHOWN):
+            print(f"  {describe_place(entry['file'], entry['line'])}: {entry['reason']}")
     print(f'training.dataset_path = "{os.path.abspath(output)}"')
     if options.add_bos is not None:
         print(f"training.add_bos = {json.dumps(options.add_bos)}")

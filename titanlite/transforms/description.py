@@ -5,13 +5,16 @@ unless it is in HARMLESS or has a value in NEUTRAL: it may change the mathematic
 """
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
 
 from titanlite.errors import UserError
+from titanlite.outside import MIB, Contents, Number, Positive, read_json
 
+_LIMIT = 16 * MIB  # one with a million labels
 # Keys that change no logits, by the sources of transformers 5.23: what the files are, and defaults of training and generation.
 _HARMLESS = """
 architectures dtype torch_dtype transformers_version _name_or_path name_or_path _commit_hash tokenizer_class use_cache
@@ -43,31 +46,81 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": ({},),
     "quantization_config": (),
 }
-# What a value can be.
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "a whole number above 0": lambda value: type(value) is int and value > 0,
-    "a number above 0": lambda value: type(value) in (int, float) and 0 < value < math.inf,
-    "true or false": lambda value: type(value) is bool,
-    "a text": lambda value: type(value) is str,
-    "a list": lambda value: type(value) is list,
-    "a table": lambda value: isinstance(value, dict),
-    "null": lambda value: value is None,
-}
-_COUNT, _NUMBER, _FLAG, _TEXT, _LIST, _TABLE, _NULL = _KINDS
-# What the values of keys that families read must be; null stands for a key that is not set.
-_MUST_BE: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), (_COUNT,)),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (_COUNT, _NULL)),
-    **dict.fromkeys(("sliding_window_pattern", "original_max_position_embeddings"), (_COUNT,)),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"), (_NUMBER,)),
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), (_NUMBER,)),
-    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping"), (_NUMBER, _NULL)),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), (_FLAG,)),
-    "use_bidirectional_attention": (_FLAG, _NULL),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "rope_type", "type"), (_TEXT, _NULL)),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "full_attention", "sliding_attention"), (_TABLE, _NULL)),
-    "layer_types": (_LIST, _NULL),
-}
+# Ten times the most layers of a published model, and more than ten times its other dimensions.
+_Layers = Annotated[int, Field(gt=0, le=2**12)]
+_Heads = Annotated[int, Field(gt=0, le=2**14)]
+_Width = Annotated[int, Field(gt=0, le=2**22)]
+_Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
+_Positive = Annotated[Number, Field(gt=0)]
+_UNSET: Any = None  # of a key that may be absent, and not null
+
+
+class _Rope(Contents):
+    """A table of RoPE, or such tables by kind of layer."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: _Positive = _UNSET
+    factor: _Positive = _UNSET
+    low_freq_factor: _Positive = _UNSET
+    high_freq_factor: _Positive = _UNSET
+    original_max_position_embeddings: Positive = _UNSET
+    full_attention: "_Rope | None" = None
+    sliding_attention: "_Rope | None" = None
+
+    @model_validator(mode="after")
+    def wavelengths_are_in_order(self) -> "_Rope":
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"low_freq_factor = {low}: must be less than high_freq_factor = {high}")
+        return self
+
+
+class _Model(Contents):
+    """The keys that families read. Null stands for a key that is not set, where transformers takes it so."""
+
+    model_type: str
+    hidden_size: _Width = _UNSET
+    intermediate_size: _Width = _UNSET
+    num_hidden_layers: _Layers = _UNSET
+    num_attention_heads: _Heads = _UNSET
+    num_key_value_heads: _Heads | None = None
+    head_dim: _Width | None = None
+    vocab_size: _Vocabulary = _UNSET
+    max_position_embeddings: Positive = _UNSET
+    original_max_position_embeddings: Positive = _UNSET
+    sliding_window: Positive | None = None
+    sliding_window_pattern: Positive = _UNSET
+    layer_types: Annotated[list[str], Field(max_length=2**12)] | None = None
+    rms_norm_eps: _Positive = _UNSET
+    rope_theta: _Positive = _UNSET
+    rope_local_base_freq: _Positive = _UNSET
+    query_pre_attn_scalar: _Positive = _UNSET
+    final_logit_softcapping: _Positive | None = None
+    attn_logit_softcapping: _Positive | None = None
+    attention_bias: bool = _UNSET
+    mlp_bias: bool = _UNSET
+    tie_word_embeddings: bool = _UNSET
+    use_sliding_window: bool = _UNSET
+    use_bidirectional_attention: bool | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+
+    @model_validator(mode="after")
+    def dimensions_fit_together(self) -> "_Model":
+        heads, groups, size, dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim, self.hidden_size
+        if heads and groups and heads % groups:
+            raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
+        if size and size % 2:
+            raise ValueError(f"head_dim = {size}: must be even, since RoPE turns pairs of dimensions")
+        if heads and dim and not size and dim % heads:
+            raise ValueError(f"hidden_size = {dim}: without head_dim, must be divisible by num_attention_heads = {heads}")
+        if self.layer_types is not None and self.num_hidden_layers not in (None, len(self.layer_types)):
+            count = len(self.layer_types)
+            raise ValueError(f"layer_types: has {count} entries, and num_hidden_layers = {self.num_hidden_layers}")
+        return self
 
 
 class Description(dict[str, Any]):
@@ -93,29 +146,12 @@ class Description(dict[str, Any]):
 def read_description(folder: Path) -> Description:
     """The config.json of a folder in Hugging Face's format. Raises UserError, also for values of a wrong type."""
     path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise UserError(f"{path}: does not describe a model: it has no model_type")
-    description = Description(values, path)
-    raise_faults(description, _wrong_kinds(description))
-    return description
+    return Description(read_json(path, _Model, _LIMIT), path)
 
 
 def raise_faults(description: Description, faults: Iterable[str]) -> None:
     if lines := [f"{description.path}: {fault}" for fault in faults]:
         raise UserError("\n".join(lines))
-
-
-def _wrong_kinds(table: Description, above: str = "") -> Iterator[str]:
-    for key, value in table.items():
-        kinds = _MUST_BE.get(key, ())
-        if kinds and not any(_KINDS[kind](value) for kind in kinds):
-            yield f"{above}{key} = {json.dumps(value)}: must be {' or '.join(kinds)}"
-        elif isinstance(value, Description):
-            yield from _wrong_kinds(value, f"{above}{key}.")
 
 
 def unused_keys(table: Description, family: str, above: str = "") -> Iterator[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import re
+import sys
 import traceback
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 import models
 from models.decoder import Decoder
-from titanlite.config.schema import Model
+from titanlite.config.schema import Config, Model
 from titanlite.errors import UserError, is_users
 from titanlite.transforms.description import Description, raise_faults, read_description, unused_keys
 from titanlite.transforms.overrides import overridden
@@ -105,6 +106,20 @@ def family_of(keys: Model) -> Family:
     return load_family(keys.name, keys.flavor, keys.hf_assets_path, keys.overrides)
 
 
+def trusted(config: Config, source: Path, named: str) -> Config:
+    """A configuration that a file holds, whose model may be imported: no name from a file decides which code runs.
+
+    named: the module that the user's command names instead. Without it, the model must be a family of the folder models/.
+    Raises UserError.
+    """
+    if not named and config.model.name not in family_names():
+        raise UserError(
+            f"{source}: its model is {config.model.name!r}, not a family of models/ ({', '.join(family_names())}); no code "
+            f"that a file names is run: if you trust that module, name it yourself: --model {config.model.name}"
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"name": named or config.model.name})})
+
+
 def family_names() -> list[str]:
     """The families of the folder models/."""
     return [found.name for found in pkgutil.iter_modules(models.__path__) if found.name not in _SHARED]
@@ -116,6 +131,8 @@ def load_module(name: str) -> ModuleType:
     dotted = name if "." in name else f"models.{name}"
     if not all(part.isidentifier() for part in dotted.split(".")):
         raise UserError(f"model.name = {name!r}: must be one of {families}, or a dotted module name")
+    if "." in name and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where the user's own modules are
     try:
         module = importlib.import_module(dotted)
     except ModuleNotFoundError as error:

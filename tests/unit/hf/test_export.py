@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +15,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.attention import SeqInfo
 from tests import tiny
 from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
+from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.errors import UserError
 from titanlite.files import split
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
-from titanlite.hf.export import Item, export, write_file
+from titanlite.hf.export import Item, write_file
 from titanlite.hf.folder import recognise
 from titanlite.transforms.registry import Family, load_family
+
+
+def export(source: Path, *words, **keys) -> list[Path]:
+    """An export whose command names the module of the model, as it is in the checkpoint."""
+    return exporting.export(source, *words, **keys, named=manifest.read(source).numbers["config"]["model"]["name"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -36,7 +36,7 @@ RUN_FAULTS = {
     "other dimensions": case(f"{HF} model.flavor=scaled", "other dimensions than tests.tiny scaled: rope_scaling = [8.0, 1.0"),
     "other shapes": case(f"{HF} model.flavor=uneven", "vocab_size = 515, there 512"),
     "damaged": case(HF.replace("source", "damaged"), "model.norm.weight (model.head.norm.weight): is missing"),
-    "nowhere": case(HF.replace("source", "nowhere"), 'initial_load_path = "nowhere"', "config.json: cannot be read"),
+    "nowhere": case(HF.replace("source", "nowhere"), 'initial_load_path = "nowhere"', "config.json: is missing"),
     "a branch of a folder": case(f"{HF} checkpoint.initial_load_model_only=false", "model_only = false: a folder in Hugging"),
     "no path": case(
         "checkpoint.enable=true checkpoint.initial_load_in_hf=true", "has no effect unless checkpoint.initial_load_path is set"

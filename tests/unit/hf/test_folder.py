@@ -52,7 +52,7 @@ def test_a_fork_is_taken_when_it_is_named(sources):
             r"no family of models/ \(gemma3: gemma3_text, gemma2; llama3: llama; .*\) reads model_type 'mistral'.*--model",
         ),
         ({"hidden_act": "gelu"}, "models.llama3 cannot be built from it: .*gelu"),
-        ({"model_type": 1}, "has no model_type"),
+        ({"model_type": 1}, "model_type = 1: must be a valid string"),
         ({"hidden_size": ...}, "config.json: has no 'hidden_size', which models.llama3 needs"),
     ],
 )
@@ -71,14 +71,14 @@ def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, 
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_a_config_json_that_is_none_is_told(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config.json: (cannot be read|does not describe a model)"):
+    with pytest.raises(UserError, match=r"config.json: (cannot be read|its content = .*: must be a table)"):
         recognise(tmp_path)
 
 
 def test_the_flavour_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r'model.flavor = "hf".*hf_assets_path, which is empty'):
         load_family("llama3", "hf")
-    with pytest.raises(UserError, match=r"config.json: cannot be read"):
+    with pytest.raises(UserError, match=r"config.json: is missing"):
         load_family("llama3", "hf", str(tmp_path))
     monkeypatch.setitem(tiny.FLAVORS, "hf", tiny.FLAVORS["plain"])
     with pytest.raises(UserError, match='its flavour "hf" needs another name'):
@@ -138,14 +138,14 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change(folder, NORM, lambda tensors: tensors.update({QUERY: torch.zeros(2)})),
         f"{QUERY}: in model-.* and in model-.*",
     ),
-    "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: cannot be read: No such file"),
+    "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: is missing"),
     "cut off": (truncate, r"model-00001-of-\d+.safetensors: cannot be read: "),
     "no header": (lambda folder: one_file(folder).write_bytes(b"\xff" * 100), r"safetensors: cannot be read: "),
     "out of the folder": (
         lambda folder: change_json(folder / folders.INDEX, weight_map={NORM: "../a.safetensors"}),
-        r"is refused: '../a.safetensors' is no safetensors file of this folder",
+        r"'../a.safetensors' is not the name of a file in this folder",
     ),
-    "no index": (lambda folder: (folder / folders.INDEX).write_text("{}"), "not an index of safetensors files"),
+    "no index": (lambda folder: (folder / folders.INDEX).write_text("{}"), "index.json: has no weight_map"),
 }  # fmt: skip
 
 

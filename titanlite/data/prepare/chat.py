@@ -23,11 +23,13 @@ from tokenizers import Tokenizer, processors
 
 from titanlite.data.tokenizer import load_tokenizer, read_settings, refusing
 from titanlite.errors import UserError
+from titanlite.outside import MIB, Absent, read_text
 
 # The date that templates get, so that the same chats give the same tokens every day: the default of Llama's templates.
 _TODAY = datetime(2024, 7, 26)
 # Marks around the text inside {% generation %} tags, removed again. Unicode reserves these two for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_LIMIT = 4 * MIB  # of a template; published ones have up to 100 KiB
 _Spans = list[tuple[int, int]]  # of characters in a text
 _USE_TAGS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
 
@@ -235,21 +237,22 @@ def load_template(folder: str) -> ChatTemplate | None:
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
     tokenizer = load_tokenizer(folder).tokenizer
     try:
-        if path.is_file():
-            template = path.read_text(encoding="utf-8")
-        else:
+        try:
+            template = read_text(path, _LIMIT)
+        except Absent:
             path, template = Path(folder) / "tokenizer_config.json", settings.get("chat_template")
-            if isinstance(template, list):
-                named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-                template = named.get("default", template)
+        if isinstance(template, list):
+            template = next((entry["template"] for entry in template if entry["name"] == "default"), template)
         if template is None:
             return None
         if not isinstance(template, str):
-            raise ValueError('it must be a text, or a list of objects with "name" and "template", one of them called "default"')
+            raise ValueError('none of its templates is called "default"')
         return ChatTemplate(template, variables, tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
-    except (OSError, ValueError) as error:
+    except UserError:
+        raise
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last three of nesting that is too deep
         raise UserError(f"{path}: broken chat template: {error}") from None
 
 

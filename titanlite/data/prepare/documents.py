@@ -1,7 +1,6 @@
 """Lists the inputs, and splits them into parts that are read in parallel."""
 
 import glob
-import json
 import os
 import re
 import sys
@@ -10,15 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from titanlite.data.prepare.open_files import is_url, need, open_bytes, packing_of, plain_name
 from titanlite.data.prepare.readers import HUB, Part, kind_of, known_kinds, open_dataset, open_hub
 from titanlite.errors import UserError, listed
 from titanlite.files import split
+from titanlite.outside import MIB, Contents, read_json, size_of
 
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_MIB = 2**20
-_SMALLEST, _LARGEST = _MIB // 2, 32 * _MIB  # bytes of a unit of work
+_SMALLEST, _LARGEST = MIB // 2, 32 * MIB  # bytes of a unit of work
 _UNITS = 128  # the target for a small input, so that every worker has several
 _ABOUT = {"readme", "license", "licence", "copying", "notice", "dataset_info", "dataset_infos"}  # stems of files beside data
 _NAMED_AT_MOST = 50  # files that are left out, in one message
@@ -168,8 +169,7 @@ def _visible_files(path: Path) -> list[Path]:
 
 
 def _find_file(path: str) -> _Entry:
-    status = os.stat(path)
-    return path, _kind(path), status.st_size, str(status.st_mtime_ns)
+    return path, _kind(path), size_of(path), str(os.stat(path).st_mtime_ns)
 
 
 def _kind(path: str) -> str:
@@ -185,10 +185,16 @@ def _is_dataset(folder: str) -> bool:
     return all(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_info.json"))
 
 
+class _State(Contents):
+    """What state.json of a saved dataset must hold."""
+
+    fingerprint: str = Field(alias="_fingerprint")
+
+
 def _find_dataset(folder: str) -> _Entry:
     files = sorted(Path(folder).glob("*.arrow"))
     times = [file.stat().st_mtime_ns for file in files]
-    stamp = f"{json.loads(Path(folder, 'state.json').read_text()).get('_fingerprint')} {max(times, default=0)}"
+    stamp = f"{read_json(Path(folder, 'state.json'), _State, 64 * MIB)['_fingerprint']} {max(times, default=0)}"
     return folder, "dataset", sum(file.stat().st_size for file in files), stamp
 
 

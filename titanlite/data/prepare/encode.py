@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict
 from tokenizers import Tokenizer
 
 from titanlite.data.prepare.limits import Limits
@@ -23,11 +24,13 @@ from titanlite.data.tokenizer import encode_text
 from titanlite.errors import UserError
 from titanlite.files import sync, sync_contents
 from titanlite.launch import children
+from titanlite.outside import MIB, Contents, Count, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
 
 KEPT = "finished units are kept: the same command continues from them"
+_LIMIT = 1024 * MIB  # of a record: as many skipped entries as lines
 
 
 class Job(NamedTuple):
@@ -55,6 +58,25 @@ class Unit(NamedTuple):
     refused: dict[Place, str] = {}  # noqa: RUF012  # documents that ended a worker, and why
 
 
+class Skipped(Contents):
+    """An entry of record.json and of skipped.jsonl."""
+
+    file: str
+    line: Count | None
+    reason: str
+
+
+class _Stored(Contents):
+    """What record.json must hold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    documents: list[Count]
+    tokens: list[Count]
+    chats: bool
+    skipped: list[Skipped]
+
+
 class Record(NamedTuple):
     """The contents of a finished unit: its record.json, beside tokens.bin, tokens.idx and, with chats, tokens.loss."""
 
@@ -66,7 +88,7 @@ class Record(NamedTuple):
 
 def open_record(folder: Path) -> Record:
     """The record in the folder of a finished unit."""
-    return Record(**json.loads((folder / "record.json").read_text(encoding="utf-8")))
+    return Record(**read_json(folder / "record.json", _Stored, _LIMIT))
 
 
 def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:

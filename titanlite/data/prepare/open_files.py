@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from titanlite.errors import UserError
+from titanlite.outside import open_file
 
 _BYTES_AT_ONCE = 2**20
 DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading a damaged compressed file raises
@@ -29,9 +30,9 @@ def packing_of(path: str) -> str:
 
 
 def open_bytes(path: str) -> BinaryIO:
-    """Opens a file or URL for reading. Raises OSError, for a URL also UserError."""
+    """Opens a file or URL for reading. Raises UserError."""
     if not is_url(path):
-        return open(path, "rb")
+        return open_file(path)
     fsspec = need("fsspec", "a URL")
     try:
         # without this buffer, fsspec finds line ends in Python

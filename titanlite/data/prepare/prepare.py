@@ -20,29 +20,38 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Strict
 from tqdm import tqdm
 
 from titanlite.data.indexed import smallest_type
 from titanlite.data.prepare import limits
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
+from titanlite.data.prepare.manifest import MANIFEST, read_manifest
 from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.prepare.shards import write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.errors import UserError, phase
 from titanlite.files import replace_file, sync, sync_contents
+from titanlite.outside import MIB, Absent, Contents, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 _FORMAT = 1  # of the manifest
 _PLAN_FORMAT = 2  # raise it when the same plan would give other token files
+_LIMIT = 1024 * MIB  # of the plan of a million inputs: 100 MiB
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
+
+
+class _Plan(Contents):
+    """What plan.json must hold to be compared with another plan."""
+
+    inputs: list[Annotated[tuple[str, int | None, str, list[Any]], Strict(False)]]
 
 
 @phase("tokenizing")
@@ -112,15 +121,16 @@ def _describe_inputs(inputs: list[Input]) -> list[list[Any]]:
 def _begin_or_continue(plan: dict[str, Any], work: Path) -> None:
     """Starts new work, or continues the same plan. Raises UserError that names the differences from another plan."""
     path = work / "plan.json"
-    if path.exists():
-        begun = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        begun = read_json(path, _Plan, _LIMIT)
+    except Absent:
+        replace_file(path, json.dumps(plan))
+    else:
         if differences := _differences(begun, plan):
             raise UserError(
                 f"{work}: holds the unfinished work of another command: {'; '.join(differences)}. "
                 "Run that command again to continue it, or remove the folder to start over"
             )
-    else:
-        replace_file(path, json.dumps(plan))
     (work / "units").mkdir(exist_ok=True)
 
 
@@ -264,7 +274,7 @@ def _fingerprint(tokenizer: str, shards: list[dict[str, Any]]) -> str:
 def _hand_over(work: Path, output: Path) -> dict[str, Any]:
     """Renames whole/ to OUTPUT and removes the rest; it can be repeated after a kill."""
     shutil.rmtree(work / "units", ignore_errors=True)
-    manifest = json.loads((work / "whole" / MANIFEST).read_text(encoding="utf-8"))
+    manifest = read_manifest(work / "whole")
     (work / "whole").rename(output)
     sync(output.parent)
     shutil.rmtree(work, ignore_errors=True)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from titanlite.data.prepare.open_files import DAMAGES, PACKINGS, is_url, need, open_bytes, open_unpacked, packing_of, plain_name
 from titanlite.data.tokenizer import digest
 from titanlite.errors import UserError
+from titanlite.outside import parse_json
 
 HUB = "hub:"
 _MESSAGES = "messages"  # the key of a chat, an alternative to a text under the default key
@@ -282,11 +283,8 @@ def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
 def _parsed(content: bytes) -> Any:
     """The value of a JSON text. Raises ValueError with the reason why there is none."""
     try:
-        return json.loads(content.removeprefix(_BOM).decode("utf-8"))
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.pos + 1} of the line"
-        raise ValueError(f"not JSON: {error.msg} at {line}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits, or too deep nesting
+        return parse_json(content.removeprefix(_BOM).decode("utf-8"))
+    except UnicodeDecodeError as error:
         raise ValueError(f"not JSON that can be read: {error}") from None
 
 

@@ -1,0 +1,194 @@
+"""One reader for files from outside: nothing else opens them; and no name that a file holds is imported."""
+
+import ast
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import xxhash
+
+from tests import outside_files
+from tests.token_files import data_of
+from titanlite.__main__ import main
+from titanlite.checkpoint import load
+from titanlite.checkpoint.folder import step_folder
+from titanlite.config.read import to_toml
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.inference.load import open_model
+from titanlite.loop.resume import Setting, load_run
+from titanlite.outside import open_file, parse_json, parse_toml, read_bytes
+from titanlite.transforms.registry import family_of
+
+ROOT = Path(__file__).parents[2]
+# Calls that open a file for reading, or run what one holds. A mode of "w", "a" or "x" writes.
+_OPENS = {
+    "open", "read_text", "read_bytes", "loads", "load", "safe_open", "memmap", "fromfile", "from_file", "from_pretrained",
+    "import_module", "Unpickler", "FileSystemReader", "ParquetFile", "load_from_disk", "load_dataset_builder",
+}  # fmt: skip
+# The places that may, and why.
+ALLOWED = {
+    "outside.py": {"open": "the reader", "loads": "the reader"},
+    "files.py": {"open": "to sync it"},
+    "config/effects.py": {"loads": "text of the schema"},
+    "transforms/registry.py": {"loads": "text that it has just made", "import_module": "the user's own word: see `trusted`"},
+    "transforms/source.py": {"read_bytes": "code that was imported"},
+    "checkpoint/storage.py": {
+        "load": "an unpickler that admits few classes",
+    },
+    "checkpoint/load.py": {"load": "tensors of a verified checkpoint"},
+    "checkpoint/folder.py": {"read_text": "what this run has just written"},
+    "hf/folder.py": {"safe_open": "after `size_of`; it validates the header"},
+    "hf/load.py": {"safe_open": "files that hf/folder.py has validated"},
+    "data/indexed.py": {"memmap": "after `_read_sizes`"},
+    "data/packing.py": {"load": "after `size_of`, without pickles"},
+    "data/prepare/open_files.py": {"open": "URLs, by fsspec", "import_module": "names of this file's callers"},
+    "data/prepare/readers.py": {
+        "ParquetFile": "an opened file",
+        "load_from_disk": "a folder that the user names",
+        "load_dataset_builder": "a data set that the user names; the package runs no code of it",
+    },
+    "data/prepare/documents.py": {"ParquetFile": "an opened file"},
+    "launch/run_folder.py": {"open": "the lock"},
+    "launch/fork_server.py": {"import_module": "names of its callers"},
+    "loop/memory.py": {"read_text": "a file of the kernel"},
+    "tools/model_facts.py": {"loads": "text that it has just made"},
+    "tools/ranks.py": {"load": "what a rank has just written", "read_text": "what a rank has just written"},
+    "__main__.py": {"import_module": "the command"},
+}
+
+
+def _opening_calls(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in ("read_text", "read_bytes", "load") and isinstance(function, ast.Name):
+                continue  # the reader's; a function of its own file
+            if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "outside":
+                continue
+            modes = [word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+            writes = name == "open" and any(mode[:1] in ("w", "a", "x") and "+" not in mode for mode in modes)
+            if name in _OPENS and not writes:
+                yield name
+
+
+def test_no_other_place_opens_a_file_from_outside():
+    found = {
+        path.relative_to(ROOT / "titanlite").as_posix(): set(_opening_calls(ast.parse(path.read_text(encoding="utf-8"))))
+        for path in (ROOT / "titanlite").rglob("*.py")
+    }
+    others = {path: names - ALLOWED.get(path, {}).keys() for path, names in found.items()}
+    assert {path: names for path, names in others.items() if names} == {}, "read it with titanlite/outside.py, or say why not"
+    assert {path for path, names in ALLOWED.items() if names.keys() - found[path]} == set(), "no longer needed"
+
+
+@pytest.mark.parametrize("text", ["9" * 5_000, "9" * 41, "[" * 20_000, "[" * 20_000 + "]" * 20_000, "[" * 101 + "]" * 101])
+def test_numbers_and_levels_are_bounded_in_json_and_toml(text):
+    for parse, whole in ((parse_json, f'{{"a": {text}}}'), (parse_toml, f"a = {text}")):
+        with pytest.raises(ValueError, match=r"more than (40 digits|100 lists and tables within each other)"):
+            parse(whole)
+
+
+def test_a_key_of_20_000_names_is_refused_without_a_long_parse():
+    with pytest.raises(ValueError, match="a key of more than 100 names"):
+        parse_toml("a." * 20_000 + "b = 1")
+
+
+def test_a_regular_file_is_read_through_links_and_nothing_else_is(tmp_path):
+    (tmp_path / "blob").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("blob")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "to fifo").symlink_to("fifo")
+    assert read_bytes(tmp_path / "link", 5) == b"12345"
+    with pytest.raises(UserError, match="has 5 bytes, and at most 4 are read"):
+        read_bytes(tmp_path / "link", 4)
+    for name, kind in (("fifo", "FIFO"), ("to fifo", "FIFO"), ("/dev/zero", "device"), ("", "folder")):
+        with pytest.raises(UserError, match=f"it is a {kind}, and must be a regular file"):
+            open_file(tmp_path / name)
+
+
+# --------------------------------------------------------------------------------------------- no name from a file is imported
+
+
+@pytest.fixture
+def forged(tmp_path, monkeypatch) -> Path:
+    """A run whose configuration and checkpoint name a module of the working folder, which leaves a trace when imported."""
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "__init__.py").write_text("open('imported', 'w')\n")
+    (tmp_path / "evil" / "model.py").write_text("open('imported', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    run = tmp_path / "run"
+    outside_files._write_checkpoint(run / "checkpoint")
+    source = step_folder(run / "checkpoint", 10)
+    values = json.loads((source / "manifest.json").read_text())
+    del values["xxh3_128"]
+    values["config"]["model"]["name"] = "evil.model"
+    body = json.dumps(values, indent=1)
+    own = xxhash.xxh3_128_hexdigest(body.encode())
+    (source / "manifest.json").write_text(f'{body[:-2]},\n "xxh3_128": "{own}"\n}}\n')
+    config = Config.model_validate({"model": {"name": "evil.model"}, "training": {"global_batch_size": 8}})
+    (run / "config.toml").write_text(to_toml(config))
+    return run
+
+
+def _ended(monkeypatch, capsys, *words: str) -> tuple[object, str]:
+    monkeypatch.setattr(sys, "argv", ["titanlite", *words])
+    code: object = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("export-hf --checkpoint run --output out", 2),
+        ("export-torch --checkpoint run --output out", 2),
+        ("replay run --step 3", 2),
+        ("checkpoint verify run", 0),
+        ("checkpoint list run", 0),
+        ("checkpoint show run", 0),
+    ],
+)
+def test_a_command_that_opens_a_checkpoint_imports_no_module_that_it_names(forged, monkeypatch, capsys, words, code):
+    found, said = _ended(monkeypatch, capsys, *words.split())
+    assert found == code, said
+    if code:
+        assert "its model is 'evil.model', not a family of models/" in said and "--model" in said
+    _nothing_was_imported(forged)
+
+
+def test_generate_eval_and_a_resume_import_no_module_that_a_checkpoint_names(forged):
+    source, config = step_folder(forged / "checkpoint", 10), Config()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match=r"step-00000010: its model is 'evil\.model', not a family of models/"):
+            open_model(source, torch.device("cpu"))
+        setting = Setting(config, family_of(config.model), data_of([range(3000)], config, 4096), 8)
+        with pytest.raises(UserError, match="step-00000010: "):
+            load_run(source, load.verified(source), setting, {})
+    finally:
+        dist.destroy_process_group()
+    _nothing_was_imported(forged)
+
+
+def _nothing_was_imported(run: Path) -> None:
+    assert not (run.parent / "imported").exists()
+    assert "evil" not in sys.modules and str(run.parent) not in sys.path
+
+
+def test_the_users_own_word_imports_the_module(forged, monkeypatch, capsys):
+    code, said = _ended(monkeypatch, capsys, *["export-hf", "--checkpoint", "run", "--output", "out", "--model", "evil.model"])
+    assert code == 2 and "lacks Config" in said
+    assert (forged.parent / "imported").exists()
+    del sys.modules["evil"], sys.modules["evil.model"]

@@ -1,0 +1,53 @@
+"""The manifest of a folder that `titanlite tokenize` has written: what it must hold."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from titanlite.outside import MIB, Contents, Count, FileName, read_json
+
+MANIFEST = "manifest.json"
+_LIMIT = 1024 * MIB  # with a million inputs: 100 MiB
+
+
+class _Shard(Contents):
+    name: FileName
+    documents: Count
+    tokens: Count
+    bin: str
+    lengths: str
+    loss: str | None
+
+
+class _Input(Contents):
+    path: str
+    bytes: Count | None
+    documents: Count
+    tokens: Count
+
+
+class _Manifest(Contents):
+    format: Literal[1]
+    tokenizer: str
+    largest_id: Annotated[int, Field(ge=-1, lt=2**31)]
+    beginning_of_text: list[Count] = Field(default=[])  # before this entry, none was written
+    documents: Count
+    tokens: Count
+    shards: Annotated[list[_Shard], Field(min_length=1)]
+    inputs: list[_Input]
+    fingerprint: str
+
+    @model_validator(mode="after")
+    def counts_are_sums(self) -> "_Manifest":
+        for name in ("documents", "tokens"):
+            for parts in ("shards", "inputs"):
+                total, parts_total = getattr(self, name), sum(getattr(part, name) for part in getattr(self, parts))
+                if total != parts_total:
+                    raise ValueError(f"{name} = {total:,}: must be the sum over {parts}, {parts_total:,}")
+        return self
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder of token files. Raises UserError."""
+    return read_json(folder / MANIFEST, _Manifest, _LIMIT)
