@@ -59,6 +59,7 @@ CORRECT = {
     "tests.forks.right.latent_attention:plain": "latents of low rank (MLA)",
     "tests.forks.right.value_residual:plain": "values of the first layer in all others, a mixing matrix",
     "tests.forks.right.linear_attention:plain": "gated linear attention that generates from a state",
+    "tests.forks.right.attention_temperature:plain": "attention that depends on the position in a document",
     "tests.forks.right.dense_mixture:plain": "a mixture of experts that computes all of them",
 }
 
@@ -128,7 +129,7 @@ def score(copy: Copy, past: Past, passing: set[str], suite: bool) -> dict[str, A
             answer = ask(copy, words)
         finally:
             copy.write(past.fault.file, source)
-        found, said = answer.code != 0, _said(answer.output)
+        found, said = answer.code != 0, _said(answer)
         named = found and re.search(past.named, said) is not None
         result[name] = {"found": found, "named": named, "seconds": round(answer.seconds), "said": said.strip()[:160]}
     if suite:
@@ -136,16 +137,18 @@ def score(copy: Copy, past: Past, passing: set[str], suite: bool) -> dict[str, A
     return result
 
 
-def _said(output: str) -> str:
-    """The lines of an output that tell of a failure."""
-    lines = [line for line in output.splitlines() if "passed" not in line and "not run" not in line]
+def _said(answer: Answer) -> str:
+    """What an output says of a failure: the message of a user error, or the lines that differ from those of a right model."""
+    if answer.code == 2:
+        return answer.output
+    lines = [line for line in answer.output.splitlines() if "passed" not in line and "not run" not in line]
     return "\n".join(line for line in lines if re.search(r"FAILED|differ|not equal|<-|Error|^ {20,}", line))
 
 
 def check_correct(copy: Copy, model: str) -> dict[str, Any]:
     """What check-model says of a right model."""
     answer = ask(copy, ["check-model", model])
-    return {"passed": answer.code == 0, "seconds": round(answer.seconds), "said": _said(answer.output).strip()[:400]}
+    return {"passed": answer.code == 0, "seconds": round(answer.seconds), "said": _said(answer).strip()[:400]}
 
 
 def document(text: str, history: list[Past], known: dict[str, Any]) -> str:
