@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from multiprocessing import resource_tracker
 
 
@@ -47,7 +47,7 @@ def end_with_starter() -> None:
 
 
 @contextlib.contextmanager
-def starting(blocked_signals: Iterable[int]) -> Iterator[None]:
+def starting(blocked_signals: Collection[int]) -> Iterator[None]:
     """Around the start of workers by multiprocessing: they never receive some signals, and do not import the main module.
 
     Ctrl-C reaches every process of a terminal, a scheduler's signal every process of a job: such signals are blocked in the
@@ -55,10 +55,18 @@ def starting(blocked_signals: Iterable[int]) -> Iterator[None]:
     """
     resource_tracker.ensure_running()  # multiprocessing's own process: its start would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
+    # Threads of libraries receive them all the same, and Python would run its handlers here, in the middle of a start.
+    noted: list[int] = []
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in blocked_signals if in_main}
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in set(noted):
+            signal.raise_signal(number)
