@@ -468,7 +468,8 @@ class Config(Table):
         for key in self.idle(place):
             changes.setdefault(key.section, {})[key.name] = key.default
         sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
-        return self.model_copy(update=sections)
+        settled = self.model_copy(update=sections)
+        return settled if settled == self else settled.settled(place)  # what depended on them may have no effect either
 
     @property
     def schedule_steps(self) -> int:
