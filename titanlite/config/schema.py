@@ -210,7 +210,8 @@ class Parallelism(Section):
     reduce_every_microbatch: Annotated[bool, EffectiveWhen(ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
-    all-reduced once a step in both cases, except with mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
+    all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
+    gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matrix products, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable."""
@@ -484,10 +485,13 @@ class Config(Table):
 
     def accumulates(self, ranks: int) -> bool:
         """Whether a step on so many ranks has more than one microbatch."""
-        parts = max(1, ranks // self.parallelism.tensor_parallel_degree)
-        return self.global_batch(parts) > self.training.local_batch_size * parts
+        return self.microbatches(max(1, ranks // self.parallelism.tensor_parallel_degree)) > 1
 
     def global_batch(self, data_degree: int) -> int:
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""
         given = self.training.global_batch_size
         return given if given > 0 else self.training.local_batch_size * data_degree
+
+    def microbatches(self, data_degree: int) -> int:
+        """Forward and backward passes of each rank per optimizer step."""
+        return self.global_batch(data_degree) // (self.training.local_batch_size * data_degree)

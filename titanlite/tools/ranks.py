@@ -5,6 +5,8 @@ import logging
 import os
 import signal
 import tempfile
+import time
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
@@ -14,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import nn
 
 from titanlite.errors import UserError
 from titanlite.launch import children
+from titanlite.transforms.registry import place_of
 
-_USER_ERROR = 2  # exit code of a rank that raised UserError
+_HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
+_KILLED = "; the system ends a process like this if memory runs out: take a smaller model, batch or mesh"
 
 
 def on_ranks(
@@ -26,8 +31,8 @@ def on_ranks(
 ) -> Any:
     """The result of function(device, *arguments) on rank 0 of `count` new processes, all of which run it.
 
-    New processes must be able to import the function, and pickle must take arguments and result. Raises the UserError that a
-    rank raised.
+    New processes must be able to import the function, and pickle must take arguments and result. Raises UserError for the first
+    error of any rank, since the function runs the user's model on the user's data, and for a rank that was killed.
     """
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
     set_forkserver_preload([function.__module__])
@@ -38,9 +43,9 @@ def on_ranks(
         try:
             multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
-            if ended.exit_code == _USER_ERROR and (errors := sorted(Path(folder).glob("error-*"))):
+            if errors := sorted(Path(folder).glob("error-*")):  # the later ones follow from the first
                 raise UserError(errors[0].read_text(encoding="utf-8")) from None
-            raise
+            raise UserError(f"{ended}{_KILLED if ended.signal_name == 'SIGKILL' else ''}") from None
         return torch.load(Path(folder) / "result", weights_only=False)  # written by rank 0 a moment ago
 
 
@@ -62,13 +67,31 @@ def _rank(
     store = dist.FileStore(f"{folder}/store", count)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
         result = function(device, *arguments)
-    except UserError as error:
-        (Path(folder) / f"error-{rank:05d}").write_text(str(error), encoding="utf-8")
-        os._exit(_USER_ERROR)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
-    if rank == 0:
-        torch.save(result, Path(folder) / "result")
-    dist.barrier()
-    dist.destroy_process_group()
+        if rank == 0:
+            torch.save(result, Path(folder) / "result")
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        (Path(folder) / f"error-{time.monotonic_ns():020d}-{rank}").write_text(describe_error(error), encoding="utf-8")
+        os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
+
+
+def describe_error(error: Exception) -> str:
+    """An error in one line, with the line of the model's code that led to it; of a UserError its own text."""
+    text = str(error).strip()
+    if isinstance(error, UserError):
+        return text
+    module = f", {path}" if (path := _module_of(error)) else ""
+    hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
+    return f"{place_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
+
+
+def _module_of(error: BaseException) -> str:
+    """The path of the innermost module whose forward pass raised an error; "" outside of a model's forward pass."""
+    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [module for module in frames if isinstance(module, nn.Module)]
+    paths = {id(module): path for path, module in modules[0].named_modules()} if modules else {}
+    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), "")
