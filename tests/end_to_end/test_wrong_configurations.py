@@ -157,7 +157,8 @@ CASES = {
         "run.toml --training.dataset stdlib --training.dataset_path nowhere", 'training.dataset_path = "nowhere": no such file'
     ),
     "data given twice": case(
-        "run.toml --training.dataset_path data.txt", "training.dataset = 'data.txt'", "training.dataset_path = 'data.txt'"
+        "run.toml --training.dataset text --training.dataset_path data.txt",
+        'training.dataset = "text" (option): has no effect unless training.dataset_path is not set',
     ),
     "run folder is a file": case("run.toml --job.dump_folder a_file", 'job.dump_folder = "a_file"', "is a file"),
     "no such step": case("run.toml --checkpoint.enable true --checkpoint.load_step 5", "checkpoint.load_step = 5", "has: none"),

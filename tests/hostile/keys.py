@@ -215,11 +215,16 @@ def other(key: str) -> str:
     return json.dumps([item["enum"][0] if "enum" in item else "a"] if item else "a")
 
 
+def of_the_place(condition: str) -> bool:
+    """Whether it depends on the device or on the number of ranks."""
+    return any(part in OF_THE_PLACE for part in condition.split(" or "))
+
+
 def setting(key: str, condition: str) -> dict[str, str]:
     """The key with a value of its own, where this condition does not hold and all its others do."""
     settings: dict[str, str] = {}
     for each in effects.effective_when(FIELDS[key]).conditions:
-        if each not in OF_THE_PLACE and (each == condition) == (each in FAILS):
+        if not of_the_place(each) and (each == condition) == (each in FAILS):
             settings |= FAILS[each] if each in FAILS else HOLDS[each]
     return settings | {key: other(key)}
 
@@ -228,11 +233,10 @@ def _without_effect(key: str) -> Iterator[Case]:
     for condition in effects.effective_when(FIELDS[key]).conditions:
         settings = setting(key, condition)
         names = rf"{re.escape(key)} = .*has no effect unless {re.escape(condition)}"
-        place = any(part in OF_THE_PLACE for part in condition.split(" or "))
         given = settings.pop(key)
         option = f"--{key}={_as_option(given)}"
         yield Case("keys", f"{key} as an option unless {condition}", _check(toml(settings), option), names)
-        if place:
+        if of_the_place(condition):
             in_file = _read_and_note(toml(settings | {key: given}), names)
             yield Case("keys", f"{key} in a file unless {condition}", in_file, names, right=True)
         else:
@@ -357,5 +361,5 @@ def _options() -> Iterator[Case]:
         condition
         for field in FIELDS.values()
         for condition in effects.effective_when(field).conditions
-        if not any(part in OF_THE_PLACE for part in condition.split(" or "))
+        if not of_the_place(condition)
     }

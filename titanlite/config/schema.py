@@ -481,7 +481,8 @@ class Config(Table):
         for key in self.idle(place):
             changes.setdefault(key.section, {})[key.name] = key.default
         sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
-        return self.model_copy(update=sections)
+        settled = self.model_copy(update=sections)
+        return settled if settled == self else settled.settled(place)  # what depended on them may have no effect either
 
     @property
     def schedule_steps(self) -> int:
@@ -496,8 +497,7 @@ class Config(Table):
 
     def accumulates(self, ranks: int) -> bool:
         """Whether a step on so many ranks has more than one microbatch."""
-        parts = max(1, ranks // self.parallelism.tensor_parallel_degree)
-        return self.global_batch(parts) > self.training.local_batch_size * parts
+        return self.microbatches(max(1, ranks // self.parallelism.tensor_parallel_degree)) > 1
 
     def global_batch(self, data_degree: int) -> int:
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""
