@@ -12,9 +12,9 @@ from models.attention import SeqInfo
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of, mix_of
-from titanlite.loop.step import build_model
+from titanlite.loop.step import begin_training, build_model
 from titanlite.loop.validation import rounds, validate
-from titanlite.transforms.registry import load_family
+from titanlite.transforms.registry import family_of, load_family
 
 HERE = "tests.distributed.test_validation"
 MESHES = [
@@ -49,6 +49,21 @@ def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tm
         pairs = [(a[key], b[key]) for a, b in zip(found, reference, strict=True) if key in b]
         assert len(pairs) == 2
         assert all(abs(a / b - 1) < 1e-5 for a, b in pairs)
+
+
+def parameters_that_the_optimizer_lacks(degrees: dict[str, int], flavor: str) -> list[str]:
+    config = config_of(degrees, accumulation=2, model={"flavor": flavor}, training={"steps": 4, "seq_len": 128})
+    mesh, data = mesh_of(degrees), learnable_data(config)
+    model, optimizer, _ = begin_training(family_of(config.model), config, mesh, CPU)
+    validate(model, data, config, mesh, CPU)
+    return [name for name, parameter in model.named_parameters() if parameter not in optimizer.state]
+
+
+@pytest.mark.parametrize("degrees, flavor", [({"dp_shard": 2}, "tied"), ({"dp_shard": 2, "tp": 2}, "uneven")], ids=str)
+def test_afterwards_a_checkpoint_has_the_moments_of_every_parameter(pools, degrees, flavor):
+    name = parameters_that_the_optimizer_lacks.__name__
+    answers = pools[math.prod(degrees.values())].run(f"{HERE}:{name}", degrees=degrees, flavor=flavor)
+    assert answers == [[]] * len(answers)
 
 
 def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.end_to_end import test_check_model
-from tests.end_to_end.forked import titanlite
 from tests.end_to_end.test_check_model import command, failed, line_of, table
 from titanlite.tools import check_model
 from titanlite.tools.check_model import TRAINED, Row
@@ -36,7 +35,7 @@ def test_a_right_fork_whose_gradients_cancel_passes_and_its_tolerances_are_print
     rows = table("tests.forks.cancelling")
     assert failed(rows) == {} and {row.verdict for row in rows.values()} == {"passed", "not run"}
     (text,) = rows[TRAINED].texts
-    assert re.search(r"layers.0.mix.weight \d\.\de-0[34] \(tolerance 5.0e-03\)", text)
+    assert re.search(r"layers.\d.mix.weight \d\.\de-0[34] \(tolerance \d\.\de-03\)", text)
 
 
 @pytest.mark.parametrize("fork", ["tests.forks.cancelling", "tests.forks.scale_free"])
@@ -117,28 +116,3 @@ def warn_as_pytorch(device: torch.device) -> list[str]:
 
 def test_warnings_of_pytorch_on_the_ranks_of_a_tool_stay_out_of_its_table():
     assert on_ranks(1, warn_as_pytorch, use_gpus=False) == ["of the fork"]
-
-
-TOML = """
-[model]
-name = "tests.forks.cancelling"
-flavor = "large"
-[training]
-dataset = "{data}"
-seq_len = 32
-local_batch_size = 4
-[lr_scheduler]
-warmup_steps = 2
-"""
-
-
-@pytest.mark.slow
-def test_verify_compares_every_mesh_by_default_and_measures_noise(tmp_path):
-    (tmp_path / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
-    (tmp_path / "run.toml").write_text(TOML.format(data=tmp_path / "data.txt"))
-    ended = titanlite("verify", "run.toml", "--steps", "1", folder=tmp_path, timeout=240)
-    print(ended.out)
-    assert ended.code == 0, ended.err
-    assert "rounding alone changes the gradient of " in ended.out
-    rows = [line.partition(" ")[0] for line in ended.out.splitlines()]
-    assert [row for row in rows if "=" in row] == ["dp_shard=2,tp=2", "tp=2", "dp_shard=2", "dp_replicate=2"]

@@ -1,6 +1,7 @@
 """Ranks of a tool: their result, their faults, and that they end with the command whatever ends it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,18 @@ def refused(device: torch.device) -> None:
     dist.barrier()
 
 
+def broken(device: torch.device) -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("does not fit\nand more")
+    dist.barrier()  # fails as well, since rank 1 is gone
+
+
+def killed(device: torch.device) -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
 def waiting(device: torch.device, folder: Path) -> None:
     (folder / f"{dist.get_rank()}.tmp").write_text(str(os.getpid()))
     (folder / f"{dist.get_rank()}.tmp").rename(folder / f"{dist.get_rank()}.pid")
@@ -43,6 +56,19 @@ def test_all_ranks_run_and_the_first_ones_result_comes_back():
 def test_a_users_fault_in_any_rank_is_raised_as_such():
     with pytest.raises(UserError, match="rank 1 has met it"):
         on_ranks(2, refused, use_gpus=False)
+
+
+def test_an_error_of_any_rank_is_one_line_with_its_place_and_not_an_error_that_follows_from_it():
+    line = 1 + Path(__file__).read_text().splitlines().index('        raise RuntimeError("does not fit\\nand more")')
+    with pytest.raises(UserError) as raised:
+        on_ranks(2, broken, use_gpus=False)
+    where = r"rank 1 of 2, starting, starting; traceback: \S+"
+    assert re.fullmatch(rf"{re.escape(__file__)}, line {line}: RuntimeError: does not fit; {where}", str(raised.value))
+
+
+def test_a_rank_that_is_killed_is_named_with_what_may_have_been_the_cause():
+    with pytest.raises(UserError, match=r"process 1 terminated with signal SIGKILL; .* if memory runs out"):
+        on_ranks(2, killed, use_gpus=False)
 
 
 def _alive(pid: int) -> bool:

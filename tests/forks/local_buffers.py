@@ -1,4 +1,4 @@
-"""A fork whose buffers follow what one rank computes, or what is computed again, and one of which no checkpoint holds."""
+"""A fork whose buffers follow what one rank computes, or what is computed again, or are in no checkpoint; one is right."""
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class Model(llama3.Model):
         super().__init__(config)
         self.register_buffer("tokens", torch.zeros(1))
         self.register_buffer("spread", torch.zeros(1), persistent=False)
+        self.register_buffer("used", torch.zeros(1))
         for layer in self.layers.values():
             layer.__class__ = Block
             layer.register_buffer("calls", torch.zeros(1))
@@ -31,10 +32,11 @@ class Model(llama3.Model):
         hidden = super().forward(x, seq)
         with torch.no_grad():
             self.tokens += x.numel()
+            self.used.fill_(1.0)
             self.spread.lerp_(hidden.float().square().mean(), 0.1)
         return hidden
 
 
 def initial(config: Config) -> dict[str, Normal | Constant]:
-    buffers = {"tokens": Constant(0.0), "spread": Constant(0.0), "layers.*.calls": Constant(0.0)}
+    buffers = {"tokens": Constant(0.0), "spread": Constant(0.0), "used": Constant(0.0), "layers.*.calls": Constant(0.0)}
     return {**buffers, **llama3.initial(config)}

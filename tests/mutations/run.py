@@ -165,8 +165,9 @@ def judge(copy: Copy, fault: Fault, targets: Sequence[str], sound: set[str], mos
     return {"caught": False, "failed": [], "tried": tried}
 
 
-def table(faults: Sequence[Fault], before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The tables of README.md."""
+def results_table(faults: Sequence[Fault], results: Path) -> str:
+    """The tables of README.md. results: those of the tests as they are now."""
+    before, after = (_read(path)["faults"] for path in (HERE / "before.json", results))
     lines = []
     for title, chosen in (("Chosen", True), ("Drawn", False)):
         head = "| | place | fault | tests that fail, before | after |"
@@ -209,7 +210,7 @@ def main() -> None:
     if unknown := set(arguments.fault or ()) - {fault.id for fault in faults}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     if arguments.table:
-        print(table(faults, _read(HERE / "before.json")["faults"], _read(arguments.results)["faults"]))
+        print(results_table(faults, arguments.results))
         return
     for name in _HEAVY:
         importlib.import_module(name)

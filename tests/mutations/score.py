@@ -3,7 +3,8 @@
     python -m tests.mutations.score                     every fault; it resumes after an interruption
     python -m tests.mutations.score --fault h07         this one
     python -m tests.mutations.score --suite             also run the files of tests that each fault names
-    python -m tests.mutations.score --table             only print the table of docs/verification.md
+    python -m tests.mutations.score --correct           run check-model on right models, none of which may fail
+    python -m tests.mutations.score --table             only write the tables of docs/verification.md
 
 Each fault of parallel training that other frameworks have had is one line of titanlite or of a model, in a private copy of the
 tree. A command finds it by an exit code other than 0; before, the same words must pass on the copy without the fault. It names
@@ -33,6 +34,33 @@ _VERIFY = (
     "--training.local_batch_size 2 --training.global_batch_size 8 "
 ) + " ".join(f"--mesh {mesh}" for mesh in _MESHES)
 _SECONDS = 300  # for one command
+DOCUMENT, _MARK = ROOT / "docs" / "verification.md", "<!-- made by: python -m tests.mutations.score --table -->\n"
+# Right models, each with something that a proof could take for a fault.
+CORRECT = {
+    "llama3:debug": "grouped heads",
+    "qwen3:debug": "norms of queries and keys, tied embeddings",
+    "gemma3:debug": "windows, two rotation bases, norms around each part",
+    "olmo2:debug": "norms after each part, over all heads",
+    "tests.tiny:tied": "tied embeddings",
+    "tests.tiny:uneven": "a vocabulary of 515, which no mesh divides",
+    "tests.tiny:scaled": "rotations for long sequences",
+    "tests.tiny_biased:plain": "biases of queries, keys and values",
+    "tests.tiny_chunked:plain": "a loss in chunks of 100 tokens",
+    "tests.tiny_dropout:plain": "dropout",
+    "tests.tiny_odd:frozen": "frozen parameters",
+    "tests.tiny_gemma3:plain": "windows shorter than a sequence",
+    "tests.tiny_gemma3:two": "capped logits",
+    "tests.tiny_qwen3:plain": "heads wider than the model divided by their number",
+    "tests.tiny_olmo2:plain": "norms over all heads, few of them",
+    "tests.forks.hybrid:plain": "linear attention in every second layer, without generation",
+    "tests.forks.cancelling:plain": "a factor and a mixing matrix whose gradients cancel",
+    "tests.forks.scale_free:plain": "a factor whose gradient is nothing but rounding",
+    "tests.forks.right.parallel_block:plain": "attention and feed-forward side by side, a gate for each head",
+    "tests.forks.right.latent_attention:plain": "latents of low rank (MLA)",
+    "tests.forks.right.value_residual:plain": "values of the first layer in all others, a mixing matrix",
+    "tests.forks.right.linear_attention:plain": "gated linear attention that generates from a state",
+    "tests.forks.right.dense_mixture:plain": "a mixture of experts that computes all of them",
+}
 
 
 class Past(NamedTuple):
@@ -114,9 +142,37 @@ def _said(output: str) -> str:
     return "\n".join(line for line in lines if re.search(r"FAILED|differ|not equal|<-|Error|^ {20,}", line))
 
 
+def check_correct(copy: Copy, model: str) -> dict[str, Any]:
+    """What check-model says of a right model."""
+    answer = ask(copy, ["check-model", model])
+    return {"passed": answer.code == 0, "seconds": round(answer.seconds), "said": _said(answer.output).strip()[:400]}
+
+
+def document(text: str, history: list[Past], known: dict[str, Any]) -> str:
+    """docs/verification.md with new tables."""
+    before, _, rest = text.partition(_MARK)
+    _, _, after = rest.partition(_MARK)
+    tables = f"{table(history, known['faults'])}\n\n{correct_table(known.get('correct', {}))}"
+    return f"{before}{_MARK}\n{tables}\n\n{_MARK}{after}"
+
+
+def correct_table(known: dict[str, Any]) -> str:
+    """A line for each right model, with the seconds that check-model took."""
+    lines = [
+        f"| {model} | {what} | {'passed' if known[model]['passed'] else '**failed**'} | {known[model]['seconds']} |"
+        for model, what in CORRECT.items()
+        if model in known
+    ]
+    alarms = sum(not known[model]["passed"] for model in known)
+    total = f"{alarms} of {len(lines)} right models fail."
+    return "\n".join(
+        [total, "", "| model | what a proof could take for a fault | check-model | seconds |", "| - | - | - | - |", *lines]
+    )
+
+
 def table(history: list[Past], known: dict[str, Any]) -> str:
-    """The table of docs/verification.md, and its totals."""
-    lines = ["| | fault | verify | check-model | tests |", "| --- | --- | --- | --- | --- |"]
+    """A line for each fault, and the totals."""
+    lines = ["| | fault | verify | check-model | tests |", "| - | - | - | - | - |"]
     found = named = caught = ran = 0
     for past in history:
         result = known.get(past.fault.id, {})
@@ -142,28 +198,38 @@ def main() -> None:
     parser.add_argument("--fault", action="append", help="only this one, by its id; may be given several times")
     parser.add_argument("--suite", action="store_true", help="also run the tests that each fault names")
     parser.add_argument("--results", type=Path, default=SCORE)
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--correct", action="store_true", help="run check-model on the right models")
+    parser.add_argument("--table", action="store_true", help="write the tables of docs/verification.md")
     arguments = parser.parse_args()
     history, known = read_history(), _read(arguments.results)
     if unknown := set(arguments.fault or ()) - {past.fault.id for past in history}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     if arguments.table:
-        print(table(history, known["faults"]))
+        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8"), history, known), encoding="utf-8")
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    def keep(kind: str, name: str, result: dict[str, Any]) -> None:
+        known.setdefault(kind, {})[name] = {"commit": commit} | result
+        unfinished = arguments.results.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(known, indent=1) + "\n")
+        unfinished.rename(arguments.results)
+        print(name, json.dumps(result), flush=True)
+
     with tempfile.TemporaryDirectory(prefix="titanlite-score-") as folder:
         copy = Copy(Path(folder))
+        if arguments.correct:
+            for model in CORRECT:
+                if model not in known.get("correct", {}):
+                    keep("correct", model, check_correct(copy, model))
+            return
         passing: set[str] = set()
         for past in history:
             name = past.fault.id
             done = name in known["faults"] and (not arguments.suite or "suite" in known["faults"][name])
             if name not in (arguments.fault or [name]) or (done and not arguments.fault):
                 continue
-            known["faults"][name] = {"commit": commit} | score(copy, past, passing, arguments.suite)
-            unfinished = arguments.results.with_suffix(".tmp")
-            unfinished.write_text(json.dumps(known, indent=1) + "\n")
-            unfinished.rename(arguments.results)
-            print(name, json.dumps(known["faults"][name]), flush=True)
+            keep("faults", name, score(copy, past, passing, arguments.suite))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def trajectory(**changes: object) -> Trajectory:
     weights = {"embed.weight": torch.ones(4), "head.weight": torch.arange(4.0)}
     gradients = {name: weight + 1 for name, weight in weights.items()}
     batches = [torch.arange(6), torch.arange(6) + 6]
-    return Trajectory(weights, batches, [4.0, 3.0], [2.0, 1.0], gradients, {torch.float32})._replace(**changes)
+    return Trajectory(weights, batches, [4.0, 3.0], [2.0, 1.0], gradients, {torch.float32}, {})._replace(**changes)
 
 
 def named(**changes: object) -> list[tuple[str, str]]:
@@ -80,3 +80,10 @@ def test_another_mesh_keeps_the_global_batch():
     assert split["parallelism"]["reduce_every_microbatch"], "without accumulation the key has no effect"
     alone = on_mesh(config, {}, 12)
     assert (alone.training.local_batch_size, alone.parallelism.reduce_every_microbatch) == (4, False)
+
+
+@pytest.mark.parametrize(("given", "ranks", "microbatches"), [(-1, 6, 1), (24, 6, 1), (24, 2, 3), (24, 1, 6)])
+def test_each_rank_takes_its_share_of_the_global_batch_in_microbatches(given, ranks, microbatches):
+    config = Config.model_validate({"training": {"local_batch_size": 4, "global_batch_size": given}})
+    assert config.microbatches(ranks) == microbatches
+    assert microbatches * 4 * ranks == config.global_batch(ranks)

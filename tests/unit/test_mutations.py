@@ -6,8 +6,8 @@ import pytest
 
 from tests.mutations.draw import COMMIT, COUNT, SEED, draw
 from tests.mutations.faults import read_faults, with_fault
-from tests.mutations.run import ROOT
-from tests.mutations.score import read_history
+from tests.mutations.run import HERE, ROOT, _read, results_table
+from tests.mutations.score import DOCUMENT, SCORE, document, read_history
 
 FAULTS = read_faults()
 HISTORY = [past.fault for past in read_history()]
@@ -31,9 +31,20 @@ def test_at_least_forty_faults_of_other_frameworks_each_name_their_report():
     assert all(past.source.startswith("https://github.com/") and past.named for past in history)
 
 
+def test_the_readme_has_the_table_of_the_faults_and_of_their_results():
+    assert results_table(FAULTS, HERE / "after.json") in (HERE / "README.md").read_text(encoding="utf-8"), (
+        "write the output of python -m tests.mutations.run --table into README.md"
+    )
+
+
 def test_none_of_the_drawn_faults_was_replaced():
     if subprocess.run(["git", "cat-file", "-e", COMMIT], cwd=ROOT, capture_output=True).returncode:
         pytest.skip(f"no commit {COMMIT} here")
     written = {(fault.id, fault.origin, fault.rewritten or fault.line) for fault in FAULTS if fault.kind != "chosen"}
     assert written == {(entry["id"], entry["origin"], entry["line"]) for entry in draw(COMMIT, SEED, COUNT)}
     assert len(FAULTS) - len(written) == 20
+
+
+def test_the_page_of_the_proofs_has_the_tables_of_their_results():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text == document(text, read_history(), _read(SCORE)), "run python -m tests.mutations.score --table"

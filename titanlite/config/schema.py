@@ -186,7 +186,8 @@ class Parallelism(Section):
     reduce_every_microbatch: bool = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
-    all-reduced once a step in both cases, except with mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
+    all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
+    gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
     enable_async_tensor_parallel: Annotated[bool, EffectiveWhen("parallelism.tensor_parallel_degree > 1")] = False
     """Overlap the collectives of tensor parallelism with the adjacent matrix products, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable."""
@@ -441,6 +442,10 @@ class Config(Section):
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""
         given = self.training.global_batch_size
         return given if given > 0 else self.training.local_batch_size * data_degree
+
+    def microbatches(self, data_degree: int) -> int:
+        """Forward and backward passes of each rank per optimizer step."""
+        return self.global_batch(data_degree) // (self.training.local_batch_size * data_degree)
 
 
 for _name, _field in Config.model_fields.items():

@@ -30,12 +30,17 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32."""
     assert model.head is not None, "a pipeline stage without head has no loss"
-    inputs, documents = batch.inputs(), batch.documents
+    inputs = batch.inputs()
+    return model.head(model(inputs, sequence_of(inputs, batch.documents)), batch.labels())
+
+
+def sequence_of(inputs: Tensor, documents: Tensor | None) -> SeqInfo:
+    """What a model must know of its inputs, (batch, seq): positions begin at 0 in each row, or in each document of a row."""
     if documents is None:
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     else:
         positions = positions_in_documents(documents)
-    return model.head(model(inputs, SeqInfo(positions, documents)), batch.labels())
+    return SeqInfo(positions, documents)
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:

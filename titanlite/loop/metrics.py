@@ -22,26 +22,27 @@ from titanlite.launch.run_folder import METRICS
 
 log = logging.getLogger(__name__)
 
-# Dense bfloat16 FLOP/s by the driver's name of the device, first match, with the vendor's data sheet. Where a sheet has the
-# number with sparsity, this is half of it; where it has that of a system, the share of one GPU.
+# Dense bfloat16 FLOP/s by the driver's name of the device, first match. These are the commonly quoted
+# numbers. They were not compared with the vendors' data sheets; do so before you publish an MFU. A comment has the figure from
+# which a number is derived: it is half of one with sparsity, and one GPU's share of that of a system.
 _PEAK_FLOPS = {
     "GB300": 2.5e15,  # NVIDIA GB300 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
     "B300": 2.25e15,  # NVIDIA HGX B300: 36 PFLOP/s with sparsity, 8 GPUs
     "GB200": 2.5e15,  # NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity, 72 GPUs
     "B200": 2.25e15,  # NVIDIA HGX B200: 36 PFLOP/s with sparsity, 8 GPUs
-    "H200 NVL": 835e12,  # NVIDIA H200 Tensor Core GPU: 1,671 TFLOP/s with sparsity
-    "H200": 989e12,  # the same: 1,979; also in GH200, NVIDIA GH200 Grace Hopper Superchip
-    "H20": 148e12,  # NVIDIA H20 Tensor Core GPU; after H200, whose name begins like this
-    "H100 NVL": 835e12,  # NVIDIA H100 Tensor Core GPU: 1,671 with sparsity
-    "H100 PCIe": 756e12,  # the same: 1,513
-    "H100": 989e12,  # the same: 1,979
-    "H800 PCIe": 756e12,  # NVIDIA H800 Tensor Core GPU: 1,513 with sparsity
-    "H800": 989e12,  # the same: 1,979
-    "A100": 312e12,  # NVIDIA A100 Tensor Core GPU
-    "L40S": 362e12,  # NVIDIA L40S
-    "A10G": 70e12,  # NVIDIA A10G, published by Amazon Web Services
-    "RTX 4090": 165e12,  # NVIDIA Ada GPU Architecture, a white paper: products of 16 bits with float32 sums
-    "MI300X": 1307e12,  # AMD Instinct MI300X Accelerator
+    "H200 NVL": 835e12,  # NVIDIA H200: 1,671 TFLOP/s with sparsity
+    "H200": 989e12,  # 1,979 with sparsity; also in GH200
+    "H20": 148e12,  # NVIDIA H20; after H200, whose name begins like this
+    "H100 NVL": 835e12,  # NVIDIA H100: 1,671 with sparsity
+    "H100 PCIe": 756e12,  # 1,513 with sparsity
+    "H100": 989e12,  # 1,979 with sparsity
+    "H800 PCIe": 756e12,  # NVIDIA H800: 1,513 with sparsity
+    "H800": 989e12,  # 1,979 with sparsity
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,  # products of 16 bits with float32 sums
+    "MI300X": 1307e12,
 }
 
 

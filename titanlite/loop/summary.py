@@ -18,7 +18,6 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     """Derived values, for the start of the log: name -> sentence."""
     config, family, data, global_batch = run
     training = config.training
-    accumulation = global_batch // (training.local_batch_size * data_degree(mesh))
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     flops = training_flops(family, config, model)
     total = sum(p.numel() for p in model.parameters())
@@ -54,7 +53,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         if isinstance(model, FSDPModule)
         else "whole",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
-        "local batch": f"{training.local_batch_size} sequences, {accumulation} microbatches a step",
+        "local batch": f"{training.local_batch_size} sequences, {config.microbatches(data_degree(mesh))} microbatches a step",
         **data.derived_values(progress.origin, progress.end(training.steps, global_batch)),
         "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
         f"{schedule.min_factor:g} x {schedule.lr:g}",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titanlite.config.schema import Optimizer
 from titanlite.optim import rounding
-from titanlite.optim.rounding import Places
+from titanlite.optim.rounding import Compiler, Places
 from titanlite.transforms.shards import key_of, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -60,14 +60,14 @@ def signals(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[Ten
 class Bfloat16Adam(torch.optim.Optimizer):
     """torch.optim's Adam or AdamW, in bfloat16. Takes `found_inf` and `grad_scale`, as torch's fused ones do.
 
-    groups: as of torch.optim, with pairs (name, parameter). cfg: with implementation "fused" there is one kernel for each
-    parameter, by torch.compile; otherwise one for each operation, a few rows at a time. Both give the same values on a CPU.
+    groups: as of torch.optim, with pairs (name, parameter). With a `compiler` there is one kernel for each parameter;
+    otherwise one for each operation, a few rows at a time. Both give the same values on a CPU.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], cfg: Optimizer):
+    def __init__(self, groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | None):
         super().__init__(groups, {"lr": cfg.lr, "fused": True})  # "fused": it takes found_inf
         self._betas, self._eps, self._decoupled = (cfg.beta1, cfg.beta2), cfg.eps, cfg.name != "Adam"
-        self._update = rounding.elementwise(self._of_matrix, cfg.implementation == "fused")
+        self._update = rounding.elementwise(self._of_matrix, compiler)
         self._parts = [Part(group, self.state, MOMENTS, cfg.rounding == "compensated") for group in self.param_groups]
 
     @torch.no_grad()

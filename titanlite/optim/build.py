@@ -13,11 +13,14 @@ from titanlite.config.schema import Config, Optimizer
 from titanlite.errors import UserError
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
+from titanlite.optim.rounding import Compiler, compile_kernel
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.shards import local_part
 
 
-def build_optimizer(model: nn.Module, cfg: Optimizer, compute: torch.dtype = torch.float32) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, cfg: Optimizer, compute: torch.dtype = torch.float32, compiler: Compiler = compile_kernel
+) -> torch.optim.Optimizer:
     """The optimizer `cfg.name`, with one parameter group that is decayed and one that is not. bfloat16 parameters are rounded
     according to `cfg.rounding`. For Muon all ranks together.
 
@@ -25,6 +28,7 @@ def build_optimizer(model: nn.Module, cfg: Optimizer, compute: torch.dtype = tor
     holds the same tensors, and a new process can read them.
 
     compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalises in it.
+    compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
 
     Raises UserError where Muon has no matrix.
     """
@@ -38,20 +42,21 @@ def build_optimizer(model: nn.Module, cfg: Optimizer, compute: torch.dtype = tor
         ]
         return [group for group in found if group["params"]]
 
+    own = compiler if cfg.implementation == "fused" else None
     if cfg.name != "Muon":
-        return _adam(groups(list(trained)), cfg)
+        return _adam(groups(list(trained)), cfg, own)
     matrices = [name for name, p in trained.items() if is_orthogonalised(name, p, cfg)]
     others = [name for name in trained if name not in matrices]
     if not matrices:
         raise UserError('optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"')
     precision = torch.float32 if compute == torch.float32 else torch.bfloat16
-    return Muon(groups(matrices), _adam(groups(others), cfg), cfg, precision)
+    return Muon(groups(matrices), _adam(groups(others), cfg, own), cfg, precision, own)
 
 
-def _adam(groups: list[dict[str, Any]], cfg: Optimizer) -> torch.optim.Optimizer:
+def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | None) -> torch.optim.Optimizer:
     parameters = [p for group in groups for _, p in group["params"]]
     if any(p.dtype == torch.bfloat16 for p in parameters):
-        return Bfloat16Adam(groups, cfg)
+        return Bfloat16Adam(groups, cfg, compiler)
     kind = torch.optim.Adam if cfg.name == "Adam" else torch.optim.AdamW
     fused, foreach = cfg.implementation == "fused", cfg.implementation == "foreach"
     optimizer = kind(groups, cfg.lr, (cfg.beta1, cfg.beta2), cfg.eps, fused=fused, foreach=foreach)
@@ -93,6 +98,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, multiple: 
         for p in group["params"]:
             if p.grad is not None:
                 by_replication.setdefault(replication_factor(p.grad), []).append(local_part(p.grad))
+    if not by_replication:
+        raise UserError("no gradient reaches any parameter: the loss does not depend on what is trained")
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_replication.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt() if multiple is None else total.sqrt() / multiple

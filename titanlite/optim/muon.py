@@ -13,7 +13,7 @@ from torch import Tensor
 from titanlite.config.schema import Optimizer
 from titanlite.optim import rounding
 from titanlite.optim.adam_bf16 import REMAINDER, Part, signals
-from titanlite.optim.rounding import Places
+from titanlite.optim.rounding import Compiler, Places
 from titanlite.optim.whole_matrices import Exchange, Round
 
 MOMENTUM = "momentum_buffer"
@@ -26,15 +26,22 @@ class Muon(torch.optim.Optimizer):
 
     groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
     of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and `grad_scale` if the
-    optimizer of the rest does. All ranks construct it together.
+    optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks construct it together.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], rest: torch.optim.Optimizer, cfg: Optimizer, precision: torch.dtype):
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rest: torch.optim.Optimizer,
+        cfg: Optimizer,
+        precision: torch.dtype,
+        compiler: Compiler | None,
+    ):
         super().__init__(groups, {"lr": cfg.lr, "fused": rest.defaults["fused"]})
         self._momentum, self._nesterov, self._ns_steps = cfg.momentum, cfg.nesterov, cfg.ns_steps
-        self._precision, compiled = precision, cfg.implementation == "fused"
-        self._gather = rounding.elementwise(self._momentum_of, compiled)
-        self._update = rounding.elementwise(self._updated, compiled)
+        self._precision = precision
+        self._gather = rounding.elementwise(self._momentum_of, compiler)
+        self._update = rounding.elementwise(self._updated, compiler)
         self._parts = [Part(group, self.state, (MOMENTUM,), cfg.rounding == "compensated") for group in self.param_groups]
         self._exchange = Exchange([p for part in self._parts for p in part.parameters])
         self.rest = rest

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
 
+Compiler = Callable[[Callable[..., None]], Callable[..., None]]
 _LOW = 0xFFFF
 _TILE = 2**20  # values processed at a time where nothing is compiled, to bound the temporaries
 
@@ -117,18 +118,24 @@ def root(value: Tensor) -> Tensor:
     return value.sqrt() if torch.compiler.is_compiling() else value.double().sqrt().float()
 
 
-def elementwise(update: Callable[..., None], compiled: bool) -> Callable[..., None]:
+def compile_kernel(update: Callable[..., None]) -> Callable[..., None]:
+    """One kernel for matrices of any size."""
+    return torch.compile(update, dynamic=True, fullgraph=True)
+
+
+def elementwise(update: Callable[..., None], compiler: Compiler | None) -> Callable[..., None]:
     """update(tensors, place, *rest) as one compiled kernel for a whole matrix, or uncompiled for a few rows at a time.
 
     tensors: all (rows, columns) of one shape; nothing is done for an empty one, as where there are more ranks than rows.
+    compiler: None: uncompiled.
     """
-    kernel = torch.compile(update, dynamic=True, fullgraph=True) if compiled else update
+    kernel = compiler(update) if compiler else update
 
     def apply(tensors: list[Tensor], place: Places, *rest: Tensor) -> None:
         count, width = tensors[0].shape
         if not count * width:
             return
-        if compiled:
+        if compiler:
             kernel(tensors, place, *rest)
             return
         height = max(1, _TILE // width)

@@ -16,11 +16,9 @@ from titanlite.optim.loss_scale import LossScale
 
 def named_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's tensors by name, such as "layers.0.ffn.w1.weight.exp_avg", for checkpoints."""
-    return {
-        f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all(parameter in optimizer.state for _, parameter in trained), "a unit of FSDP2 is still gathered"
+    return {f"{name}.{key}": value for name, parameter in trained for key, value in optimizer.state[parameter].items()}
 
 
 def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
@@ -57,8 +58,7 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    microbatches = config.global_batch(data_degree(mesh)) // (training.local_batch_size * data_degree(mesh))
-    if shards.ndim > 1 and microbatches > 1 and Deferred.of(config).replicas:
+    if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and Deferred.of(config).replicas:
         for unit, reduce_scatter in whole.items():
             unit.set_custom_reduce_scatter(reduce_scatter)
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
@@ -146,4 +146,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # The unit of tied embedding and head has run the head last, waits for the embedding, and would stay gathered.
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._training_state = TrainingState.IDLE
             module.reshard()

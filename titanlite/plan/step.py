@@ -23,7 +23,6 @@ from models.head import SIZES, Head
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.step import forward_backward, update
-from titanlite.optim import rounding
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.parallelize import parallelize
@@ -142,9 +141,10 @@ class Update(NamedTuple):
 def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
     """Updates all parameters of these layers, embedding and head once."""
     model, config, slices = _some_layers(setup, layers), setup.config, mesh_slices(setup.mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True), _without_compiled_kernels():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         _materialize(model)
-        optimizer = build_optimizer(model, config.optimizer, DTYPES[config.training.mixed_precision_param])
+        compute = DTYPES[config.training.mixed_precision_param]
+        optimizer = build_optimizer(model, config.optimizer, compute, compiler=_without_kernel)
         tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
         for _ in range(2):  # the second is measured: in the first, DTensor derives placements on whole tensors of its own
             for parameter in trained(model):
@@ -159,19 +159,13 @@ def measure_update(setup: Setup, layers: Sequence[str]) -> Update:
     )
 
 
-@contextmanager
-def _without_compiled_kernels() -> Iterator[None]:
-    """Optimizers that are built here leave out the kernels that they would compile.
+def _without_kernel(_: Callable[..., None]) -> Callable[..., None]:
+    """A `Compiler` that leaves the kernels of optimizers out.
 
     Such a kernel writes to its arguments, and allocates, multiplies and sends nothing. Uncompiled, its temporaries for the
     embedding and the matrices of an 8B model in bfloat16 would take 77 GiB.
     """
-    elementwise = rounding.elementwise
-    rounding.elementwise = lambda update, compiled: (lambda *_: None) if compiled else elementwise(update, compiled)
-    try:
-        yield
-    finally:
-        rounding.elementwise = elementwise
+    return lambda *_: None
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -24,6 +24,7 @@ from titanlite.errors import UserError
 from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import MESHES, compare
 from titanlite.tools.model_facts import SMALL, size_of
+from titanlite.tools.model_loop import Runs, random_faults, run_faults, run_loops
 from titanlite.tools.model_runs import (
     TIMEOUT_SECONDS,
     NotRun,
@@ -39,7 +40,7 @@ from titanlite.tools.model_runs import (
 )
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
-from titanlite.tools.rounding import settle, tolerances
+from titanlite.tools.rounding import in_order, settle, tolerances
 from titanlite.transforms.registry import BrokenModule, Family, load_module
 
 BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
@@ -55,6 +56,7 @@ BEHAVIOUR: dict[str, tuple[Callable[[Family], list[str]], tuple[str, ...]]] = {
 RECOMPUTED, COMPILED = "recomputation", "compile"
 RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 CHECKPOINT, BUFFERS = "checkpoint", "buffers"
+RESUME, RANDOM = "resume", "random numbers"
 
 
 class Row(NamedTuple):
@@ -97,7 +99,7 @@ def rows_of(name: str, module: ModuleType, flavors: list[str], small: str | None
 
     yield on_meta(BUILT, model_facts.construction_faults, families)
     if small is None:
-        rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES)
+        rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, RESUME, RANDOM)
         yield from (table.row(row, list, [BUILT]) for row in rows)
         return
     trained = {small: Family(module, module.FLAVORS[small])}
@@ -129,7 +131,7 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
     meshes: list[str] = []  # those that loaded the checkpoint
     damaged: list[str] = []
     unsteady: list[str] = []  # buffers
-
+    whole_runs: list[Runs] = []
     notes: list[str] = []  # of the row that is running
 
     def run(function: Callable[..., Any], sections: dict[str, dict[str, Any]], degrees: dict[str, int], *more: Any) -> Any:
@@ -153,10 +155,12 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
     def alone_in_float64() -> dict[str, Tensor]:
         return run(gradients_small, {}, {})
 
-    def differences(trained: Trained, name: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]) -> list[str]:
-        assert alone is not None and alone.buffers is not None and trained.buffers is not None
-        unsteady.extend(f"{name}: {fault}" for fault in buffer_differences(trained.buffers, alone.buffers))
-        comparison = compare(trained.trajectory, alone.trajectory)
+    def differences(
+        trained: Trained, reference: Trained | None, name: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
+    ) -> list[str]:
+        assert reference is not None and reference.buffers is not None and trained.buffers is not None
+        unsteady.extend(f"{name}: {fault}" for fault in buffer_differences(trained.buffers, reference.buffers))
+        comparison = compare(trained.trajectory, reference.trajectory)
         if not comparison.undecided:
             return describe(comparison) + trained.faults
         try:
@@ -164,19 +168,30 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
         except UserError as error:
             reason = f"its rounding is as large, and the model does not run in float64: {error}"
             return [*(Undecided(f"{text}: {reason}") for text in describe(comparison)), *trained.faults]
-        settled = settle(trained.trajectory, alone.trajectory, *wide)
+        settled = settle(trained.trajectory, reference.trajectory, *wide)
         if settled.equal:
             notes.extend(f"{text}: rounding, since in float64 it does not" for text in describe(comparison))
         kind = Undecided if settled.undecided else str
         return [*(kind(f"in float64, {text}") for text in describe(settled)), *trained.faults]
 
-    def train_with(name: str, section: str, keys: dict[str, Any]) -> list[str]:
-        return differences(run(train_small, {section: keys}, {}), name, {section: keys}, {})
+    def compiled() -> list[str]:
+        sections = {"compile": {"enable": True, "backend": "aot_eager"}}
+        return differences(run(train_small, sections, {}), alone, "compiled", sections, {})
 
     def recompute() -> list[str]:
-        runs = {f"recomputed {words}": keys for words, keys in RECOMPUTATION.items()}
-        faults = {name: guarded(train_with, name, "activation_checkpoint", keys) for name, keys in runs.items()}
-        return [type(fault)(f"{name}: {fault}") for name in faults for fault in faults[name]]
+        assert alone is not None
+        with_dropout = None, 0, True
+        reference = run(train_small, {}, {}, *with_dropout)
+        reference = reference._replace(trajectory=in_order(reference.trajectory, alone.trajectory.noise or {}))
+
+        def recomputed(name: str, sections: dict[str, dict[str, Any]]) -> list[str]:
+            return differences(run(train_small, sections, {}, *with_dropout), reference, name, sections, {})
+
+        faults = {
+            name: guarded(recomputed, f"recomputed {name}", {"activation_checkpoint": keys})
+            for name, keys in RECOMPUTATION.items()
+        }
+        return [type(fault)(f"recomputed {name}: {fault}") for name in faults for fault in faults[name]]
 
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
@@ -186,14 +201,20 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
         meshes.append(mesh)
         damaged.extend(f"on {mesh}: {fault}" for fault in faults)
         step += not faults
-        return differences(trained, f"on {mesh}", {}, degrees)
+        return differences(trained, alone, f"on {mesh}", {}, degrees)
+
+    def run_whole() -> list[str]:
+        degrees = MESHES[widest]
+        words = name, small, degrees, saves.parent
+        runs = on_ranks(math.prod(degrees.values()), run_loops, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
+        whole_runs.append(runs)
+        return run_faults(runs)
 
     yield row(TRAINED, train_alone, TABLES)
     for behaviour, (check, needs) in BEHAVIOUR.items():
         yield table.row(behaviour, partial(check, family), (*TABLES, *needs))
     yield row(RECOMPUTED, recompute, (*TABLES, TRAINED))
-    compiled = {"enable": True, "backend": "aot_eager"}
-    yield row(COMPILED, partial(train_with, "compiled", "compile", compiled), (*TABLES, TRAINED))
+    yield row(COMPILED, compiled, (*TABLES, TRAINED))
     undivided = guarded(model_facts.undivided_faults, family)
     for mesh, degrees in MESHES.items():
         needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)
@@ -203,6 +224,9 @@ def _training_rows(name: str, small: str, family: Family, saves: Path, table: Ta
     else:
         yield Row(CHECKPOINT, "not run", ["needs a mesh"])
     yield table.row(BUFFERS, lambda: unsteady, (TRAINED,))
+    widest = next(mesh for mesh, degrees in MESHES.items() if not undivided or "tp" not in degrees)
+    yield table.row(RESUME, run_whole, (widest,))
+    yield table.row(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,))
 
 
 def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str]]) -> list[str]:

@@ -115,6 +115,7 @@ class Trajectory(NamedTuple):
     norms: list[float]
     gradients: dict[str, Tensor]  # of the first step, before clipping; frozen and unused parameters have none
     dtypes: set[torch.dtype]  # of masters, gradients and moments
+    updates: dict[str, Tensor]  # what all steps together changed in each trained parameter
     noise: dict[str, float] | None = None  # of a reference: how far rounding alone changes each gradient, relative to its norm
 
 
@@ -140,7 +141,8 @@ def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
     steps = run.steps.read()
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
     dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}
-    return Trajectory(weights, global_batches, [s.loss for s in steps], [s.norm for s in steps], gradients, dtypes)
+    updates = {name: whole(p) - weights[name] for name, p in run.model.named_parameters() if p.requires_grad}
+    return Trajectory(weights, global_batches, [s.loss for s in steps], [s.norm for s in steps], gradients, dtypes, updates)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -177,6 +179,8 @@ QUANTITIES = {
     "gradients": Quantity("gradient", FLOAT32),
     "losses": Quantity("loss", FLOAT32),
     "norms": Quantity("gradient norm", 1e-3),
+    # AdamW's first steps have the size of the rate, whatever the gradient: one that rounds to the other side of zero differs.
+    "updates": Quantity("update", 0.05),
 }
 FIRST_NORM = 1e-5  # Rounding errors grow with the steps, so the first gradient norm has a smaller tolerance than later ones.
 
@@ -223,21 +227,25 @@ class Comparison(NamedTuple):
         return max(self.of(quantity), key=lambda difference: difference.size)
 
     def __str__(self) -> str:
-        return ", ".join(f"{quantity} {self.worst(quantity).size:.1e}" for quantity in QUANTITIES)
+        return ", ".join(f"{quantity} {self.worst(quantity).size:.1e}" for quantity in QUANTITIES if self.of(quantity))
 
 
 def compare(trajectory: Trajectory, reference: Trajectory) -> Comparison:
     """Compares every weight, batch, gradient, loss and gradient norm. A value that only one of the two has differs by inf.
 
-    The noise of the reference raises the tolerance of gradients.
+    The noise of the reference raises the tolerance of gradients, and of updates, which are only compared where it is known.
     """
     differences = []
     for field, quantity in QUANTITIES.items():
+        if field == "updates" and reference.noise is None:
+            continue
         values, expected = _by_place(getattr(trajectory, field)), _by_place(getattr(reference, field))
         for place in expected | values:
             noise = (reference.noise or {}).get(place, 0.0) if field == "gradients" else 0.0
             tolerance = FIRST_NORM if (field, place) == ("norms", "step 1") else quantity.tolerance
             tolerance = max(tolerance, min(MARGIN * noise, MOST))
+            if field == "updates":  # the share of elements that rounding turns grows with the noise
+                tolerance = max(tolerance, math.sqrt(MARGIN * (reference.noise or {}).get(place, 0.0)))
             size = relative_difference(values.get(place), expected.get(place))
             differences.append(Difference(field, place, size, tolerance, noise))
     return Comparison(differences)

@@ -5,7 +5,7 @@
 
 import hashlib
 import logging
-import traceback
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from models.blocks import Normal, Uniform
 from models.decoder import Decoder
+from models.head import SIZES, Head
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
@@ -24,10 +26,11 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import UserError
-from titanlite.launch.failure import Unforeseen
+from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
 from titanlite.tools.compare import (
+    FIRST_NORM,
     Comparison,
     Run,
     Trajectory,
@@ -38,16 +41,19 @@ from titanlite.tools.compare import (
     replaced,
     whole,
 )
+from titanlite.tools.ranks import describe_error
 from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, every_layer, family_of, place_of
+from titanlite.transforms.registry import Family, every_layer, family_of
+from titanlite.transforms.shards import local_part
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 BUFFERS = 1e-3  # tolerance for what a few steps change in a buffer, as for the gradient norms of several steps
 TIMEOUT_SECONDS = 60  # how long ranks wait for one that has failed
+_DROPPED = 0.1  # of the inputs of a block's parts
+_CHUNK = 12  # tokens at most, whose logits the head computes at once on a mesh: several chunks for a microbatch
 _SHOWN = 5  # differences where the forward pass is wrong
-_HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
 
 
 class Trained(NamedTuple):
@@ -71,24 +77,6 @@ class Buffers(NamedTuple):
 
 class NotRun(Exception):
     """A check that does not apply to a model; the text says why."""
-
-
-def describe_error(error: Exception) -> str:
-    """An error in one line, with the line of the model's code that led to it."""
-    text = str(error).strip()
-    if isinstance(error, UserError | Unforeseen):
-        return text
-    module = f", {path}" if (path := _module_of(error)) else ""
-    hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
-    return f"{place_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
-
-
-def _module_of(error: BaseException) -> str:
-    """The path of the innermost module whose forward pass raised an error; "" outside of a model's forward pass."""
-    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    modules = [module for module in frames if isinstance(module, nn.Module)]
-    paths = {id(module): path for path, module in modules[0].named_modules()} if modules else {}
-    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), "")
 
 
 class Undecided(str):
@@ -116,50 +104,46 @@ def train_small(
     degrees: dict[str, int],
     saves: Path | None = None,
     step: int = 0,
+    drops: bool = False,
 ) -> Trained:
     """Trains a few steps with some keys of the configuration, on a mesh.
 
-    saves: a folder of checkpoints. The run then loads the one of `step`, if there is any, and writes the next one.
-
-    Raises UserError for an error of the model's code on any rank: on_ranks then ends the other ranks, which may be waiting.
+    saves: a folder of checkpoints. The run then loads the one of `step`, if there is any, and writes the next one. drops: with
+    dropout.
     """
-    try:
-        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        build = _builder(name, flavor, sections, degrees, mesh, device)
-        run = build()
-        nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
-        before = _values(run.model)
-        trajectory = record_run(run, random_batches(run))
-        buffers = _buffers(run.model, before)
-        faults = _training_faults(run.model, trajectory, nonfinite)
-        if not sections and not degrees and not faults:
-            trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
-        if run.config.compile.enable:
-            faults += _recompilations(run)
-        if saves is None:
-            return Trained(trajectory, faults, buffers=buffers)
-        tensors = run_tensors(run.model, run.optimizer, None)
-        if step:
-            source = step_folder(saves, step)
-            try:
-                load_tensors(source, verified(source), tensors)
-            except UserError as error:  # on all ranks
-                return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
-        _save(saves, step + 1, tensors)
-        return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
-    except Exception as error:
-        raise UserError(describe_error(error)) from error
+    mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
+    build = _builder(name, flavor, sections, degrees, mesh, device)
+    run = build()
+    if drops:
+        drop_inputs(run.model)
+    nonfinite = [] if sections or degrees else watch_for_nonfinite(run.model)
+    before = _values(run.model)
+    trajectory = record_run(run, random_batches(run))
+    buffers = _buffers(run.model, before)
+    faults = _training_faults(run.model, trajectory, nonfinite)
+    if not sections and not degrees and not drops and not faults:
+        trajectory = in_order(trajectory, noise_of(build, next(random_batches(run))))
+    if run.config.compile.enable:
+        faults += _recompilations(run)
+    if saves is None:
+        return Trained(trajectory, faults, buffers=buffers)
+    tensors = run_tensors(run.model, run.optimizer, None)
+    if step:
+        source = step_folder(saves, step)
+        try:
+            load_tensors(source, verified(source), tensors)
+        except UserError as error:  # on all ranks
+            return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
+    _save(saves, step + 1, tensors)
+    return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
 
 
 def gradients_small(
     device: torch.device, name: str, flavor: str, sections: dict[str, dict[str, Any]], degrees: dict[str, int]
 ) -> dict[str, Tensor]:
-    """The gradients of the first step of `train_small`, in float64. Raises UserError as it does."""
-    try:
-        mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
-        return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
-    except Exception as error:
-        raise UserError(describe_error(error)) from error
+    """The gradients of the first step of `train_small`, in float64."""
+    mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
+    return gradients_in_float64(_builder(name, flavor, sections | FLOAT64, degrees, mesh, device), random_batches)
 
 
 def _builder(
@@ -170,8 +154,18 @@ def _builder(
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Callable[[], Run]:
-    config = replaced(on_mesh(small_config(name, flavor), degrees, GLOBAL_BATCH), **sections)
-    return lambda: begin_small(config, mesh, device)
+    config = small_config(name, flavor)
+    if degrees:
+        config = replaced(config, training={"local_batch_size": 1})  # several microbatches on each mesh
+    config = replaced(on_mesh(config, degrees, GLOBAL_BATCH), **sections)
+
+    def build() -> Run:
+        run = begin_small(config, mesh, device)
+        if degrees and isinstance(run.model.head, Head):
+            run.model.head.sizes = SIZES["cpu"]._replace(logits=_CHUNK * run.model.head.vocab_size)
+        return run
+
+    return build
 
 
 def damage(trained: Trained, stored: dict[str, str]) -> list[str]:
@@ -252,9 +246,23 @@ def _training_faults(model: nn.Module, trajectory: Trajectory, nonfinite: list[s
         return [f"the result of {nonfinite[0]} is not finite"]
     if bad := [name for name, gradient in trajectory.gradients.items() if not gradient.isfinite().all()]:
         return [f"the gradient of {name} is not finite" for name in dict.fromkeys(map(every_layer, bad))]
+    whole_norm = math.hypot(*(gradient.double().norm().item() for gradient in trajectory.gradients.values()))
+    if relative_difference(trajectory.norms[0], whole_norm) > FIRST_NORM:
+        return [f"the gradient norm of step 1 is {trajectory.norms[0]:.6g}, and the norm of all gradients is {whole_norm:.6g}"]
+    if twins := _equal_values(trajectory.weights):
+        return [f"the initial values of {' and '.join(twins)} are equal"]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     unused = dict.fromkeys(every_layer(name) for name in trained if name not in trajectory.gradients)
     return [f"no gradient reaches {name}: not used in the forward pass?" for name in unused]
+
+
+def _equal_values(weights: dict[str, Tensor]) -> list[str]:
+    """The first parameters that have the same values, other than one constant; empty if there are none."""
+    owners: dict[str, list[str]] = {}
+    for name, value in weights.items():
+        if value.numel() > 1 and (value != value.flatten()[0]).any():
+            owners.setdefault(_digest(value), []).append(name)
+    return next((names for names in owners.values() if len(names) > 1), [])
 
 
 def describe(comparison: Comparison) -> list[str]:
@@ -285,14 +293,28 @@ def describe(comparison: Comparison) -> list[str]:
 
 
 def small_config(name: str, flavor: str) -> Config:
+    """A few short steps. Attention stays inside documents, unless the family refuses that."""
     training = {"seq_len": SEQ_LEN, "steps": STEPS, "global_batch_size": GLOBAL_BATCH, "local_batch_size": GLOBAL_BATCH}
-    return Config.model_validate(
+    config = Config.model_validate(
         {
             "model": {"name": name, "flavor": flavor},
             "training": {**training, "mixed_precision_param": "float32"},
             "lr_scheduler": {"warmup_steps": 1},
         }
     )
+    return replaced(config, training={"document_mask": takes_documents(family_of(config.model))})
+
+
+def takes_documents(family: Family) -> bool:
+    """Whether the model computes packed rows; a family that cannot raises NotImplementedError."""
+    model = family.on_meta().to_empty(device="cpu")
+    tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
+    try:
+        with torch.no_grad():
+            model(tokens, sequence_of(tokens, torch.zeros_like(tokens, dtype=torch.int32)))
+    except NotImplementedError:
+        return False
+    return True
 
 
 def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
@@ -320,24 +342,58 @@ def make_sensitive(model: Decoder, family: Family, seed: int) -> None:
             module.p = 0.0
 
 
+def drop_inputs(model: Decoder) -> None:
+    """From now on, dropout before each part of each block: before what gathers the sequence, so that each rank has its own."""
+
+    def drop(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not module.training or not arguments or not isinstance(arguments[0], Tensor) or arguments[0].ndim != 3:
+            return None
+        return F.dropout(arguments[0], _DROPPED), *arguments[1:]
+
+    for block in model.layers.values():
+        for part in block.children():
+            part.register_forward_pre_hook(drop, prepend=True)
+
+
 def random_batches(run: Run, seed: int = 0) -> Iterator[Batch]:
     """This rank's part of random global batches, which are the same on every mesh."""
     training, vocab_size = run.config.training, family_of(run.config.model).config.vocab_size
     generator = torch.Generator().manual_seed(seed)
     shape = (training.steps, GLOBAL_BATCH, training.seq_len + 1)
-    for global_batch in torch.randint(vocab_size, shape, generator=generator):
-        part = global_batch.chunk(data_degree(run.mesh))[data_rank(run.mesh)]
-        yield Batch(part.view(-1, training.local_batch_size, training.seq_len + 1))
+    tokens = torch.randint(vocab_size, shape, generator=generator)
+    # each row has another number of labels, so that microbatches and ranks differ in theirs
+    counted = torch.rand(shape, generator=generator) < torch.linspace(0.3, 1.0, GLOBAL_BATCH)[:, None]
+    documents = (torch.rand(shape, generator=generator) < 0.1)[..., 1:].cumsum(-1).int()
+    for step in range(training.steps):
+        # in the first step, whose gradients are compared, with documents; in others without
+        packed = _own_part(documents[step], run) if training.document_mask and step == 0 else None
+        yield Batch(_own_part(tokens[step], run), _own_part(counted[step], run), packed)
 
 
+def _own_part(rows: Tensor, run: Run) -> Tensor:
+    """This rank's microbatches of the rows of a global batch."""
+    part = rows.chunk(data_degree(run.mesh))[data_rank(run.mesh)]
+    return part.unflatten(0, (-1, run.config.training.local_batch_size))
+
+
+@torch.no_grad()
 def _save(saves: Path, step: int, tensors: dict[str, Tensor]) -> None:
     if dist.get_rank() == 0:
         saves.mkdir(exist_ok=True)
-    saver = Saver(saves, Config().checkpoint, TIMEOUT_SECONDS)
+    saver = Saver(saves, Config().checkpoint.model_copy(update={"async_mode": "async"}), TIMEOUT_SECONDS)
     sections: dict[str, Any] = {key: {} for key in ("data", "schedule", "config", "architecture")}
+    own = {name: local_part(tensor).clone() for name, tensor in tensors.items()}
     saver.save(step, tensors, {"samples": 0, "global_batch": GLOBAL_BATCH, **sections})
+    for tensor in tensors.values():
+        local_part(tensor).zero_()  # what training does next must not reach the checkpoint
     saver.finish()
+    for name, tensor in tensors.items():
+        local_part(tensor).copy_(own[name])
 
 
 def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: hashlib.blake2b(whole(tensor).numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+    return {name: _digest(whole(tensor)) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.numpy().tobytes()).hexdigest()

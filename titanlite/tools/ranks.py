@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing import set_forkserver_preload
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import nn
 
 from titanlite.errors import UserError, watch_files
-from titanlite.launch import children, failure, process
-from titanlite.launch.failure import Unforeseen
+from titanlite.launch import children, failure
+from titanlite.transforms.registry import place_of
 
-_USER_ERROR = 2  # exit code of a rank that raised UserError
-_PATIENCE = 3.0  # seconds until an error that may be the echo of another rank's is reported
+_HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
+_KILLED = "; the system ends a process like this if memory runs out: take a smaller model, batch or mesh"
 
 
 def on_ranks(
@@ -29,8 +31,8 @@ def on_ranks(
 ) -> Any:
     """The result of function(device, *arguments) on rank 0 of `count` new processes, all of which run it.
 
-    New processes must be able to import the function, and pickle must take arguments and result. Raises the UserError that a
-    rank raised, or Unforeseen with its report of another exception.
+    New processes must be able to import the function, and pickle must take arguments and result. Raises UserError for the first
+    error of any rank, since the function runs the user's model on the user's data, and for a rank that was killed.
     """
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
     set_forkserver_preload([function.__module__])
@@ -41,33 +43,17 @@ def on_ranks(
         try:
             multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
-            if (report := Path(folder) / f"error-{ended.error_index}").exists():
-                kind = UserError if ended.exit_code == _USER_ERROR else Unforeseen
-                raise kind(report.read_text(encoding="utf-8")) from None
-            how = f"was ended by {ended.signal_name}" if ended.signal_name else f"ended with exit code {ended.exit_code}"
-            hint = ", as when memory runs out" if ended.signal_name == "SIGKILL" else ""
-            raise UserError(f"rank {ended.error_index} of {count} {how}{hint}") from None
+            if errors := sorted(Path(folder).glob("error-*")):  # the later ones follow from the first
+                raise UserError(errors[0].read_text(encoding="utf-8")) from None
+            raise UserError(f"{ended}{_KILLED if ended.signal_name == 'SIGKILL' else ''}") from None
         return torch.load(Path(folder) / "result", weights_only=False)  # written by rank 0 a moment ago
 
 
-def _rank(rank: int, count: int, cuda: bool, folder: str, *words: Any) -> None:
-    """A rank: leaves its result, or its report of an exception, in the folder."""
-    children.end_with_starter()
-    watch_files()
-    try:
-        _run(rank, count, cuda, folder, *words)
-    except Exception as error:
-        known = isinstance(error, UserError)
-        report = str(error) if known else failure.report(error, f"rank {rank} of {count}")
-        if process.is_echo(error):
-            time.sleep(_PATIENCE)  # meanwhile the rank that is the cause ends, and its starter ends this one
-        (Path(folder) / f"error-{rank}").write_text(report, encoding="utf-8")
-        os._exit(_USER_ERROR if known else failure.code_of(error))  # not sys.exit: other ranks may be waiting in a collective
-
-
-def _run(
+def _rank(
     rank: int, count: int, cuda: bool, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple
 ) -> None:
+    children.end_with_starter()
+    watch_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the starter ends, then these
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun sets them
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -82,9 +68,34 @@ def _run(
     store = dist.FileStore(f"{folder}/store", count)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
-    result = function(device, *arguments)
-    if rank == 0:
-        torch.save(result, Path(folder) / "result")
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+        result = function(device, *arguments)
+        if rank == 0:
+            torch.save(result, Path(folder) / "result")
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        begun, text = time.monotonic_ns(), describe_error(error)
+        if not isinstance(error, UserError):
+            text = failure.report(error, f"rank {rank} of {count}", words=text)
+        (Path(folder) / f"error-{begun:020d}-{rank}").write_text(text, encoding="utf-8")
+        os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
+
+
+def describe_error(error: Exception) -> str:
+    """An error in one line, with the line of the model's code that led to it; of a UserError its own text."""
+    text = str(error).strip()
+    if isinstance(error, UserError):
+        return text
+    module = f", {path}" if (path := _module_of(error)) else ""
+    hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
+    return f"{place_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
+
+
+def _module_of(error: BaseException) -> str:
+    """The path of the innermost module whose forward pass raised an error; "" outside of a model's forward pass."""
+    frames = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [module for module in frames if isinstance(module, nn.Module)]
+    paths = {id(module): path for path, module in modules[0].named_modules()} if modules else {}
+    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), "")

@@ -5,8 +5,8 @@ weights, global batches, losses, gradient norms, and the gradient of every param
 large model down with --flavor or other options: the command tests the mesh.
 
 The tolerance of a gradient is 1e-5 of its norm, or ten times what rounding alone changes on the first mesh, and at most 5e-3. A
-larger difference that rounding may explain is decided in float64. Exit code 0: equal; 1: not equal; 2: a user error; 3: of some
-difference it is undecided whether it is rounding.
+larger difference that rounding may explain is decided in float64. Exit code 0: equal; 1: not equal; 2: a user error, or an
+error of the model's code; 3: of some difference it is undecided whether it is rounding.
 """
 
 import functools
@@ -63,15 +63,17 @@ def main() -> None:
     in_float64 = functools.cache(lambda: _run(_gradients, *first))
     verdicts = []
     for number, comparison in enumerate(comparisons):
-        result = comparison
+        result, remark = comparison, ""
         if comparison.undecided:
-            wide = _run(_gradients, configs[number], meshes[number]), in_float64()
-            result = settle(runs[number], reference, *wide)
+            try:
+                wide = _run(_gradients, configs[number], meshes[number]), in_float64()
+                result = settle(runs[number], reference, *wide)
+                remark = f"in float64: {result.worst('gradients').size:.1e} {result.worst('gradients').place}"
+            except UserError as error:
+                remark = f"the model does not run in float64: {error}"
         verdicts.append("" if result.equal else "undecided" if result.undecided else "not equal")
         _print_row(meshes[number], comparison, verdicts[-1])
-        if comparison.undecided:
-            print(f"    in float64: {result.worst('gradients').size:.1e} {result.worst('gradients').place}")
-        for line in describe(result):
+        for line in [remark, *describe(result)] if remark else describe(result):
             print(f"    {line}")
     words = {"not equal": "NOT equal", "undecided": "undecided: a difference shrinks in float64, but not far enough"}
     worst = next((verdict for verdict in words if verdict in verdicts), "")
@@ -79,19 +81,26 @@ def main() -> None:
     sys.exit({"": 0, "not equal": 1, "undecided": 3}[worst])
 
 
+def _name(degrees: dict[str, int]) -> str:
+    """The mesh as the option --mesh has it."""
+    return ",".join(f"{key}={degree}" for key, degree in degrees.items()) or "1"
+
+
 def _print_row(degrees: dict[str, int], comparison: Comparison, verdict: str) -> None:
-    name = ",".join(f"{key}={degree}" for key, degree in degrees.items()) or "1"
     weights, batches = ("differ" if comparison.worst(quantity).size else "equal" for quantity in ("weights", "batches"))
     loss, gradient = comparison.worst("losses"), comparison.worst("gradients")
     norms = f"{comparison.of('norms')[0].size:.1e}, {comparison.worst('norms').size:.1e}"
-    verdict = f"  <- {verdict}" if verdict else ""
+    name, verdict = _name(degrees), f"  <- {verdict}" if verdict else ""
     print(f"{name:<28} {weights:<9} {batches:<9} {loss.size:<9.1e} {norms:<17} {gradient.size:.1e} {gradient.place}{verdict}")
 
 
 def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) -> Any:
-    """The result of a function on a mesh of processes on this machine."""
+    """The result of a function on a mesh of processes on this machine. Raises UserError, with the mesh, for an error there."""
     timeout = config.comm.init_timeout_seconds
-    return on_ranks(math.prod(degrees.values()), function, config, degrees, timeout_seconds=timeout)
+    try:
+        return on_ranks(math.prod(degrees.values()), function, config, degrees, timeout_seconds=timeout)
+    except UserError as error:
+        raise UserError(f"mesh {_name(degrees)}: {error}") from None
 
 
 def _mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
