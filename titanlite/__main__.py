@@ -58,9 +58,6 @@ def main() -> None:
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    except failure.Unforeseen as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
     except Exception as error:
         print(failure.report(error, sys.argv[0]), file=sys.stderr)
         sys.exit(failure.code_of(error))

@@ -1,6 +1,7 @@
 """Ranks of a tool: their result, their faults, and that they end with the command whatever ends it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,7 +62,8 @@ def test_an_error_of_any_rank_is_one_line_with_its_place_and_not_an_error_that_f
     line = 1 + Path(__file__).read_text().splitlines().index('        raise RuntimeError("does not fit\\nand more")')
     with pytest.raises(UserError) as raised:
         on_ranks(2, broken, use_gpus=False)
-    assert str(raised.value) == f"{__file__}, line {line}: RuntimeError: does not fit"
+    where = r"rank 1 of 2, starting, starting; traceback: \S+"
+    assert re.fullmatch(rf"{re.escape(__file__)}, line {line}: RuntimeError: does not fit; {where}", str(raised.value))
 
 
 def test_a_rank_that_is_killed_is_named_with_what_may_have_been_the_cause():

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from titanlite import errors
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, at, phase
 from titanlite.launch import failure, stacks
-from titanlite.launch.failure import Unforeseen
 from titanlite.loop.metrics import Reporter
 from titanlite.tools.ranks import on_ranks
 
@@ -186,26 +186,16 @@ def test_an_error_of_a_thread_is_reported_in_one_line(monkeypatch, capfd):
 
 def _fails(device: torch.device, kind: str) -> None:
     with phase("opening the data"):
-        if kind == "is killed":
-            os.kill(os.getpid(), 9)
         if kind == "has no memory":
             torch.empty(2**60)
         raise KeyError("boom")
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "text"),
-    [
-        ("raises", Unforeseen, "rank 0 of 1, starting, opening the data: KeyError: 'boom' ("),
-        (
-            "has no memory",
-            UserError,
-            "rank 0 of 1, starting, opening the data: out of memory, 4611686018427387904 bytes more were",
-        ),
-        ("is killed", UserError, "rank 0 of 1 was ended by SIGKILL, as when memory runs out"),
-    ],
+    ("kind", "words"), [("raises", "KeyError: 'boom'"), ("has no memory", "RuntimeError: .*allocate memory")]
 )
-def test_a_rank_of_a_tool_that_fails_is_reported_in_one_line(kind, error, text):
-    with pytest.raises(error) as caught:
+def test_a_rank_of_a_tool_that_fails_is_reported_in_one_line(kind, words):
+    with pytest.raises(UserError) as caught:
         on_ranks(1, _fails, kind)
-    assert str(caught.value).startswith(text)
+    where = "rank 0 of 1, starting, opening the data"
+    assert re.fullmatch(rf"{re.escape(__file__)}, line \d+: {words}.*; {where}; traceback: \S+", str(caught.value))

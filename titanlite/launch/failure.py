@@ -22,10 +22,6 @@ _DEFECT, _CORRECTABLE = 1, 2  # exit codes
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}
 
 
-class Unforeseen(Exception):
-    """An exception of another process, which has made the report: the text for the screen."""
-
-
 def code_of(error: BaseException) -> int:
     """The exit code: 2 where the machine has no memory, space or permission left, else 1."""
     correctable = ran_out(error) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE)
@@ -39,10 +35,11 @@ def ran_out(error: BaseException) -> bool:
     return memory or isinstance(error, MemoryError)
 
 
-def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None) -> str:
+def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None, words: str = "") -> str:
     """The text for the screen; the traceback is written to a file.
 
-    who: the command or rank. dump: (path, handle) of a file that is open for it.
+    who: the command or rank. dump: (path, handle) of a file that is open for it. words: the error and its place, where the
+    caller has described them; frames are then left out.
     """
     read = [f"{kind} {name}" for kind, name in LAST_READ.items() if name]
     step, what = position()
@@ -52,8 +49,8 @@ def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None)
         f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {where} (process {os.getpid()}): {first_line(error)}\n{trace}", dump
     )
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_users(frame.filename)]
-    parts = [f"{where}: {_words(error)}{_at(frames)}"]
+    own = [frame for frame in frames if is_users(frame.filename) and not words]
+    parts = [words, where] if words else [f"{where}: {_words(error)}{_at(frames)}"]
     parts += [f"read last: {', '.join(read)}"] if read else []
     parts += [f"traceback: {place}"] if place else ["no disk takes the traceback, which follows"]
     return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if place else trace]).rstrip()

@@ -26,7 +26,8 @@ from titanlite.data.indexed import TokenFile, smallest_type
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.sources import TokenSource
-from titanlite.loop.metrics import read_lines
+from titanlite.launch.run_folder import METRICS
+from titanlite.loop.metrics import read_reports
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.tools.compare import on_mesh, replaced
 from titanlite.tools.model_runs import GLOBAL_BATCH, drop_inputs, small_config
@@ -90,7 +91,7 @@ def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: 
     drawn: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(drawn, own)
     dist.barrier()
-    reports = {line["step"]: line for line in read_lines(dump / "metrics.jsonl", {"step": int})}
+    reports = {line["step"]: line for line in read_reports(dump / METRICS)}
     last = step_folder(dump / config.checkpoint.folder, STEPS)
     return Whole(reports, drawn, manifest.read(last).numbers["samples"] if config.checkpoint.enable else 0)
 

@@ -18,12 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
-from titanlite.errors import UserError, is_users, watch_files
+from titanlite.errors import UserError, watch_files
 from titanlite.launch import children, failure
-from titanlite.launch.failure import Unforeseen
 from titanlite.transforms.registry import place_of
 
-_USER_ERROR = 2  # exit code of a rank that raised UserError
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
 _KILLED = "; the system ends a process like this if memory runs out: take a smaller model, batch or mesh"
 
@@ -33,8 +31,8 @@ def on_ranks(
 ) -> Any:
     """The result of function(device, *arguments) on rank 0 of `count` new processes, all of which run it.
 
-    New processes must be able to import the function, and pickle must take arguments and result. Raises UserError for an error
-    of the user's model, and for a rank that was killed; Unforeseen, with its report, for any other exception.
+    New processes must be able to import the function, and pickle must take arguments and result. Raises UserError for the first
+    error of any rank, since the function runs the user's model on the user's data, and for a rank that was killed.
     """
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
     set_forkserver_preload([function.__module__])
@@ -46,32 +44,16 @@ def on_ranks(
             multiprocessing.start_processes(_rank, words, nprocs=count, start_method="forkserver")
         except multiprocessing.ProcessExitedException as ended:
             if errors := sorted(Path(folder).glob("error-*")):  # the later ones follow from the first
-                kind = UserError if errors[0].suffix == f".{_USER_ERROR}" else Unforeseen
-                raise kind(errors[0].read_text(encoding="utf-8")) from None
-            how = f"was ended by {ended.signal_name}" if ended.signal_name else f"ended with exit code {ended.exit_code}"
-            hint = _KILLED if ended.signal_name == "SIGKILL" else ""
-            raise UserError(f"rank {ended.error_index} of {count} {how}{hint}") from None
+                raise UserError(errors[0].read_text(encoding="utf-8")) from None
+            raise UserError(f"{ended}{_KILLED if ended.signal_name == 'SIGKILL' else ''}") from None
         return torch.load(Path(folder) / "result", weights_only=False)  # written by rank 0 a moment ago
 
 
-def _rank(rank: int, count: int, cuda: bool, folder: str, *words: Any) -> None:
-    """A rank: leaves its result, or its report of an exception, in the folder."""
-    children.end_with_starter()
-    watch_files()
-    try:
-        _run(rank, count, cuda, folder, *words)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        users = isinstance(error, UserError) or (not failure.ran_out(error) and any(is_users(f.filename) for f in frames))
-        report = describe_error(error) if users else failure.report(error, f"rank {rank} of {count}")
-        code = _USER_ERROR if users else failure.code_of(error)
-        (Path(folder) / f"error-{time.monotonic_ns():020d}-{rank}.{code}").write_text(report, encoding="utf-8")
-        os._exit(code)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
-
-
-def _run(
+def _rank(
     rank: int, count: int, cuda: bool, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple
 ) -> None:
+    children.end_with_starter()
+    watch_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the starter ends, then these
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun sets them
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
@@ -86,18 +68,25 @@ def _run(
     store = dist.FileStore(f"{folder}/store", count)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
-    result = function(device, *arguments)
-    if rank == 0:
-        torch.save(result, Path(folder) / "result")
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
+        result = function(device, *arguments)
+        if rank == 0:
+            torch.save(result, Path(folder) / "result")
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        begun, text = time.monotonic_ns(), describe_error(error)
+        if not isinstance(error, UserError):
+            text = failure.report(error, f"rank {rank} of {count}", words=text)
+        (Path(folder) / f"error-{begun:020d}-{rank}").write_text(text, encoding="utf-8")
+        os._exit(2)  # not sys.exit: the other ranks may be waiting in a collective, and the starter ends them
 
 
 def describe_error(error: Exception) -> str:
     """An error in one line, with the line of the model's code that led to it; of a UserError its own text."""
     text = str(error).strip()
-    if isinstance(error, UserError | Unforeseen):
+    if isinstance(error, UserError):
         return text
     module = f", {path}" if (path := _module_of(error)) else ""
     hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
