@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from titanlite.data.blocks import sealed
 from titanlite.data.indexed import smallest_type
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
@@ -235,7 +236,7 @@ def _assemble(
         "skipped": len(skipped),
         "fingerprint": _fingerprint(plan["tokenizer"], shards),
     }
-    replace_file(whole / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    replace_file(whole / MANIFEST, json.dumps(sealed(manifest), indent=1, ensure_ascii=False) + "\n")
     sync(whole)
 
 
