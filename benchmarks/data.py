@@ -91,7 +91,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
                 for step in rows:
                     out = np.empty((share, length + 1), np.int64)
                     for at, row in enumerate(step):
-                        out[at] = file.ids[row * length : row * length + length + 1]
+                        out[at] = file.ids.numbers[row * length : row * length + length + 1]
 
             def ours(config: Config, data=data, steps=steps, share=share) -> float:
                 source = Batches(StepDataset(config, data, 0, share, (0, 1)))

@@ -43,7 +43,7 @@ def write_file(
 def opened(file: TokenFile | list[TokenFile], name: str = "tests", foreign: bool = False, **keys: Any) -> TokenSource:
     """A source of token files; keys: of the configuration's Source."""
     files = file if isinstance(file, list) else [file]
-    content = hashlib.blake2b(b"".join(part.ids.tobytes() + part.lengths.tobytes() for part in files)).hexdigest()
+    content = hashlib.blake2b(b"".join(part.ids[:].tobytes() + part.lengths[:].tobytes() for part in files)).hexdigest()
     return TokenSource(Source(path=name, **keys), name, files, content, None if foreign else {})
 
 

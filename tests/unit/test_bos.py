@@ -15,6 +15,7 @@ from tests.tiny import FLAVORS, Model
 from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.batch import to_batch
+from titanlite.data.blocks import SEAL
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
@@ -49,7 +50,7 @@ def opened(folder: Path, path: Path, add_bos: bool | None = None, **training: ob
 
 
 def tokens_of(data: Data) -> list[int]:
-    return [number for rows in data.sources[0].rows for number in rows.file.ids.tolist()]
+    return [number for rows in data.sources[0].rows for number in rows.file.ids[:].tolist()]
 
 
 def torchtitan_stream(folder: Path, texts: list[str]) -> list[int]:
@@ -151,8 +152,8 @@ def test_a_chat_begins_with_bos_once_and_it_is_no_label(tmp_path, template):
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "some text " * 9}]}))
     [rows] = opened(folder, tmp_path / "chats.jsonl").sources[0].rows
     bos = torchtitan_stream(folder, [""])[0]
-    assert rows.file.ids.tolist().count(bos) == 1 and rows.file.ids[0] == bos
-    assert rows.file.loss.tolist() == [0] + [1] * (rows.file.tokens - 1)
+    assert rows.file.ids[:].tolist().count(bos) == 1 and rows.file.ids[:][0] == bos
+    assert rows.file.loss[:].tolist() == [0] + [1] * (rows.file.tokens - 1)
 
 
 # ------------------------------------------------------------------------------------------------------------- token files
@@ -179,7 +180,8 @@ def test_token_files_of_before_have_no_bos(tmp_path):
     folder, text = assets(tmp_path / "assets"), write_jsonl(tmp_path / "for-tokens.jsonl")
     options = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail"}
     manifest = prepare.prepare([str(text)], tmp_path / "tokens", load_tokenizer(str(folder), add_bos=False), **options)
-    del manifest["beginning_of_text"]
+    for entry in ("beginning_of_text", "block_bytes", SEAL):
+        del manifest[entry]
     (tmp_path / "tokens" / "manifest.json").write_text(json.dumps(manifest))
     assert opened(folder, tmp_path / "tokens", add_bos=False)
     with pytest.raises(UserError, match="its texts begin with no BOS"):

@@ -212,9 +212,9 @@ def test_code_in_a_file_is_not_run_and_the_file_is_named(source, tmp_path, way, 
     evil = WAYS[way](source, Evil(tmp_path / "was here"))
     if name == DATA and forged:  # one who can do that has every tensor read from there
         found = metadata_of(source)
-        for place in found.storage_data.values():
-            place.offset, place.length = 0, len(evil)
-        put(source, DATA, evil)
+        for number, place in enumerate(found.storage_data.values()):
+            place.offset, place.length = number * len(evil), len(evil)
+        put(source, DATA, evil * len(found.storage_data))
         put(source, METADATA, pickle.dumps(found))
     else:
         put(source, name, evil, forged)

@@ -213,3 +213,16 @@ def test_a_source_is_read_as_often_as_stats_says_and_not_more_than_allowed(confi
     sources = json.dumps(str(config.parent / "text"))
     option = ["--training.dataset_path", "", "--training.sources", f"[{{ path = {sources}, epochs = 9 }}]"]
     assert "allowed are 9" in output(capsys, monkeypatch, "stats", str(config), *option)
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+def test_verify_reads_everything_and_lists_the_first_fault_of_each_file(config, capsys, monkeypatch):
+    assert "1 token files" in output(capsys, monkeypatch, "verify", str(config))
+    [tokens] = (config.parent / "cache").glob("tokens-*/00000.bin")
+    content = bytearray(tokens.read_bytes())
+    content[-1] ^= 1
+    tokens.write_bytes(content)
+    found = refusal(capsys, monkeypatch, "verify", str(config))
+    assert "1 of 1 token files are damaged:" in found and f"{tokens}: is damaged: block 0" in found

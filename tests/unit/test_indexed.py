@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
+from titanlite.data.blocks import sums_of
 from titanlite.data.indexed import TokenFile, path_of, smallest_type, write_index
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.errors import UserError
@@ -99,7 +100,7 @@ def test_a_pair_that_another_implementation_wrote_is_read(tmp_path, code, larges
     file = TokenFile(_megatron(tmp_path / "a", documents, code, behind))
     file.check()
     assert _read(file) == [[1, 2, 3, 4], [5, 0], [largest, 7, 8]]
-    assert (file.documents, file.tokens, file.ids.itemsize) == (3, 9, _CODES[code][1])
+    assert (file.documents, file.tokens, file.ids.dtype.itemsize) == (3, 9, _CODES[code][1])
     assert file.document_lengths().tolist() == [4, 2, 3]
     assert file.loss is None
 
@@ -166,7 +167,7 @@ def test_flags_of_the_loss_come_back_and_stand_for_all_where_none_are_given(tmp_
     assert path_of(tmp_path / "a", "loss").read_bytes() == bytes([0, 1, 1, 1, 1])
     file = TokenFile(tmp_path / "a")
     assert file.loss is not None
-    assert file.loss.tolist() == [0, 1, 1, 1, 1]
+    assert file.loss[:].tolist() == [0, 1, 1, 1, 1]
     assert _read(file) == [[1, 2, 3], [4, 5]]
 
 
@@ -274,9 +275,8 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
     _patch(index, at, "<q", value)
     file = TokenFile(tokens.with_suffix(""))  # which looks at the last entries only
     for first, last in ((0, 4), (1, 2), (1, 3)):
-        with pytest.raises(UserError, match=f"{index}: document 2 begins at token .* outside of a.bin, or before the previous"):
+        with pytest.raises(UserError, match=f"{index}: (document 2|sequence 3) "):
             file.boundaries(first, last)
-    assert file.boundaries(0, 1).tolist() == [0, 3]
     with pytest.raises(UserError, match=f"{index}: "):
         file.check()
     with pytest.raises(UserError, match=f"{index}: "):
@@ -290,7 +290,7 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
         (_pointer(2), "<q", 8, "sequence 2 has 1 tokens at byte 8 of a.bin; the sequences before it end at byte 10"),
         (_length(1), "<i", 3, "sequence 2 has 1 tokens at byte 10 of a.bin; the sequences before it end at byte 12"),
         (_length(1), "<i", -2, "sequence 1 has -2 tokens"),
-        (_first_sequence(1), "<q", 4, "its document index decreases"),
+        (_first_sequence(1), "<q", 4, "document 2 begins with sequence 3: before the previous document"),
     ],
 )
 def test_sequences_that_do_not_follow_each_other_are_found_by_a_check(pair, at, form, value, words):
@@ -341,8 +341,8 @@ def test_a_token_is_found_by_reading_few_entries_of_the_index(tmp_path):
     write_index(tmp_path / "a", np.dtype(np.uint8), np.full(count, 3, np.int32))
     (tmp_path / "a.bin").write_bytes(bytes(3 * count))
     file = TokenFile(tmp_path / "a")
-    pointers, sequences = _Counting(file.pointers), _Counting(file.first_sequences)
-    file.pointers, file.first_sequences = pointers, sequences  # type: ignore[assignment]
+    pointers, sequences = _Counting(file.pointers.numbers), _Counting(file.first_sequences.numbers)
+    file.pointers.numbers, file.first_sequences.numbers = pointers, sequences  # type: ignore[assignment]
     for place in (0, 1, 123_456, 3 * count - 1):
         pointers.reads = sequences.reads = 0
         assert file.document_at(place) == place // 3
@@ -359,9 +359,11 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
     tokens, documents = 2**30, 10**7
     with open(tmp_path / "a.bin", "wb") as file:
         file.truncate(2 * tokens)
-    with open(tmp_path / "a.idx", "wb") as file:  # 200 MB of which all is zero but what must not be
+    with open(tmp_path / "a.idx", "wb") as file:  # 200 MB of which all is zero but what must not be: all tokens are in one
         file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1))
         file.truncate(_HEADER + (4 + 8 + 8) * documents + 8)
+        file.seek(_HEADER + 4 * documents - 8)
+        file.write(struct.pack("<i", tokens))
         file.seek(_HEADER + 12 * documents - 8)
         file.write(struct.pack("<q", 2 * tokens))
         file.seek(-16, 2)
@@ -371,7 +373,7 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
     assert opened.documents == documents
     assert opened.boundaries(documents - 1, documents).tolist() == [tokens, tokens]
     assert opened.document_at(0) == documents - 2  # all before the last one begin at 0, and this one ends elsewhere
-    assert opened.ids[tokens // 2] == 0
+    assert opened.ids.read(tokens // 2, tokens // 2 + 1) == 0
     assert pickle.loads(pickle.dumps(opened)).tokens == tokens
     assert _resident() - before < 20 * 10**6  # the smallest of the tables has 40
     assert time.monotonic() - began < 5
@@ -382,17 +384,18 @@ def test_a_pickled_file_is_mapped_in_the_other_process(tmp_path):
     packed = pickle.dumps(file)
     assert len(packed) < 1000
     again = pickle.loads(packed)
-    assert not np.shares_memory(again.ids, file.ids)
-    assert np.array_equal(again.ids, file.ids)
+    assert not np.shares_memory(again.ids[:], file.ids[:])
+    assert np.array_equal(again.ids[:], file.ids[:])
     assert (again.documents, again.document_at(29_999)) == (10_000, 9_999)
 
 
 @pytest.mark.parametrize(("damage", "message"), [("missing", "cannot be read: No such file"), ("cut", "truncated since")])
 def test_a_file_that_another_process_cannot_map_any_more_is_named(tmp_path, damage, message):
     file = write_file(tmp_path / "a", [[1, 2, 3]] * 10_000)
-    again = pickle.loads(pickle.dumps(file))
     tokens = path_of(file.prefix, "bin")
+    sums_of(tokens).unlink()
+    again = pickle.loads(pickle.dumps(TokenFile(file.prefix)))
     tokens.unlink() if damage == "missing" else tokens.write_bytes(tokens.read_bytes()[:-2])
     assert again.tokens == 30_000  # which opens nothing
     with pytest.raises(UserError, match=rf"a\.bin: {message}"):
-        _ = again.ids
+        _ = again.ids[:]

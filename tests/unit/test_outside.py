@@ -45,7 +45,7 @@ ALLOWED = {
     "checkpoint/folder.py": {"read_text": "what this run has just written"},
     "hf/folder.py": {"safe_open": "after `size_of`; it validates the header"},
     "hf/load.py": {"safe_open": "files that hf/folder.py has validated"},
-    "data/indexed.py": {"memmap": "after `_read_sizes`"},
+    "data/blocks.py": {"memmap": "after `size_of`"},
     "data/packing.py": {"load": "after `size_of`, without pickles"},
     "data/prepare/open_files.py": {"open": "URLs, by fsspec", "import_module": "names of this file's callers"},
     "data/prepare/readers.py": {

@@ -10,6 +10,7 @@ import pytest
 
 from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
+from titanlite.data.blocks import sums_of
 from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import PADDING, Data, check_shares
 from titanlite.data.order import drawn
@@ -231,7 +232,7 @@ def test_the_row_that_is_being_read_is_noted(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- foreign ids
 
 
-def _with_id(tmp_path, wrong: int, foreign: bool) -> Data:
+def _with_id(tmp_path, wrong: int, foreign: bool = True) -> Data:
     documents = _numbered([100])
     documents[0][44] = wrong
     kept = opened(write_file(tmp_path / "kept", _numbered([50])), "kept")
@@ -239,25 +240,21 @@ def _with_id(tmp_path, wrong: int, foreign: bool) -> Data:
     return mix_of([kept, opened(file, "wrong", foreign)], _config(), vocabulary=1000)
 
 
+@pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("wrong", [1000, 70_000, -1])
-def test_an_id_of_a_foreign_file_that_the_model_does_not_know_is_refused_when_it_is_read(tmp_path, wrong):
-    data = _with_id(tmp_path, wrong, foreign=True)
+def test_an_id_that_the_model_does_not_know_is_refused_when_it_is_read(tmp_path, wrong, foreign):
+    data = _with_id(tmp_path, wrong, foreign)
     fine = data.read(np.array([1, 0, 1]), np.array([4, 1, 6]))
     assert fine.tokens.shape == (3, 9)
     with pytest.raises(UserError) as error:
         data.read(np.array([1, 0, 1]), np.array([4, 1, 5]))
-    prefix = tmp_path / "wrong"
-    assert f"{prefix}.bin: holds the id {wrong} in sample 5, and the model's vocabulary is 1000" in str(error.value)
+    place = f"{tmp_path / 'wrong'}.bin: holds the id {wrong} in sample 5, at token 44, and"
+    assert f"{place} the model's vocabulary is 1000" in str(error.value)
 
 
 def test_the_largest_id_of_the_vocabulary_is_read(tmp_path):
-    data = _with_id(tmp_path, 999, foreign=True)
+    data = _with_id(tmp_path, 999)
     assert 999 in data.read(np.array([1]), np.array([5])).tokens
-
-
-def test_ids_of_files_that_were_checked_when_they_were_made_are_not_looked_at(tmp_path):
-    data = _with_id(tmp_path, 1000, foreign=False)
-    assert 1000 in data.read(np.array([1]), np.array([5])).tokens
 
 
 # ------------------------------------------------------------------------------------------------------- what is left out
@@ -344,6 +341,7 @@ def test_an_index_that_is_out_of_order_where_a_row_is_read_is_refused(tmp_path):
     at = 34 + 4 * 10 + 8 * 5  # where the sixth sequence begins
     content[at : at + 8] = (15 * 2).to_bytes(8, "little")
     index.write_bytes(content)
+    sums_of(index).unlink()
     config = Config.model_validate({"training": {"seq_len": 16, "document_mask": True}})
     data = mix_of([opened(TokenFile(file.prefix), foreign=True)], config)
     with pytest.raises(UserError, match=r"a\.idx: "):

@@ -15,6 +15,7 @@ import pytest
 from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data import sources
+from titanlite.data.blocks import sealed
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
@@ -78,7 +79,7 @@ def _expected(loaded: LoadedTokenizer, texts: list[str] = TEXTS) -> list[list[in
 def _change(folder: Path, **entries: Any) -> None:
     """Overwrites entries of a manifest."""
     path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+    path.write_text(json.dumps(sealed({**json.loads(path.read_text()), **entries})))
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
@@ -249,9 +250,9 @@ def test_chats_are_rendered_by_the_template_and_again_by_another(tmp_path, asset
         (assets / "chat_template.jinja").write_text(template)
         [file] = _open(path, assets).files
         assert file.loss is not None
-        predicted = file.ids[file.loss.astype(bool)].tolist()
+        predicted = file.ids[:][file.loss[:].astype(bool)].tolist()
         assert loaded.tokenizer.decode(predicted) == "four"
-        found.append(loaded.tokenizer.decode(file.ids.tolist()))
+        found.append(loaded.tokenizer.decode(file.ids[:].tolist()))
     assert found == ["user:2 + 2?assistant:four", "again user:2 + 2?assistant:four"]
 
 
@@ -260,8 +261,8 @@ def test_tools_and_weights_of_a_chat_reach_the_template_and_the_loss(tmp_path, a
     turns = [*_CHAT["messages"], _CHAT["messages"][0], {**_CHAT["messages"][1], "weight": 0}]
     (tmp_path / "chats.json").write_text(json.dumps([{"messages": turns, "tools": [{"name": "add"}]}], indent=1))
     [file] = _open(tmp_path / "chats.json", assets).files
-    assert loaded.tokenizer.decode(file.ids.tolist()) == "add " + "user:2 + 2?assistant:four" * 2
-    assert loaded.tokenizer.decode(file.ids[file.loss.astype(bool)].tolist()) == "four"
+    assert loaded.tokenizer.decode(file.ids[:].tolist()) == "add " + "user:2 + 2?assistant:four" * 2
+    assert loaded.tokenizer.decode(file.ids[:][file.loss[:].astype(bool)].tolist()) == "four"
 
 
 def test_a_fault_in_text_is_told_with_file_and_line(tmp_path, assets):

@@ -124,9 +124,10 @@ class Batches(Iterator[Batch]):
         assert self._next is None
         begin, done = time.perf_counter(), self._mark(None if self._stream is None else torch.cuda.current_stream(self._device))
         try:
-            batch = self._read()
-            with torch.cuda.stream(self._stream):  # None: no effect
-                self._next = batch.to(self._device, non_blocking=True)
+            self._next = self._read()
+            if self._stream is not None:
+                with torch.cuda.stream(self._stream):
+                    self._next = self._next.to(self._device, non_blocking=True)
         except Exception as error:
             self._next = error  # the step before is complete and can still be saved
         ready = self._mark(self._stream)

@@ -20,19 +20,18 @@ user's turns of a chat). Without this file every token is a label.
 
 import bisect
 import os
-import resource
 import struct
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from titanlite.data.blocks import Array, BlockFile, BlockWriter
 from titanlite.errors import UserError
 from titanlite.outside import open_file, size_of
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
+_AT_ONCE = 2**16  # sequences whose entries are checked together
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floating-point
 
 
@@ -46,7 +45,7 @@ def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
     """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
     code = next(code for code, known in _DTYPES.items() if known == dtype)
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    with open(path_of(prefix, "idx"), "wb") as file:
+    with BlockWriter(path_of(prefix, "idx")) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
         file.write(lengths.astype("<i4").tobytes())
         file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
@@ -58,17 +57,14 @@ def path_of(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
-class Mapped:
-    """Maps files at their first read. Pickled, it leaves the arrays out: each process maps the files that it reads."""
+class TokenFile:
+    """NAME.bin with NAME.idx, each mapped at its first read. What is read is verified: see blocks.py.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not isinstance(value, np.ndarray)}
+    tokens, documents: how many it holds. has_loss: whether NAME.loss exists. files: all of its files.
 
-
-class TokenFile(Mapped):
-    """NAME.bin with NAME.idx, each mapped at its first read.
-
-    tokens, documents: how many it holds. has_loss: whether NAME.loss exists.
+    ids (tokens,) of the file's integer type. loss (tokens,) uint8, 1 where a token is a label; None: all are. lengths
+    (sequences,) int32. pointers (sequences,) int64, the byte of NAME.bin at which each begins. first_sequences (documents + 1,)
+    int64.
 
     A pickled TokenFile holds sizes and offsets: another process of this machine neither opens nor checks what it does not read.
     """
@@ -123,96 +119,80 @@ class TokenFile(Mapped):
         if (first, last) != (0, sequences):
             raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
         self.tokens, self.documents, self.has_loss = actual // dtype.itemsize, entries - 1, os.path.lexists(loss)
-        self._dtype, self._tables = dtype, (_HEADER.size, pointers_at, documents_at, end)
         if self.has_loss and (flags := size_of(loss)) != self.tokens:
             raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
-
-    @cached_property
-    def ids(self) -> np.ndarray:
-        """(tokens,) of the file's integer type."""
-        return _map(path_of(self.prefix, "bin"), self._dtype, self.tokens)
-
-    @cached_property
-    def loss(self) -> np.ndarray | None:
-        """(tokens,) uint8, 1 where a token is a label; None: all are."""
-        return _map(path_of(self.prefix, "loss"), np.dtype(np.uint8), self.tokens) if self.has_loss else None
-
-    @cached_property
-    def _index(self) -> np.ndarray:
-        return _map(path_of(self.prefix, "idx"), np.dtype(np.uint8), self._tables[-1])
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        """(sequences,) int32."""
-        return self._index[self._tables[0] : self._tables[1]].view("<i4")
-
-    @cached_property
-    def pointers(self) -> np.ndarray:
-        """(sequences,) int64, the byte of NAME.bin at which each begins."""
-        return self._index[self._tables[1] : self._tables[2]].view("<i8")
-
-    @cached_property
-    def first_sequences(self) -> np.ndarray:
-        """(documents + 1,) int64."""
-        return self._index[self._tables[2] :].view("<i8")
+        bin_file, idx_file = BlockFile(ids, actual), BlockFile(index, size)
+        self.files = [bin_file, idx_file, *([BlockFile(loss, flags)] if self.has_loss else [])]
+        self.ids = Array(bin_file, dtype, 0, self.tokens)
+        self.loss = Array(self.files[2], np.dtype(np.uint8), 0, self.tokens) if self.has_loss else None
+        self.lengths = Array(idx_file, np.dtype("<i4"), _HEADER.size, sequences)
+        self.pointers = Array(idx_file, np.dtype("<i8"), pointers_at, sequences)
+        self.first_sequences = Array(idx_file, np.dtype("<i8"), documents_at, entries)
+        self._consistent: set[int] = set()  # groups of sequences that were checked
+        if idx_file.has_sums:
+            idx_file.verify(0, _HEADER.size)
 
     def boundaries(self, first: int, last: int) -> np.ndarray:
         """Where the documents `first` .. `last` begin in `ids`, (last - first + 1,) int64; one past the last begins at the end.
 
-        Raises UserError for positions outside of the file, or that decrease.
+        The documents follow each other, inside of the file. Raises UserError for an index that says otherwise.
         """
-        sequences = self.first_sequences[first : last + 1]
-        inside = (sequences >= 0) & (sequences < len(self.pointers))
-        begins = np.full(len(sequences), self.tokens, np.int64)
-        begins[inside] = self.pointers[sequences[inside]] // self._dtype.itemsize
-        wrong = (sequences < 0) | (sequences > len(self.pointers)) | (begins < 0) | (begins > self.tokens)
-        wrong |= np.diff(begins, prepend=0) < 0
+        sequences, count = self.first_sequences[first : last + 1], len(self.pointers)
+        wrong = (sequences < 0) | (sequences > count)
+        wrong[1:] |= sequences[1:] < sequences[:-1]
         if wrong.any():
             at = int(wrong.argmax())
             raise UserError(
-                f"{path_of(self.prefix, 'idx')}: document {first + at} begins at token {begins[at]}, with sequence "
-                f"{sequences[at]}: outside of {self.prefix.name}.bin, or before the previous document"
+                f"{path_of(self.prefix, 'idx')}: document {first + at} begins with sequence {sequences[at]}: before the "
+                f"previous document, or not one of the {count} sequences"
             )
-        return begins
+        begin, end = int(sequences[0]), min(int(sequences[-1]) + 1, count)
+        self._check_sequences(begin, end)
+        begins = np.append(self.pointers[begin:end] // self.ids.dtype.itemsize, self.tokens)
+        return begins[sequences - begin]
 
     def document_at(self, token: int) -> int:
-        """The document that holds a token, in [0, tokens). Reads twice log2(documents) entries of the index."""
+        """The document that holds a token, in [0, tokens). Reads twice log2(documents) entries of the index, not verified."""
         # np.searchsorted would copy the whole table, since the format does not align it to 8 bytes
-        sequence = bisect.bisect_right(self.pointers, token * self._dtype.itemsize) - 1
-        return bisect.bisect_right(self.first_sequences, sequence) - 1
+        sequence = bisect.bisect_right(self.pointers.numbers, token * self.ids.dtype.itemsize) - 1
+        return bisect.bisect_right(self.first_sequences.numbers, sequence) - 1
+
+    def documents_of(self, first: int, last: int) -> tuple[int, list[int]]:
+        """(the document of token `first`, where it and the ones after it begin, and where that of token `last` ends).
+
+        Raises UserError for an index that is wrong there.
+        """
+        begin, end = self.document_at(first), self.document_at(last)
+        if 0 <= begin <= end < self.documents:
+            edges = self.boundaries(begin, end + 1).tolist()
+            if edges[0] <= first < edges[1] and edges[-2] <= last < edges[-1]:
+                return begin, edges
+        raise UserError(f"{path_of(self.prefix, 'idx')}: the documents at tokens {first} to {last} do not follow each other")
 
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, (documents,) int64. Reads and checks the whole index; raises UserError."""
-        self.check()
         return np.diff(self.boundaries(0, self.documents))
 
     def check(self) -> None:
-        """Reads the whole index. Raises UserError for sequences that do not follow each other."""
-        index, lengths = path_of(self.prefix, "idx"), self.lengths.astype(np.int64) * self._dtype.itemsize
-        begins = np.cumsum(lengths) - lengths  # of each sequence, in bytes
-        wrong = np.flatnonzero((lengths < 0) | (self.pointers != begins))
-        if len(wrong):
-            at = wrong[0]
+        """Reads and checks the whole index; raises UserError."""
+        self.document_lengths()
+
+    def _check_sequences(self, begin: int, end: int) -> None:
+        """Checks the sequences `begin` .. `end`, and others near them, at their first read."""
+        for group in range(begin // _AT_ONCE, -(-end // _AT_ONCE)):
+            if group not in self._consistent:
+                self._check_group(max(0, group * _AT_ONCE - 1), (group + 1) * _AT_ONCE)
+                self._consistent.add(group)
+
+    def _check_group(self, begin: int, end: int) -> None:
+        """Raises UserError for sequences that do not follow each other, or are not inside of NAME.bin."""
+        pointers, itemsize = self.pointers[begin:end], self.ids.dtype.itemsize
+        lengths = self.lengths[begin:end].astype(np.int64) * itemsize
+        expected = np.concatenate([pointers[:1] if begin else [0], (pointers + lengths)[:-1]])
+        wrong = (lengths < 0) | (pointers != expected) | (pointers < 0) | (pointers + lengths > self.tokens * itemsize)
+        if wrong.any():
+            at = int(wrong.argmax())
             raise UserError(
-                f"{index}: sequence {at} has {self.lengths[at]} tokens at byte {self.pointers[at]} of {self.prefix.name}.bin; "
-                f"the sequences before it end at byte {begins[at]}"
+                f"{path_of(self.prefix, 'idx')}: sequence {begin + at} has {lengths[at] // itemsize} tokens at byte "
+                f"{pointers[at]} of {self.prefix.name}.bin; the sequences before it end at byte {expected[at]}"
             )
-        if (np.diff(self.first_sequences) < 0).any():
-            raise UserError(f"{index}: its document index decreases")
-
-
-def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """A file as an array, (count,). Raises UserError where it is missing or has become shorter."""
-    if not count:
-        return np.zeros(0, dtype)  # an empty mapping does not exist
-    # A mapping keeps a file descriptor, and a trillion tokens are a thousand shards of two files: leave the rest as many as
-    # they had.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft not in (hard, resource.RLIM_INFINITY):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 1, hard))
-    try:
-        return np.memmap(path, dtype, "r", 0, (count,)).view(np.ndarray)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise UserError(f"{path}: truncated since it was opened: it must hold {count:,} numbers") from None

@@ -87,7 +87,6 @@ class Data:
         self._padded = training.document_policy != "pack"
         has_loss = any(file.has_loss for source in sources for file in source.files)
         self._all_counted = not (self.mask or self._padded or has_loss)
-        self._foreign = any(source.manifest is None for source in sources)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
 
     def describe(self) -> dict[str, Any]:
@@ -157,8 +156,9 @@ class Data:
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
+        partly = self._padded or PADDING in numbers  # rows of "pack" have no padding: clearing them took as long as the check
         arrays = Arrays(
-            np.zeros(shape, np.int64),
+            (np.zeros if partly else np.empty)(shape, np.int64),
             None if self._all_counted and PADDING not in numbers else np.zeros(shape, bool),
             np.zeros((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
@@ -169,18 +169,19 @@ class Data:
                 continue
             rows, row = self.sources[source].locate(sample)
             fill(arrays, at, rows, row)
-        if self._foreign:
-            self._check_ids(arrays.tokens, sources, samples)
+        if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
+            self._refuse_ids(arrays.tokens, sources, samples)
         return arrays
 
-    def _check_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
-        if tokens.min() >= 0 and tokens.max() < self._vocabulary:
-            return
+    def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
+        """Raises UserError for the first id that is not in the vocabulary."""
         at, place = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
         rows, row = self.sources[sources[at]].locate(int(samples[at]))
+        held = itertools.chain.from_iterable(range(first, first + length) for first, length in rows.pieces(row))
         raise UserError(
-            f"{rows.file.prefix}.bin: holds the id {tokens[at, place]} in sample {row}, and the model's vocabulary is "
-            f"{self._vocabulary}: made with another tokenizer?"
+            f"{rows.file.prefix}.bin: holds the id {tokens[at, place]} in sample {row}, at token "
+            f"{next(itertools.islice(held, place, None)):,}, and the model's vocabulary is {self._vocabulary}: made with "
+            "another tokenizer?"
         )
 
 

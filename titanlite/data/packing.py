@@ -5,45 +5,49 @@ improve language modeling", arXiv:2404.10830). A document longer than a row is c
 a part is the first input of the next, so that no label is lost.
 """
 
-from functools import cached_property
+import operator
 from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.indexed import Mapped, TokenFile
+from titanlite.data.blocks import Array, BlockFile, BlockWriter
+from titanlite.data.indexed import TokenFile
+from titanlite.errors import UserError
 from titanlite.outside import size_of
 
 _HEADER = 5  # numbers before the tables
 
 
-class Packing(Mapped):
+class Packing:
     """The rows of one token file: the pieces of documents in each, in order."""
 
     def __init__(self, path: Path, file: TokenFile):
         """path: what `pack_file` wrote for `file`. Raises ValueError for anything else, or UserError."""
         self.path = path
-        size_of(path)  # numpy would wait for a FIFO
+        self.stored = BlockFile(path, size_of(path))  # which refuses a FIFO, where numpy would wait
+        if self.stored.has_sums:
+            self.stored.verify(0, 1)
+        elif file.files[0].has_sums:
+            raise ValueError("it has no checksums, and that has")
         try:
-            table = self._table
+            mapped = np.load(path, mmap_mode="r")
         except (EOFError, OSError) as error:
             raise ValueError(error) from None
-        if table.dtype != np.int64 or table.ndim != 1 or len(table) < _HEADER:
-            raise ValueError(f"{table.dtype} numbers of shape {table.shape}, must be int64 in one dimension")
+        self._table = table = Array(self.stored, mapped.dtype, mapped.offset, mapped.size)
         tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])
         if len(table) != _HEADER + self.rows + 1 + 2 * self._pieces:
             raise ValueError(f"{len(table)} numbers, {self.rows} rows and {self._pieces} pieces")
         if (tokens, documents) != (file.tokens, file.documents):
             raise ValueError(f"made of {tokens} tokens in {documents} documents")
-
-    @cached_property
-    def _table(self) -> np.ndarray:
-        return np.load(self.path, mmap_mode="r").view(np.ndarray)
+        self._tokens = tokens
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
-        """(first token in the file, tokens) of each piece of a row."""
-        begin, end = self._table[_HEADER + row : _HEADER + row + 2].tolist()
+        """(first token in the file, tokens) of each piece of a row. Raises UserError for pieces outside of the file."""
+        begin, end = self._table.read(_HEADER + row, _HEADER + row + 2).tolist()
         start = _HEADER + self.rows + 1 + begin
-        starts, lengths = (self._table[at : at + end - begin].tolist() for at in (start, start + self._pieces))
+        starts, lengths = (self._table.read(at, at + end - begin).tolist() for at in (start, start + self._pieces))
+        if not starts or min(starts) < 0 or min(lengths) < 1 or max(map(operator.add, starts, lengths)) > self._tokens:
+            raise UserError(f"{self.path}: is damaged: row {row} is not of pieces of its file; remove it, and it is made again")
         return list(zip(starts, lengths, strict=True))
 
 
@@ -59,7 +63,7 @@ def pack_file(prefix: Path, seq_len: int, target: Path) -> None:
     order = np.argsort(row_of, kind="stable")
     counts = np.bincount(row_of)
     header = np.array([file.tokens, file.documents, len(counts), len(lengths), lengths.sum()])
-    with open(target, "wb") as out:
+    with BlockWriter(target) as out:
         np.save(out, np.concatenate([header, [0], np.cumsum(counts), starts[order], lengths[order]]).astype(np.int64))
 
 

@@ -32,7 +32,7 @@ class Rows:
 def rows_of(file: TokenFile, seq_len: int, policy: str, mask: bool, packing: Packing | None) -> Rows:
     """The rows of a file under a `document_policy`. mask: no piece spans two documents. packing: for "best_fit"."""
     if packing is not None:
-        return Rows(file, packing.rows, packing.kept, packing.pieces)
+        return Rows(file, packing.rows, packing.kept, partial(_best_fit, packing, seq_len))
     if policy == "truncate":
         return Rows(file, file.documents, _truncated_tokens(file, seq_len), partial(_truncated, file, seq_len))
     count = max(0, (file.tokens - 1) // seq_len)  # documents one after another; neighbouring rows share one token
@@ -46,11 +46,16 @@ def _packed(_file: TokenFile, seq_len: int, row: int) -> list[Piece]:
 def _packed_by_document(file: TokenFile, seq_len: int, row: int) -> list[Piece]:
     """As `_packed`, cut where documents begin."""
     first, last = row * seq_len, (row + 1) * seq_len
-    cuts = file.boundaries(file.document_at(first) + 1, file.document_at(last)).tolist()
-    if cuts and not (first < cuts[0] and cuts[-1] <= last):
-        raise UserError(f"{file.prefix}.idx: the documents at token {first} do not follow each other")
-    edges = [first, *cuts, last + 1]
+    _, begins = file.documents_of(first, last)
+    edges = [first, *begins[1:-1], last + 1]
     return [(a, b - a) for a, b in itertools.pairwise(edges) if b > a]  # documents may be empty
+
+
+def _best_fit(packing: Packing, seq_len: int, row: int) -> list[Piece]:
+    pieces = packing.pieces(row)
+    if (held := sum(length for _, length in pieces)) > seq_len + 1:
+        raise UserError(f"{packing.path}: is damaged: row {row} has {held} tokens, at most {seq_len + 1} fit; remove it")
+    return pieces
 
 
 def _truncated(file: TokenFile, seq_len: int, row: int) -> list[Piece]:
@@ -75,17 +80,16 @@ class Arrays(NamedTuple):
 
 def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
     """Copies one row of a file into row `at` of a batch that is all padding: tokens 0, counted False, documents 0."""
-    tokens, ids, place, number = batch.tokens[at], rows.file.ids, 0, 0
+    (tokens, counted, documents), file, place, number = batch, rows.file, 0, 0
     for number, (first, length) in enumerate(rows.pieces(row), 1):
         end = place + length
-        tokens[place:end] = ids[first : first + length]
-        if batch.counted is not None:
-            loss = rows.file.loss
-            batch.counted[at, place:end] = True if loss is None else loss[first : first + length]
-        if batch.documents is not None:
-            batch.documents[at, place:end] = number
-            if batch.counted is not None:
-                batch.counted[at, place] = False
+        tokens[at, place:end] = file.ids.read(first, first + length)
+        if counted is not None:
+            counted[at, place:end] = True if file.loss is None else file.loss.read(first, first + length)
+        if documents is not None:
+            documents[at, place:end] = number
+            if counted is not None:
+                counted[at, place] = False
         place = end
-    if batch.documents is not None:
-        batch.documents[at, place:] = number + 1
+    if documents is not None:
+        documents[at, place:] = number + 1

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from titanlite.config.schema import Config, Source
+from titanlite.data.blocks import check_sums
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.packing import Packing, pack_file
 from titanlite.data.prepare.chat import load_template
@@ -30,7 +31,7 @@ from titanlite.data.tokenizer import (
     train_tokenizer,
 )
 from titanlite.errors import UserError
-from titanlite.files import cache_folder, publish
+from titanlite.files import cache_folder, publish, sync_contents
 from titanlite.outside import MIB, open_file, read_text
 from titanlite.transforms.registry import family_of
 
@@ -114,6 +115,8 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
         prefixes = find(str(folder), key)
     assert prefixes is not None
     files, manifest = _open_files(prefixes, folder, loaded, vocabulary)
+    if not all(stored.has_sums for file in files for stored in file.files):
+        log.info("%s: has no checksums of blocks, which `titanlite tokenize` writes: damage is not detected", source.path)
     if manifest is not None:
         fingerprint = manifest["fingerprint"]
     else:
@@ -141,6 +144,7 @@ def _open_files(
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):
+        check_sums(manifest, file.files)
         if (file.documents, file.tokens) != (shard["documents"], shard["tokens"]):
             raise UserError(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
@@ -195,12 +199,14 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
         except ValueError as error:
             raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
 
-    def make(path: Path) -> None:
+    def make(folder: Path) -> None:
         log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
-        pack_file(file.prefix, seq_len, path)
+        folder.mkdir()
+        pack_file(file.prefix, seq_len, folder / "rows.npy")
+        sync_contents(folder)
 
     key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
-    return _cached(cache_folder() / f"packing-{key}.npy", make, lambda path: Packing(path, file))
+    return _cached(cache_folder() / f"packing-{key}", make, lambda folder: Packing(folder / "rows.npy", file))
 
 
 def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
@@ -260,16 +266,20 @@ def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], C
             with contextlib.suppress(Exception):  # another process has made it meanwhile
                 return read(path)
             unfinished = path.with_name(f"{path.name}.tmp")
-            for folder in (unfinished, path):  # of a start that was killed before its last rename; damaged
-                shutil.rmtree(folder, ignore_errors=True)
+            for leftover in (unfinished, path):  # of a start that was killed before its last rename; damaged
+                _remove(leftover)
             try:
                 make(unfinished)
                 publish(unfinished, path)
             finally:
-                unfinished.unlink(missing_ok=True)
+                _remove(unfinished)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
     return read(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def faults(config: Config) -> Iterator[str]:

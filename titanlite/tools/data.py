@@ -1,19 +1,22 @@
 """titanlite data show CONFIG.toml --step N [--rank R] [--ranks N] [--section.key value ...]
 titanlite data stats CONFIG.toml [--ranks N] [--section.key value ...]
+titanlite data verify CONFIG.toml [--section.key value ...]
 
 `show` prints the documents and the text of a step's batch, for one rank or for all. `stats` prints what each source holds, how
-much of it the run will use, and how often. Neither trains or starts a process group. Where job.dump_folder has checkpoints of a
-run, they say how many samples, and which of each source, came before a step.
+much of it the run will use, and how often. `verify` reads all token files of training and validation: checksums, index, ids.
+None of them trains or starts a process group. Where job.dump_folder has checkpoints of a run, they say how many samples, and
+which of each source, came before a step.
 """
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
@@ -23,14 +26,16 @@ from titanlite.data.mixture import Data, MixtureSource, open_data
 from titanlite.data.origin import Origin, continued
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
-from titanlite.errors import UserError
+from titanlite.errors import UserError, listed
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.resume import refuse_foreign
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.tools.options import at_least, command_parser, config_parser, read_command
+from titanlite.transforms.registry import family_of
 
+_AT_ONCE = 2**22  # tokens
 _BAR = 40  # characters of the longest bar of a histogram
 
 
@@ -176,4 +181,47 @@ def _histogram(mixed: MixtureSource) -> Iterator[str]:
         yield f"    {low:>9,} to {high:>9,}  {counts[exponent]:>12,}  {bar}"
 
 
-_ACTIONS = {"show": _show, "stats": _stats}
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+def _verify(words: list[str]) -> Iterator[str]:
+    """Raises UserError that lists the first fault of each token file."""
+    _, config, _ = _open(config_parser("data verify"), words)
+    sections = ["training", *(["validation"] if config.validation.enable else [])]
+    rows = [each for section in sections for mixed in open_data(config, section).sources for each in mixed.rows]
+    vocabulary, faults = family_of(config.model).config.vocab_size, []
+    size = sum(stored.size for each in rows for stored in each.file.files)
+    with tqdm(desc="verifying", total=size, unit="B", unit_scale=True, disable=None) as bar:
+        for each in rows:
+            try:
+                _verify_file(each, vocabulary, config.training.document_policy == "best_fit", bar.update)
+            except UserError as error:
+                faults.append(str(error))
+    if faults:
+        raise UserError(listed(f"{len(faults)} of {len(rows)} token files are damaged:", faults))
+    unproved = sum(not stored.has_sums for each in rows for stored in each.file.files)
+    yield f"{len(rows)} token files, {size:,} bytes: sound" + (f"; {unproved} have no checksums" if unproved else "")
+
+
+def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[int], object]) -> None:
+    """Reads a token file, its index, its flags of the loss and its packing. Raises UserError for the first fault."""
+    file = rows.file
+    for begin in range(0, file.tokens, _AT_ONCE):
+        end = min(begin + _AT_ONCE, file.tokens)
+        ids = file.ids.read(begin, end)
+        wrong = (ids < 0) | (ids >= vocabulary)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise UserError(
+                f"{file.prefix}.bin: holds the id {ids[at]} at token {begin + at:,}, and the model's vocabulary is {vocabulary}"
+            )
+        if file.loss is not None:
+            file.loss.read(begin, end)
+        advance(ids.nbytes + (end - begin) * file.has_loss)
+    file.check()
+    advance(file.files[1].size)
+    for row in range(rows.count if packed else 0):
+        rows.pieces(row)
+
+
+_ACTIONS = {"show": _show, "stats": _stats, "verify": _verify}

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from titanlite.data.blocks import check_seal
+from titanlite.errors import UserError
 from titanlite.outside import MIB, Contents, Count, FileName, read_json
 
 MANIFEST = "manifest.json"
@@ -50,4 +52,9 @@ class _Manifest(Contents):
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of token files. Raises UserError."""
-    return read_json(folder / MANIFEST, _Manifest, _LIMIT)
+    manifest = read_json(folder / MANIFEST, _Manifest, _LIMIT)
+    try:
+        check_seal(manifest)
+    except ValueError as error:
+        raise UserError(f"{folder / MANIFEST}: {error}") from None
+    return manifest

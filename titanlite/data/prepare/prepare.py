@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Strict
 from tqdm import tqdm
 
+from titanlite.data.blocks import sealed
 from titanlite.data.indexed import smallest_type
 from titanlite.data.prepare import limits
 from titanlite.data.prepare.documents import Input, group, list_inputs
@@ -249,7 +250,7 @@ def _assemble(
         "skipped": len(skipped),
         "fingerprint": _fingerprint(plan["tokenizer"], shards),
     }
-    replace_file(whole / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    replace_file(whole / MANIFEST, json.dumps(sealed(manifest), indent=1, ensure_ascii=False) + "\n")
     sync(whole)
 
 

@@ -1,6 +1,5 @@
 """Writes token files: those of a unit, document by document, and the shards that join finished units, with checksums."""
 
-import io
 from array import array
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from titanlite.data.blocks import BlockWriter
 from titanlite.data.indexed import TokenFile, path_of, write_index
 
 _TOKENS_AT_ONCE = 2**22
@@ -57,7 +57,7 @@ def write_shards(
     largest = -1
     for unit in units:
         source = TokenFile(unit / "tokens")
-        ends = np.cumsum(source.lengths, dtype=np.int64)  # (documents,) the end of each in source.ids
+        ends = np.cumsum(source.lengths[:], dtype=np.int64)  # (documents,) the end of each in source.ids
         first = 0
         while first < len(ends):
             begin = int(ends[first - 1]) if first else 0
@@ -82,7 +82,7 @@ class _HashedFile:
     """A file that computes its checksum while it is written."""
 
     def __init__(self, path: Path):
-        self._file: io.BufferedWriter = open(path, "wb")
+        self._file = BlockWriter(path)
         self._digest = xxhash.xxh3_128()
 
     def write(self, values: np.ndarray) -> None:
