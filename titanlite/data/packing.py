@@ -46,6 +46,8 @@ class Packing:
         begin, end = self._table.read(_HEADER + row, _HEADER + row + 2).tolist()
         start = _HEADER + self.rows + 1 + begin
         starts, lengths = (self._table.read(at, at + end - begin).tolist() for at in (start, start + self._pieces))
+        if self.stored.has_sums:
+            return list(zip(starts, lengths, strict=True))
         if not starts or min(starts) < 0 or min(lengths) < 1 or max(map(operator.add, starts, lengths)) > self._tokens:
             raise UserError(f"{self.path}: is damaged: row {row} is not of pieces of its file; remove it, and it is made again")
         return list(zip(starts, lengths, strict=True))
