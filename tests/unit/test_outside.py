@@ -47,6 +47,8 @@ ALLOWED = {
     "hf/load.py": {"safe_open": "files that hf/folder.py has validated"},
     "data/blocks.py": {"memmap": "after `size_of`"},
     "data/packing.py": {"load": "after `size_of`, without pickles"},
+    "data/prepare/encode.py": {"open": "/dev/null, to write"},
+    "data/prepare/limits.py": {"open": "a file of the kernel"},
     "data/prepare/open_files.py": {"open": "URLs, by fsspec", "import_module": "names of this file's callers"},
     "data/prepare/readers.py": {
         "ParquetFile": "an opened file",
@@ -55,6 +57,7 @@ ALLOWED = {
     },
     "data/prepare/documents.py": {"ParquetFile": "an opened file"},
     "launch/run_folder.py": {"open": "the lock"},
+    "launch/temporary.py": {"open": "folders, to lock them"},
     "launch/fork_server.py": {"import_module": "names of its callers"},
     "loop/memory.py": {"read_text": "a file of the kernel"},
     "tools/model_facts.py": {"loads": "text that it has just made"},

@@ -217,7 +217,7 @@ def run(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch, newest: int
     with pretended_ranks(1):
         mesh = build_mesh(resolve_degrees(config.parallelism, 1), "cpu")
         read = data(config)
-        loop.train(config, read, read if config.validation.enable else None, mesh, CPU, 0.0)
+        loop.train(config, read, read if config.validation.enable else None, mesh, CPU, 0.0, None)
         seen += [
             (source.path, source.name) for source in (sources_of(config, "validation") if config.validation.enable else ())
         ]

@@ -29,7 +29,7 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, phase
 from titanlite.files import UNFINISHED, replace_file, tolerated
-from titanlite.outside import MIB, Absent, Contents, Positive, read_json
+from titanlite.outside import MIB, Absent, Contents, Positive, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -246,8 +246,8 @@ def other_run(folder: Path) -> str:
 def _holder(folder: Path) -> str:
     """The process that holds a run directory, in words."""
     try:
-        return (folder / LOCK).read_bytes()[:100].decode(errors="replace") or "starting"
-    except OSError:
+        return read_bytes(folder / LOCK, 1000).decode(errors="replace")[:100] or "starting"
+    except UserError:
         return f"which has lost {folder / LOCK}"
 
 

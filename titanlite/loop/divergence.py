@@ -253,6 +253,8 @@ def attempts_at(step: int, found: list[Stretch]) -> list[int]:
 def faults(config: Config) -> Iterator[str]:
     """The reports and incidents of earlier starts, which a run continues, where they cannot be read."""
     folder = Path(config.job.dump_folder)
+    if not folder.is_dir():  # a new run, or a fault of the run folder
+        return
     for read in (lambda: read_reports(folder / METRICS), lambda: read_entries(folder / INCIDENTS)):
         try:
             read()
