@@ -368,7 +368,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert "sharding             FAILED    sharding: no pattern matches layers.*.ffn_norm" in out
     assert "compile              not run   needs sharding" in out
     assert "tp 2                 not run   needs loss and gradients" in out
-    assert out[-1] == "1 of 22 checks failed"
+    assert out[-1] == "1 of 23 checks failed"
 
 
 def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):

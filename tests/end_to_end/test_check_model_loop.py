@@ -9,7 +9,9 @@ import torch
 from tests.distributed.pool import Pool
 from titanlite.config.schema import Model
 from titanlite.tools import model_loop
+from titanlite.tools.compare import Trajectory
 from titanlite.tools.model_loop import AT, STEPS, Runs, Whole, random_faults, run_faults
+from titanlite.tools.model_runs import rounding_faults
 
 HERE = "tests.end_to_end.test_check_model_loop"
 
@@ -68,3 +70,15 @@ def test_ranks_that_draw_equal_random_numbers_are_named():
     runs = Runs(whole([[0.1, 0.2], [0.7, 0.2]]), whole(), whole())
     (fault,) = random_faults(runs)
     assert fault.startswith("rank 0 in forward pass 2 and rank 1 in forward pass 2 draw the same random numbers")
+
+
+def test_many_weights_that_are_rounded_otherwise_on_a_mesh_are_a_fault_and_few_are_not():
+    def trajectory(update: torch.Tensor) -> Trajectory:
+        return Trajectory({}, [], [], [], {}, set(), {"embed.weight": update, "head.weight": torch.zeros(100)})
+
+    alone = trajectory(torch.zeros(100))
+    few, many = (trajectory((torch.arange(100) < count).float()) for count in (8, 30))
+    assert rounding_faults(few, alone) == []
+    assert rounding_faults(many, alone) == [
+        "rounding makes 15.0% of the weights others than in one process, most in embed.weight"
+    ]

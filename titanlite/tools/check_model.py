@@ -39,6 +39,7 @@ from titanlite.tools.model_runs import (
     forgotten_buffers,
     gradients_small,
     guarded,
+    rounding_faults,
     train_small,
 )
 from titanlite.tools.options import command_parser
@@ -59,6 +60,11 @@ BEHAVIOUR: dict[str, tuple[Callable[[Family], list[str]], tuple[str, ...]]] = {
 RECOMPUTED, COMPILED = "recomputation", "compile"
 RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
 CHECKPOINT, BUFFERS = "checkpoint", "buffers"
+ROUNDING = "rounding"
+STOCHASTIC: dict[str, dict[str, Any]] = {
+    "training": {"dtype": "bfloat16", "steps": 1},
+    "optimizer": {"rounding": "stochastic"},
+}
 RESUME, RANDOM = "resume", "random numbers"
 
 
@@ -105,7 +111,7 @@ def rows_of(
 
     yield on_meta(BUILT, model_facts.construction_faults, families)
     if small is None:
-        rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, RESUME, RANDOM)
+        rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, ROUNDING, RESUME, RANDOM)
         yield from (table.row(row, list, [BUILT]) for row in rows)
         return
     trained = {small: family_with(name, module, small, overrides)}
@@ -210,6 +216,10 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
         step += not faults
         return differences(trained, alone, f"on {mesh}", {}, degrees)
 
+    def round_stochastically() -> list[str]:
+        alone, split = (run(train_small, STOCHASTIC, degrees) for degrees in ({}, MESHES["shard 2"]))
+        return rounding_faults(split.trajectory, alone.trajectory)
+
     def run_whole() -> list[str]:
         degrees = MESHES[widest]
         words = model, degrees, saves.parent
@@ -232,6 +242,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
         yield Row(CHECKPOINT, "not run", ["needs a mesh"])
     yield table.row(BUFFERS, lambda: unsteady, (TRAINED,))
     widest = next(mesh for mesh, degrees in MESHES.items() if not undivided or "tp" not in degrees)
+    yield table.row(ROUNDING, round_stochastically, ("shard 2",))
     yield table.row(RESUME, run_whole, (widest,))
     yield table.row(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,))
 
