@@ -10,25 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
-from titanlite.config import effects
+from titanlite.config import bounds, effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
 from titanlite.errors import LAST_READ
-
-# The largest numbers are far above what any run has, and far below what overflows a counter or a timer somewhere.
-_MOST_STEPS, _MOST_BATCH, _LONGEST_SECONDS, _LARGEST = 10**10, 2**24, 30 * 86_400, 1e30
-Count = Annotated[int, Field(ge=1, le=2**20)]
-Steps = Annotated[int, Field(ge=1, le=_MOST_STEPS)]
-StepsOrNone = Annotated[int, Field(ge=0, le=_MOST_STEPS)]
-Seconds = Annotated[int, Field(ge=1, le=_LONGEST_SECONDS)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, le=_LARGEST, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, le=_LARGEST, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False)]
-_NO_NUL = r"^[^\x00]*$"  # which no path holds
-Text = Annotated[str, Field(max_length=1000, pattern=_NO_NUL)]
-Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False)]
-
-_Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=2**20)]
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
     f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"
@@ -80,12 +64,12 @@ class Section(Table):
 class Job(Section):
     """The run and its folder."""
 
-    dump_folder: Annotated[str, Field(min_length=1, max_length=1000, pattern=_NO_NUL), ALWAYS] = "./outputs"
+    dump_folder: Annotated[bounds.Name, ALWAYS] = "./outputs"
     """The run directory, for the resolved configuration, provenance, metrics, TensorBoard logs and checkpoints. Relative to the
     folder that the run is started from."""
     description: Annotated[str, ALWAYS] = ""
     """One line on the purpose of this run; logged at its start and kept in the run directory."""
-    time_limit_minutes: Annotated[Minutes, _WITH_CHECKPOINTS] = 0.0
+    time_limit_minutes: Annotated[bounds.Minutes, _WITH_CHECKPOINTS] = 0.0
     """Stop as on SIGTERM when this many minutes have passed since the start of the command, by the monotonic clock: the run
     finishes the step, saves a checkpoint and exits with code 75. Leave time for a step and a checkpoint. 0: no limit."""
     print_config: Annotated[bool, ALWAYS] = False
@@ -103,7 +87,7 @@ class Model(Section):
     """Dimensions that differ from the flavor's, as a table: overrides = { dim = 512, n_layers = 8 }, or the option
     --model.overrides.dim 512. The names are the fields of Config in the family's file; a field with a table of its own takes
     one, such as rope_scaling = { factor = 16.0 }, and "none" where it may be None. All others keep the flavor's values."""
-    hf_assets_path: Annotated[Text, ALWAYS] = ""
+    hf_assets_path: Annotated[bounds.Text, ALWAYS] = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
     attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS] = "auto"
@@ -123,14 +107,14 @@ class Model(Section):
 class Source(Table):
     """One of several data sources."""
 
-    path: Annotated[str, Field(min_length=1, max_length=1000, pattern=_NO_NUL)]
+    path: bounds.Name
     """As training.dataset_path, or "stdlib"."""
     name: str = ""
     """The name in reports. Empty: the last part of the path."""
-    weight: Positive | None = None
+    weight: bounds.Positive | None = None
     """The share of this source in all training tokens, relative to the other weights. Unset for all sources: proportional to
     their sizes."""
-    epochs: Positive | None = None
+    epochs: bounds.Positive | None = None
     """How often the source may be read at most, such as 0.5 or 4. A run that needs more is refused. Samples that a rollback
     leaves out do not count. Unset: no limit."""
 
@@ -138,9 +122,9 @@ class Source(Table):
 class Training(Section):
     """Data, batch, length, precision."""
 
-    dataset: Annotated[Text, EffectiveWhen("training.dataset_path is not set", "training.sources is not set")] = "stdlib"
+    dataset: Annotated[bounds.Text, EffectiveWhen("training.dataset_path is not set", "training.sources is not set")] = "stdlib"
     """"stdlib" (the Python sources of the running interpreter's standard library), or a path as dataset_path."""
-    dataset_path: Annotated[Text, EffectiveWhen("training.sources is not set")] = ""
+    dataset_path: Annotated[bounds.Text, EffectiveWhen("training.sources is not set")] = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
     of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
     chat "messages" in each entry, or a folder of these; docs/data.md lists all suffixes."""
@@ -157,12 +141,12 @@ class Training(Section):
     evaluation. Unset: as the tokenizer does it by itself. Token files that were made otherwise are refused."""
     local_batch_size: Annotated[int, Field(ge=1, le=2**16), ALWAYS] = 8
     """Sequences per forward and backward pass of one data-parallel rank."""
-    global_batch_size: Annotated[Literal[-1] | Annotated[int, Field(ge=1, le=_MOST_BATCH)], ALWAYS] = -1
+    global_batch_size: Annotated[Literal[-1] | bounds.Batch, ALWAYS] = -1
     """Sequences per optimizer step, over all ranks; more than one pass of every rank means gradient accumulation. -1:
     local_batch_size x data-parallel degree, no accumulation."""
     seq_len: Annotated[int, Field(ge=1, le=2**24), ALWAYS] = 2048
     """Tokens per sequence."""
-    steps: Annotated[Steps, ALWAYS] = 10_000
+    steps: Annotated[bounds.Steps, ALWAYS] = 10_000
     """Optimizer steps of the whole run, counted from its first start."""
     max_norm: Annotated[float, Field(gt=0.0), ALWAYS] = 1.0
     """Gradients are scaled down to this global L2 norm. inf: the norm is measured and nothing is clipped."""
@@ -172,7 +156,7 @@ class Training(Section):
     "rollback": training continues from the newest checkpoint without the bad batch, at most three times from the same one.
     With float16 only a non-finite loss counts, since gradients overflow occasionally; but more than 20 steps in a row that are
     not finite, or an overflow with a loss scale below 2^-14, end the run."""
-    z_loss: Annotated[NonNegative, ALWAYS] = 0.0
+    z_loss: Annotated[bounds.NonNegative, ALWAYS] = 0.0
     """Weight of the squared log-sum-exp of the logits in the loss of each token; it keeps the logits from drifting (PaLM,
     arXiv:2204.02311: 1e-4). The reported training loss includes it, the validation loss does not."""
     dtype: Annotated[Literal["float32", "bfloat16"], ALWAYS] = "float32"
@@ -183,7 +167,7 @@ class Training(Section):
     the loss so that small gradients do not underflow, and skips steps that overflow."""
     mixed_precision_reduce: Annotated[Literal["float32", "bfloat16"], _WITH_FSDP] = "float32"
     """Precision in which gradients are reduced over ranks."""
-    gc_freq: Annotated[Steps, ALWAYS] = 50
+    gc_freq: Annotated[bounds.Steps, ALWAYS] = 50
     """Python's garbage collector runs every gc_freq steps, at the same step on all ranks, and at no other time."""
     seed: Annotated[int, Field(ge=0, lt=2**63), ALWAYS] = 0
     """Determines the initial weights, the order of the data, and random numbers in the forward pass."""
@@ -198,7 +182,7 @@ class Dataloader(Section):
     """Processes per rank that read ahead. 0: the rank itself reads each batch when it needs it."""
     prefetch: Annotated[int, Field(ge=1, le=16), EffectiveWhen("dataloader.workers > 0")] = 2
     """Steps that each worker reads ahead."""
-    stall_seconds: Annotated[float, Field(gt=0.0, le=_LONGEST_SECONDS, allow_inf_nan=False), ALWAYS] = 20.0
+    stall_seconds: Annotated[float, Field(gt=0.0, le=bounds.LONGEST_SECONDS, allow_inf_nan=False), ALWAYS] = 20.0
     """When a step waits longer for data, a message names the source and file that are being read; it repeats after the same
     time."""
 
@@ -206,13 +190,13 @@ class Dataloader(Section):
 class Parallelism(Section):
     """How the ranks are arranged; the product of the degrees is the number of processes."""
 
-    data_parallel_replicate_degree: Annotated[Count, ALWAYS] = 1
+    data_parallel_replicate_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Replicas of the (sharded) model; gradients are all-reduced between them."""
-    data_parallel_shard_degree: Annotated[Literal[-1] | Count, ALWAYS] = -1
+    data_parallel_shard_degree: Annotated[Literal[-1] | bounds.Count, ALWAYS] = -1
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1: all remaining ranks."""
-    tensor_parallel_degree: Annotated[Count, ALWAYS] = 1
+    tensor_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Ranks over which the matrices of every layer, and the sequence between them, are split."""
-    fsdp_reshard_after_forward: Annotated[_Reshard, _WITH_FSDP] = "default"
+    fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next. "never": kept for the backward pass (shard-grad-op, ZeRO-2). A
     number N: resharded over N ranks, so that the second gather stays among them; N divides the shard degree."""
@@ -239,7 +223,7 @@ class Lora(Section):
     they are kept in training.mixed_precision_param."""
     rank: Annotated[int, Field(ge=1, le=2**16), _WITH_LORA] = 16
     """Rows of A and columns of B in W + alpha / rank * B A."""
-    alpha: Annotated[Positive, _WITH_LORA] = 32.0
+    alpha: Annotated[bounds.Positive, _WITH_LORA] = 32.0
     """Scale of the adapters; divided by their rank."""
     modules: Annotated[list[str], Field(min_length=1), _WITH_LORA] = ["layers.*"]
     """Patterns of the names of linear layers that get adapters, such as "layers.*.attention.w[qv]". A star also matches dots:
@@ -269,10 +253,12 @@ class ActivationCheckpoint(Section):
     mode: Annotated[Literal["none", "full", "selective", "memory_budget"], ALWAYS] = "none"
     """"full": only the input of each block is kept. "selective": see selective_ac_option. "memory_budget": the compiler chooses
     what to keep, see memory_budget; needs compile.enable."""
-    selective_ac_option: Annotated[Literal["op"] | Count, EffectiveWhen('activation_checkpoint.mode = "selective"')] = "op"
+    selective_ac_option: Annotated[Literal["op"] | bounds.Count, EffectiveWhen('activation_checkpoint.mode = "selective"')] = (
+        "op"
+    )
     """With mode "selective". "op": each block keeps the results of attention, of collectives and of every second matrix
     product, and recomputes the rest. A number n: every n-th block is recomputed as with "full"."""
-    memory_budget: Annotated[Fraction, EffectiveWhen('activation_checkpoint.mode = "memory_budget"')] = 0.5
+    memory_budget: Annotated[bounds.Fraction, EffectiveWhen('activation_checkpoint.mode = "memory_budget"')] = 0.5
     """With mode "memory_budget": the share of activations that is kept. 0: inputs only; 1: the compiler's default."""
 
 
@@ -295,21 +281,21 @@ class Optimizer(Section):
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalises the momentum of the blocks'
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters to AdamW, with the same lr: a matrix's
     update is scaled to the size of AdamW's."""
-    lr: Annotated[Positive, ALWAYS] = 8e-4
+    lr: Annotated[bounds.Positive, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
-    beta1: Annotated[Beta, ALWAYS] = 0.9
+    beta1: Annotated[bounds.Beta, ALWAYS] = 0.9
     """Decay of the running mean of gradients."""
-    beta2: Annotated[Beta, ALWAYS] = 0.95
+    beta2: Annotated[bounds.Beta, ALWAYS] = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Annotated[Positive, ALWAYS] = 1e-8
+    eps: Annotated[bounds.Positive, ALWAYS] = 1e-8
     """Added to the root of the second moment."""
-    momentum: Annotated[Beta, _WITH_MUON] = 0.95
+    momentum: Annotated[bounds.Beta, _WITH_MUON] = 0.95
     """Muon's decay of the running mean of gradients."""
     nesterov: Annotated[bool, _WITH_MUON] = True
     """Muon adds the gradient once more to the running mean before it is orthogonalised."""
     ns_steps: Annotated[int, Field(ge=1, le=20), _WITH_MUON] = 5
     """Muon's Newton-Schulz iterations, in training.mixed_precision_param if that is float32, else in bfloat16."""
-    weight_decay: Annotated[NonNegative, ALWAYS] = 0.1
+    weight_decay: Annotated[bounds.NonNegative, ALWAYS] = 0.1
     """Weight decay of the parameters that are decayed."""
     decay_parameters: Annotated[str, EffectiveWhen("optimizer.weight_decay > 0")] = ""
     """A regular expression, searched in each parameter's name; the parameters that match are decayed. Empty: all parameters
@@ -327,16 +313,16 @@ class Optimizer(Section):
 class LRScheduler(Section):
     """Warm-up, stable, decay: the learning rate as a function of the step."""
 
-    warmup_steps: Annotated[StepsOrNone, ALWAYS] = 200
+    warmup_steps: Annotated[bounds.StepsOrNone, ALWAYS] = 200
     """Steps in which the rate rises linearly from lr / warmup_steps to lr."""
-    total_steps: Annotated[Steps | None, ALWAYS] = None
+    total_steps: Annotated[bounds.Steps | None, ALWAYS] = None
     """Length of the schedule; set it if training.steps ends a run before its schedule. Unset: training.steps."""
-    decay_ratio: Annotated[Fraction | None, ALWAYS] = None
+    decay_ratio: Annotated[bounds.Fraction | None, ALWAYS] = None
     """Share of total_steps that decays, at the end; the rate is constant between warm-up and decay. Unset: the decay starts
     right after the warm-up."""
     decay_type: Annotated[Literal["linear", "sqrt", "cosine"], _WITH_DECAY] = "linear"
     """Shape of the decay."""
-    min_lr_factor: Annotated[Fraction, _WITH_DECAY] = 0.0
+    min_lr_factor: Annotated[bounds.Fraction, _WITH_DECAY] = 0.0
     """The decay ends at this fraction of lr, in the last step. With 0 the last step is the last one above 0."""
 
 
@@ -345,21 +331,21 @@ class Checkpoint(Section):
 
     enable: Annotated[bool, ALWAYS] = False
     """Save checkpoints, and resume from the newest one in the folder."""
-    folder: Annotated[Text, _WITH_CHECKPOINTS] = "checkpoint"
+    folder: Annotated[bounds.Text, _WITH_CHECKPOINTS] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
-    interval: Annotated[Steps, _WITH_CHECKPOINTS] = 500
+    interval: Annotated[bounds.Steps, _WITH_CHECKPOINTS] = 500
     """Steps between checkpoints; one more is saved after the last step."""
     async_mode: Annotated[Literal["disabled", "async", "async_with_pinned_mem"], _WITH_CHECKPOINTS] = "disabled"
     """"disabled": training waits until a checkpoint is written. "async": training waits for a copy in CPU memory and continues
     while the copy is written. "async_with_pinned_mem": the copy is in pinned memory, for GPUs."""
-    keep_latest_k: Annotated[StepsOrNone, _WITH_CHECKPOINTS] = 10
+    keep_latest_k: Annotated[bounds.StepsOrNone, _WITH_CHECKPOINTS] = 10
     """Checkpoints older than the newest k are deleted once a newer one is written and verified. 0: all are kept."""
-    keep_every_n_steps: Annotated[StepsOrNone, _WITH_CHECKPOINTS.and_when("checkpoint.keep_latest_k > 0")] = 0
+    keep_every_n_steps: Annotated[bounds.StepsOrNone, _WITH_CHECKPOINTS.and_when("checkpoint.keep_latest_k > 0")] = 0
     """Checkpoints of steps that are multiples of this are never deleted. 0: there are no such steps."""
-    load_step: Annotated[Literal[-1] | StepsOrNone, _WITH_CHECKPOINTS] = -1
+    load_step: Annotated[Literal[-1] | bounds.StepsOrNone, _WITH_CHECKPOINTS] = -1
     """Go back to the checkpoint of this step, once: later checkpoints are renamed to .aside-1, and the next start resumes from
     what the run has saved since. -1: resume from the newest valid checkpoint."""
-    initial_load_path: Annotated[Text, _WITH_CHECKPOINTS] = ""
+    initial_load_path: Annotated[bounds.Text, _WITH_CHECKPOINTS] = ""
     """A step folder of another run's checkpoints. A run without checkpoints of its own starts from it."""
     initial_load_model_only: Annotated[bool, _WITH_INITIAL_LOAD] = True
     """Load only the weights of initial_load_path and start at step 0. false: also load optimizer state, step and data position,
@@ -380,16 +366,16 @@ class Checkpoint(Section):
 class Metrics(Section):
     """What is reported, and how often."""
 
-    log_freq: Annotated[Steps, ALWAYS] = 10
+    log_freq: Annotated[bounds.Steps, ALWAYS] = 10
     """Steps between reports. Also reported are the first and the last step of a start, and steps with a validation.
     `loss_mean` is the mean of the finite losses since the last multiple of log_freq, `loss` the loss of the one step."""
     enable_tensorboard: Annotated[bool, ALWAYS] = True
     """Write TensorBoard event files besides metrics.jsonl, which is always written."""
-    save_tb_folder: Annotated[Text, EffectiveWhen("metrics.enable_tensorboard = true")] = "tb"
+    save_tb_folder: Annotated[bounds.Text, EffectiveWhen("metrics.enable_tensorboard = true")] = "tb"
     """Folder of the TensorBoard files, inside job.dump_folder."""
     spike_window: Annotated[int, Field(ge=0, le=10**6), ALWAYS] = 100
     """Each loss is compared with the median of this many previous ones. 0: spikes are not detected."""
-    spike_threshold: Annotated[Positive, EffectiveWhen("metrics.spike_window > 0")] = 10.0
+    spike_threshold: Annotated[bounds.Positive, EffectiveWhen("metrics.spike_window > 0")] = 10.0
     """A loss is a spike if it exceeds that median by more than this many standard deviations, estimated from the median
     absolute deviation. Spikes are reported with their sample numbers."""
 
@@ -399,13 +385,13 @@ class Profiling(Section):
 
     enable_profiling: Annotated[bool, ALWAYS] = False
     """Write a trace of one step every profile_freq steps, for chrome://tracing or Perfetto."""
-    profile_freq: Annotated[int, Field(ge=3, le=_MOST_STEPS), _WITH_PROFILES] = 10
+    profile_freq: Annotated[int, Field(ge=3, le=bounds.MOST_STEPS), _WITH_PROFILES] = 10
     """Steps between traces."""
-    save_traces_folder: Annotated[Text, EffectiveWhen("profiling.enable_profiling = true")] = "profile_traces"
+    save_traces_folder: Annotated[bounds.Text, EffectiveWhen("profiling.enable_profiling = true")] = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
     enable_memory_snapshot: Annotated[bool, EffectiveWhen(CUDA)] = False
     """Record every GPU allocation; write a snapshot every profile_freq steps and when memory runs out. CUDA only."""
-    save_memory_snapshot_folder: Annotated[Text, _WITH_SNAPSHOTS] = "memory_snapshot"
+    save_memory_snapshot_folder: Annotated[bounds.Text, _WITH_SNAPSHOTS] = "memory_snapshot"
     """Folder of the memory snapshots, inside job.dump_folder."""
 
 
@@ -414,15 +400,15 @@ class Validation(Section):
 
     enable: Annotated[bool, ALWAYS] = False
     """Measure the loss and bits per byte, on the same samples each time and on any mesh."""
-    dataset: Annotated[Text, _WITH_VALIDATION_TEXT] = "stdlib"
+    dataset: Annotated[bounds.Text, _WITH_VALIDATION_TEXT] = "stdlib"
     """As training.dataset."""
-    dataset_path: Annotated[Text, _WITH_VALIDATION.and_when("validation.sources is not set")] = ""
+    dataset_path: Annotated[bounds.Text, _WITH_VALIDATION.and_when("validation.sources is not set")] = ""
     """As training.dataset_path."""
     sources: Annotated[list[Source], _WITH_VALIDATION] = []
     """Several data sources, measured separately: [[validation.sources]] with path and name."""
-    freq: Annotated[Steps, _WITH_VALIDATION] = 100
+    freq: Annotated[bounds.Steps, _WITH_VALIDATION] = 100
     """Steps between validations; one more follows the last step."""
-    steps: Annotated[Literal[-1] | Steps, _WITH_VALIDATION] = 10
+    steps: Annotated[Literal[-1] | bounds.Steps, _WITH_VALIDATION] = 10
     """Batches per validation and source, as large as a training step's; always the source's first samples. -1: all samples."""
     sample_prompts: Annotated[list[str], _WITH_SAMPLES] = []
     """Prompts that the model continues after each validation, with the same seed each time; shown in TensorBoard. Separated by
@@ -434,11 +420,11 @@ class Validation(Section):
 class Comm(Section):
     """Timeouts of collectives, and what is recorded of them."""
 
-    init_timeout_seconds: Annotated[Seconds, _AMONG_RANKS] = 300
+    init_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 300
     """How long a rank waits for the others until the first step is done, including data, compilation and loading."""
-    train_timeout_seconds: Annotated[Seconds, _AMONG_RANKS] = 100
+    train_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 100
     """How long a rank waits for the others in later steps."""
-    save_timeout_seconds: Annotated[Seconds, _WITH_CHECKPOINTS.and_when(RANKS)] = 1800
+    save_timeout_seconds: Annotated[bounds.Seconds, _WITH_CHECKPOINTS.and_when(RANKS)] = 1800
     """How long a rank waits for the others while a checkpoint is written."""
     trace_buf_size: Annotated[int, Field(ge=0, le=10**6), EffectiveWhen(CUDA)] = 0
     """How many of the latest collectives NCCL's flight recorder keeps; written to comm_traces in the run directory when a
