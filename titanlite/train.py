@@ -66,7 +66,7 @@ def train(
     mesh: DeviceMesh,
     device: torch.device,
     started: float,
-    lock: RunLock | None,
+    lock: RunLock | None = None,
 ) -> bool:
     """Trains from the newest checkpoint, or from step 0, to `training.steps`; returns whether it was stopped before that.
 

@@ -91,7 +91,7 @@ class Cell(NamedTuple):
         return sections | {
             "parallelism": parallelism | sections.get("parallelism", {}),
             "training": training | sections.get("training", {}),
-            "validation": {"steps": 1},
+            "validation": {"enable": True, "steps": 1},
         }
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.end_to_end import forked
 from tests.end_to_end.forked import Done, titanlite
 from tests.end_to_end.launcher import Ended, finish, launch
+from titanlite.data.blocks import sealed
 from titanlite.data.tokenizer import train_tokenizer
 
 RUN = """
@@ -170,7 +171,7 @@ def test_token_files_that_cannot_be_trusted_end_the_run_before_a_process_starts(
         ids.write_bytes(ids.read_bytes()[:-10])
     else:
         manifest = json.loads((folder / damage / "manifest.json").read_text())
-        (folder / damage / "manifest.json").write_text(json.dumps(manifest | {"tokenizer": "0" * 32}))
+        (folder / damage / "manifest.json").write_text(json.dumps(sealed(manifest | {"tokenizer": "0" * 32})))
     words = ["--job.dump_folder", "never", "--training.sources", "[]", "--training.dataset_path", damage]
     ended = titanlite("check", "run.toml", *words, folder=folder)
     assert ended.code == 2
