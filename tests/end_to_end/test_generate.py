@@ -177,7 +177,8 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
     ],
 )
 def test_what_the_command_refuses_it_names(trained, words, expected):
-    ended = titanlite("generate", "--model", "tests.tiny_gemma3", *words, folder=trained)
+    of_model = [] if "--model" in words else ["--model", "tests.tiny_gemma3"]
+    ended = titanlite("generate", *of_model, *words, folder=trained)
     assert ended.code == 2
     assert expected in ended.err and "Traceback" not in ended.err, ended.err
 
