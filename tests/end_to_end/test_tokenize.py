@@ -33,8 +33,10 @@ def text(tmp_path_factory) -> Path:
 
 
 def _tokenize(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Launch:
-    words = ["-m", "titanlite", "tokenize", "--input", str(text / data), "--output", str(output)]
-    return launch(*words, "--tokenizer", str(text / "assets"), *options, folder=output.parent, script=Path(sys.executable))
+    usual = {"--input": str(text / data), "--output": str(output), "--tokenizer": str(text / "assets")}
+    words = [word for name, value in usual.items() if name not in options for word in (name, value)]
+    command = ["-m", "titanlite", "tokenize", *words, *options]
+    return launch(*command, folder=output.parent, script=Path(sys.executable))
 
 
 def _run(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Ended:
