@@ -95,7 +95,7 @@ CASES = {
     ),
     "ranks as an option": case("run.toml --ranks 4", "ranks = ", "NGPU x NNODES"),
     # the machine
-    "NGPU is 0": case("run.toml", "NGPU=0", "at least 1", NGPU="0"),
+    "NGPU is 0": case("run.toml", "NGPU=0", "from 1 to 1024", NGPU="0"),
     "NGPU is a word": case("run.toml", "NGPU=abc", "whole number", NGPU="abc"),
     "two machines without a meeting point": case("run.toml", "NNODES=2 needs RDZV_ENDPOINT", NNODES="2"),
     "machine 2 of 2": case("run.toml", "NODE_RANK=2", "NNODES=2", NNODES="2", NODE_RANK="2", RDZV_ENDPOINT="localhost:1"),

@@ -25,9 +25,11 @@ COMMAND_FAULTS = {
     "damaged": case("import-hf --source damaged --output new", "model.norm.weight (model.head.norm.weight): is missing"),
     "no checkpoint": case("export-hf --checkpoint nowhere --output new", "nowhere: no such folder"),
     "no size": case("export-hf --checkpoint weights --output new --shard-gib 0", "--shard-gib 0.0: must be above 0"),
-    "export is there": case("export-hf --checkpoint weights --output source", "source: already exists"),
-    "no dtype": case("export-hf --checkpoint weights --output new --dtype int8", "'int8'", "bfloat16"),
-    "no place": case("export-torch --checkpoint weights --output weights/manifest.json/new", "cannot be written"),
+    "export is there": case("export-hf --checkpoint weights --output source --model tests.tiny", "source: already exists"),
+    "no dtype": case("export-hf --checkpoint weights --output new --dtype int8 --model tests.tiny", "'int8'", "bfloat16"),
+    "no place": case(
+        "export-torch --checkpoint weights --output weights/manifest.json/new --model tests.tiny", "cannot be written"
+    ),
 }
 HF = "checkpoint.enable=true checkpoint.initial_load_path=source checkpoint.initial_load_in_hf=true"
 WEIGHTS = "checkpoint.enable=true checkpoint.initial_load_path=weights"
