@@ -31,7 +31,7 @@ keep_latest_k = 1
 [metrics]
 enable_tensorboard = false
 """
-_FOLDERS = {key: getattr(getattr(read_config(os.devnull, []), key.split(".")[0]), key.split(".")[1]) for key in OPTIONS}
+_FOLDERS = {key: getattr(getattr(read_config(None, []), key.split(".")[0]), key.split(".")[1]) for key in OPTIONS}
 _STEP = "step-00000010"
 _NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
 
