@@ -24,7 +24,8 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
-from titanlite.loop.divergence import FILE, Steps, read_entries
+from titanlite.launch.run_folder import INCIDENTS
+from titanlite.loop.divergence import Steps, read_entries
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
@@ -273,7 +274,7 @@ def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, 
     with pytest.raises(WorkerFailure, match=r"UserError: step 8: loss nan, gradient norm nan, samples 56 to 63: .*--step 8\n"):
         run(pools, {}, tmp_path, "stop", BAD, log_freq=log_freq)
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-00000005"]
-    assert [(entry["step"], entry["action"]) for entry in read_entries(tmp_path / FILE)] == [(8, "stop")]
+    assert [(entry["step"], entry["action"]) for entry in read_entries(tmp_path / INCIDENTS)] == [(8, "stop")]
     assert all(step < 8 for step, *_ in reports(tmp_path))
 
 
@@ -284,7 +285,7 @@ def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees)
     assert [step for step, *_ in found] == list(range(1, 13))
     assert [step for step, _, norm in found if norm is None] == [8, 10]
     assert [step for step, loss, _ in found if loss is None] == [8]
-    entries = read_entries(tmp_path / FILE)
+    entries = read_entries(tmp_path / INCIDENTS)
     assert [(e["step"], e["action"], e["samples"]) for e in entries] == [(8, "skipped", [56, 64]), (10, "skipped", [72, 80])]
 
 
@@ -299,7 +300,7 @@ def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(p
         assert reports(tmp_path / "run") == reports(tmp_path / "expected")
     assert means(tmp_path / "run")[12] == means(tmp_path / "expected")[12]
     assert manifest.read(tmp_path / "run/checkpoint/step-00000012").numbers["samples"] == 64 + 7 * 8
-    last = read_entries(tmp_path / "run" / FILE)[-1]
+    last = read_entries(tmp_path / "run" / INCIDENTS)[-1]
     assert [last[key] for key in ("kind", "step", "to_step", "next_sample")] == ["rollback", 8, 5, 64]
 
 
@@ -351,7 +352,7 @@ def test_two_bad_batches_are_left_out_one_after_the_other_wherever_readings_fall
     for log_freq in (1, 6, 100):
         # with this optimizer all steps after a bad one are bad too, and are no reason to leave out their batches
         run(pools, {}, tmp_path / str(log_freq), "rollback", bad, log_freq=log_freq, optimizer={"implementation": "foreach"})
-    last = [entry["next_sample"] for entry in read_entries(tmp_path / "1" / FILE) if entry["kind"] == "rollback"]
+    last = [entry["next_sample"] for entry in read_entries(tmp_path / "1" / INCIDENTS) if entry["kind"] == "rollback"]
     assert last == [56, 72]
     for log_freq in (6, 100):
         assert checksums(tmp_path / str(log_freq), 12) == checksums(tmp_path / "1", 12)
@@ -395,7 +396,7 @@ def test_a_run_that_ends_between_rollback_and_checkpoint_resumes_to_the_same_wei
     run(pools, {}, tmp_path / "parts", "rollback", BAD)
     assert checksums(tmp_path / "parts", 12) == checksums(tmp_path / "whole", 12)
     assert reports(tmp_path / "parts") == reports(tmp_path / "whole")
-    entries = [(e["kind"], e["step"], e["superseded"]) for e in read_entries(tmp_path / "parts" / FILE)]
+    entries = [(e["kind"], e["step"], e["superseded"]) for e in read_entries(tmp_path / "parts" / INCIDENTS)]
     assert entries == [(kind, 8, superseded) for superseded in (True, False) for kind in ("nonfinite", "rollback")]
 
 
@@ -403,7 +404,7 @@ def test_in_float16_an_overflow_is_no_incident_and_a_loss_that_is_not_a_number_i
     half = {"mixed_precision_param": "float16"}
     run(pools, {"tp": 2}, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT}, training=half)
     assert [step for step, _, norm in reports(tmp_path) if norm is None][-2:] == [8, 10]
-    assert [(e["step"], e["action"]) for e in read_entries(tmp_path / FILE)] == [(8, "skipped")]
+    assert [(e["step"], e["action"]) for e in read_entries(tmp_path / INCIDENTS)] == [(8, "skipped")]
 
 
 def test_in_float16_a_run_whose_gradients_are_never_finite_ends_although_its_losses_are(pools, tmp_path):
@@ -412,4 +413,4 @@ def test_in_float16_a_run_whose_gradients_are_never_finite_ends_although_its_los
         WorkerFailure, match=r"UserError: step 21: loss \d\.\d+, gradient norm nan.* 21 steps in a row were not"
     ):
         run(pools, {}, tmp_path, "stop", bad, steps=30, log_freq=10, training=half)
-    assert [(e["step"], e["action"]) for e in read_entries(tmp_path / FILE)] == [(21, "stop")]
+    assert [(e["step"], e["action"]) for e in read_entries(tmp_path / INCIDENTS)] == [(21, "stop")]

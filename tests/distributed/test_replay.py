@@ -16,7 +16,8 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
 from titanlite.hf.export import Exported
 from titanlite.inference.load import open_model
-from titanlite.loop.divergence import FILE, read_entries
+from titanlite.launch.run_folder import INCIDENTS
+from titanlite.loop.divergence import read_entries
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 
 HERE = "tests.distributed.test_replay"
@@ -28,7 +29,7 @@ def again(degrees: Degrees, folder: Path, bad: dict[int, int], steps: list[tuple
     found = []
     for step, attempt in steps:
         config, global_batch = setting_of(folder, step, MODEL)
-        route = route_to(step, attempt, read_entries(folder / FILE))
+        route = route_to(step, attempt, read_entries(folder / INCIDENTS))
         config = replay_config(config, global_batch, ranks_of(degrees) if degrees else None)
         replayed = replay(config, folder, route, step, poisoned(config, bad), mesh_of(degrees), CPU)
         found.append((replayed, describe(replayed, folder, route, config, mesh_of(degrees))))
@@ -132,7 +133,7 @@ def test_the_way_leads_over_several_rollbacks_where_no_checkpoint_is_left_betwee
 def test_an_attempt_does_not_begin_with_a_checkpoint_of_a_later_one(pools, tmp_path):
     run(pools, {}, tmp_path / "run", "rollback", BAD)
     run(pools, {}, tmp_path / "first", "skip", BAD)
-    path = tmp_path / "run" / FILE
+    path = tmp_path / "run" / INCIDENTS
     path.write_text(path.read_text().replace('"found_at": 8', '"found_at": 11'))  # as if nobody had looked before
     ((found, _),) = replays(pools, {}, tmp_path / "run", BAD, (11, 1))
     assert found.start == "the checkpoint of step 5"
@@ -188,7 +189,7 @@ def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
         run(pools, {}, tmp_path, "stop", BAD, log_freq=4)
     config, global_batch = setting_of(tmp_path, 8, MODEL)
     assert global_batch == 8
-    assert furthest(tmp_path, config, read_entries(tmp_path / FILE)) == 12
+    assert furthest(tmp_path, config, read_entries(tmp_path / INCIDENTS)) == 12
     split = replay_config(config.model_copy(update={"parallelism": config.parallelism.model_copy(
         update={"tensor_parallel_degree": 2, "reduce_every_microbatch": False})}), 8, 8)  # fmt: skip
     assert (split.training.local_batch_size, split.parallelism.reduce_every_microbatch) == (2, True)
