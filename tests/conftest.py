@@ -1,5 +1,6 @@
 """What all tests share: where their files are, what ends with them, the pools of ranks, and which tests run side by side."""
 
+import logging
 import multiprocessing.forkserver as forkserver
 import os
 import signal
@@ -47,6 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
         elif any(fixtures[-1].scope == "module" for fixtures in item._fixtureinfo.name2fixturedefs.values()):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """What a command does to the log in this process, `process.set_up_logging`, ends with the test."""
+    logger = logging.getLogger("titanlite")
+    before = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate, _ = before
+    logger.setLevel(before[2])
 
 
 _pools = {size: Pool(size) for size in (1, 2, 4, 8)}

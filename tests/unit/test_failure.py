@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import re
 import subprocess
@@ -160,7 +159,6 @@ def test_tensorboard_on_a_full_disk_warns_and_begins_another_file_when_there_is_
     small_disk, caplog, monkeypatch, capfd
 ):
     monkeypatch.setattr(threading, "excepthook", failure._of_thread)
-    monkeypatch.setattr(logging, "raiseExceptions", False)  # an earlier test may have left a handler whose stream is closed
     config = Config.model_validate({"job": {"dump_folder": str(small_disk)}})
     reporter = Reporter(config, 1, active=True)
     full = fill(small_disk)
