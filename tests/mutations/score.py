@@ -187,7 +187,7 @@ def table(history: list[Past], known: dict[str, Any]) -> str:
         cells.append("not run" if tests is None else "found" if tests["caught"] else "**missed**")
         lines.append(f"| {past.fault.id} | {past.fault.why} [report]({past.source}) | {' | '.join(cells)} |")
     total = f"{found} of {len(history)} are found by one of the two commands, {named} of them named"
-    return "\n".join([f"{total}; the tests find {caught} of {ran}.", "", *lines])
+    return "\n".join([f"{total}; the tests find {caught} of the {ran} for which they have run.", "", *lines])
 
 
 def _cell(result: dict[str, Any] | None) -> str:
