@@ -40,7 +40,7 @@ def exchange(path: Path, other: Path) -> None:
     shutil.copy(other, path)
 
 
-SIZE, SUM, NOT_JSON = "is damaged: it has ", "is damaged: its checksum is ", "is damaged: it is not the JSON that was written"
+SIZE, SUM, NOT_JSON = "is damaged: it has ", "is damaged: its checksum is ", "is damaged: not JSON"
 # what is done to a file, what is said of it, and what where it is the manifest
 DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str, str]] = {
     "truncated": (cut, SIZE, "is damaged: its checksum is not"),  # the manifest's last byte is a line end: still JSON
