@@ -28,7 +28,8 @@ def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
 # --------------------------------------------------------------------------------------------------- notes for a report
 
 LAST_READ = {"key": "", "file": ""}  # the schema notes each key that code reads, `watch_files` each file
-_LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_PYTHON = (os.path.join(sys.base_prefix, "lib") + os.sep, *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
+_LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *_PYTHON)
 _position = (0, "starting")
 _watching = False
 
