@@ -95,7 +95,7 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
 
 @contextlib.contextmanager
 def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
-    """Raises `kind` for whatever the library raises, also for a panic of its Rust code, which is no Exception: a regular
+    """Raises `kind` for any exception of the library, also for a panic of its Rust code, which is no Exception: a regular
     expression that gives up after millions of steps.
     """
     try:

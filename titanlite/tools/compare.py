@@ -179,7 +179,7 @@ QUANTITIES = {
     "gradients": Quantity("gradient", FLOAT32),
     "losses": Quantity("loss", FLOAT32),
     "norms": Quantity("gradient norm", 1e-3),
-    # AdamW's first steps have the size of the rate, whatever the gradient: one that rounds to the other side of zero differs.
+    # AdamW's first steps have the size of the rate for every gradient: one that rounds to the other side of zero differs.
     "updates": Quantity("update", 0.05),
 }
 FIRST_NORM = 1e-5  # Rounding errors grow with the steps, so the first gradient norm has a smaller tolerance than later ones.
