@@ -50,6 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ends a run whose groups would not reach pytest-xdist, which reads them from the end of the tests' names."""
+    if session.config.getoption("loadgroup", False):
+        groups = {item.nodeid: item.get_closest_marker("xdist_group") for item in session.items}
+        lost = [name for name, group in groups.items() if group and not name.endswith(group.args[0])]
+        assert not lost, f"several processes would start what {lost[0]} and {len(lost) - 1} other tests share with their groups"
+
+
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
     """What a command does to the log in this process, `process.set_up_logging`, ends with the test."""
