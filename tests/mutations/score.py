@@ -2,7 +2,7 @@
 
     python -m tests.mutations.score                     every fault; it resumes after an interruption
     python -m tests.mutations.score --fault h07         this one
-    python -m tests.mutations.score --suite             also run the files of tests that each fault names
+    python -m tests.mutations.score --suite             run the files of tests that each fault names instead
     python -m tests.mutations.score --correct           run check-model on right models, none of which may fail
     python -m tests.mutations.score --table             only write the tables of docs/verification.md
 
@@ -113,7 +113,7 @@ def ask(copy: Copy, words: list[str]) -> Answer:
     return Answer(code, output, time.monotonic() - begun)
 
 
-def score(copy: Copy, past: Past, passing: set[str], suite: bool) -> dict[str, Any]:
+def score(copy: Copy, past: Past, passing: set[str]) -> dict[str, Any]:
     """What each command says of a fault. passing: command lines that pass without one; added to here."""
     result: dict[str, Any] = {}
     source = (copy.root / past.fault.file).read_text(encoding="utf-8")
@@ -132,8 +132,6 @@ def score(copy: Copy, past: Past, passing: set[str], suite: bool) -> dict[str, A
         found, said = answer.code != 0, _said(answer)
         named = found and re.search(past.named, said) is not None
         result[name] = {"found": found, "named": named, "seconds": round(answer.seconds), "said": said.strip()[:160]}
-    if suite:
-        result["suite"] = judge(copy, past.fault, past.fault.tests, set(), 1)
     return result
 
 
@@ -200,7 +198,7 @@ def _cell(result: dict[str, Any] | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", action="append", help="only this one, by its id; may be given several times")
-    parser.add_argument("--suite", action="store_true", help="also run the tests that each fault names")
+    parser.add_argument("--suite", action="store_true", help="run the tests that each fault names instead")
     parser.add_argument("--results", type=Path, default=SCORE)
     parser.add_argument("--correct", action="store_true", help="run check-model on the right models")
     parser.add_argument("--table", action="store_true", help="write the tables of docs/verification.md")
@@ -214,7 +212,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
     def keep(kind: str, name: str, result: dict[str, Any]) -> None:
-        known.setdefault(kind, {})[name] = {"commit": commit} | result
+        known.setdefault(kind, {})[name] = result
         unfinished = arguments.results.with_suffix(".tmp")
         unfinished.write_text(json.dumps(known, indent=1) + "\n")
         unfinished.rename(arguments.results)
@@ -225,15 +223,20 @@ def main() -> None:
         if arguments.correct:
             for model in CORRECT:
                 if model not in known.get("correct", {}):
-                    keep("correct", model, check_correct(copy, model))
+                    keep("correct", model, {"commit": commit} | check_correct(copy, model))
             return
         passing: set[str] = set()
         for past in history:
             name = past.fault.id
-            done = name in known["faults"] and (not arguments.suite or "suite" in known["faults"][name])
-            if name not in (arguments.fault or [name]) or (done and not arguments.fault):
+            before = known["faults"].get(name, {})
+            chosen = name in arguments.fault if arguments.fault else ("suite" if arguments.suite else "verify") not in before
+            if not chosen:
                 continue
-            keep("faults", name, score(copy, past, passing, arguments.suite))
+            if arguments.suite:
+                suite = judge(copy, past.fault, past.fault.tests, set(), 1)
+                keep("faults", name, before | {"suite": {"commit": commit} | suite})
+            else:
+                keep("faults", name, before | score(copy, past, passing) | {"commit": commit})
 
 
 if __name__ == "__main__":
