@@ -15,15 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models.blocks import apply_rope
+from models.split import Split, attend_by_parts, gather_sequence, heads_to_sequence, sequence_to_heads
 
 
 class SeqInfo(NamedTuple):
     """What a model knows about its sequences in addition to the tokens."""
 
     positions: Tensor  # (batch, seq) int64, the position of each token in its sequence or document
-    documents: Tensor | None = None  # (batch, seq) int32, each token's document; None: attention ignores documents
+    # (batch, seq) int32, each token's document, of the whole sequence also where it is split; None: attention ignores documents
+    documents: Tensor | None = None
     cache: "Cache | None" = None  # keys and values of earlier tokens, for generation
     mask: Tensor | BlockMask | None = None  # set by `with_mask`, used by `AttentionCore.core`
+    split: Split | None = None  # which places of the sequence this rank has; None: all, in order
 
 
 # ---------------------------------------------------------------------------------------------------------------- mask
@@ -54,35 +57,50 @@ def with_mask(seq: SeqInfo, window: int | None = None) -> SeqInfo:
     """Returns `seq` with the mask of its documents and a window, built once for all layers that have this window.
 
     The mask stays None where plain causal attention is equivalent. On CUDA it is a BlockMask for FlexAttention, which skips
-    empty blocks. Elsewhere it is a bool tensor (batch or 1, 1, seq, seq) for scaled_dot_product_attention, because
-    FlexAttention has no backward pass on CPU. With a cache it is a bool tensor (batch, 1, seq, slots).
+    empty blocks. Elsewhere it is a bool tensor (batch or 1, 1, queries, keys) for scaled_dot_product_attention, because
+    FlexAttention has no backward pass on CPU. With a cache it is a bool tensor (batch, 1, seq, slots). Where keys are gathered
+    from the ranks that a sequence is split over, queries are this rank's places, and CUDA always needs the mask.
     """
     if seq.cache is not None:
         assert seq.documents is None, "generation takes one document per row"
         slots = torch.arange(seq.cache.slots, device=seq.positions.device)
         return seq._replace(mask=visibility(None, window)(slots, None, seq.positions[:, None, :, None], slots))
-    documents = seq.documents
+    documents, length = seq.documents, seq.positions.shape[1] if seq.split is None else seq.split.length
+    places = seq.split.places if seq.split is not None and seq.split.method == "gather" else None
     if documents is None:
-        if window is None or window >= seq.positions.shape[1]:
+        if (window is None or window >= length) and (places is None or not places.is_cuda):
             return seq
-        documents = seq.positions.new_zeros(1, seq.positions.shape[1])  # each row is one document, so all rows share a mask
+        documents = seq.positions.new_zeros(1, length)  # each row is one document, so all rows share a mask
     if documents.is_cuda:
-        return seq._replace(mask=block_mask(documents, window, _compiled_create_block_mask()))
-    return seq._replace(mask=dense_mask(documents, window))
+        return seq._replace(mask=block_mask(documents, window, places, _compiled_create_block_mask()))
+    return seq._replace(mask=dense_mask(documents, window, places))
 
 
-def dense_mask(documents: Tensor, window: int | None = None) -> Tensor:
-    """The mask of documents (batch, seq) as a bool tensor (batch, 1, queries, keys)."""
+def dense_mask(documents: Tensor, window: int | None = None, places: Tensor | None = None) -> Tensor:
+    """The mask of documents (batch, seq) as a bool tensor (batch, 1, queries, keys). places: of the queries; None: all."""
     rows, length = documents.shape
     row = torch.arange(rows, device=documents.device)[:, None, None, None]
-    index = torch.arange(length, device=documents.device)
-    return visibility(documents, window)(row, None, index[:, None], index)
+    keys = torch.arange(length, device=documents.device)
+    queries = keys if places is None else places
+    return visibility(documents, window)(row, None, queries[:, None], keys)
 
 
-def block_mask(documents: Tensor, window: int | None = None, create: Callable[..., BlockMask] = create_block_mask) -> BlockMask:
+def block_mask(
+    documents: Tensor,
+    window: int | None = None,
+    places: Tensor | None = None,
+    create: Callable[..., BlockMask] = create_block_mask,
+) -> BlockMask:
     """The same mask for FlexAttention: blocks of 128 x 128 are full, empty or partial; partial ones apply `visibility`."""
     rows, length = documents.shape
-    return create(visibility(documents, window), rows, None, length, length, device=documents.device)
+    visible = visibility(documents, window)
+    if places is None:
+        return create(visible, rows, None, length, length, device=documents.device)
+
+    def of_places(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(row, head, places[query], key)
+
+    return create(of_places, rows, None, len(places), length, device=documents.device)
 
 
 @functools.cache
@@ -271,15 +289,35 @@ class AttentionCore(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
         """The only place for masks, caches and kernels. q, k: (batch, seq, heads, head_dim); v and the result: value_dim."""
-        assert seq.mask is not None or (seq.documents is None and seq.cache is None), (
+        gathers_on_gpu = seq.split is not None and seq.split.method == "gather" and q.is_cuda
+        assert seq.mask is not None or (seq.documents is None and seq.cache is None and not gathers_on_gpu), (
             "Model.forward must build the mask of the documents: seq = with_mask(seq)"
         )
+        if seq.split is not None:
+            return self._core_over_ranks(q, k, v, seq, seq.split)
         causal, masked = self.backends
         backend = causal if seq.mask is None else masked
         if seq.cache is not None:
             k, v, backend = *seq.cache.extend(self, k, v, seq.positions), None
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return attend(q, k, v, seq.mask, self.scale, self.softcap, backend).transpose(1, 2)
+
+    def _core_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo, split: Split) -> Tensor:
+        """`core` where this rank has only some places of the sequence."""
+        if split.method == "ulysses":
+            q, k, v = (sequence_to_heads(x, split) for x in (q, k, v))
+            return heads_to_sequence(self.core(q, k, v, seq._replace(split=None)), split)
+        both = gather_sequence(torch.cat([k, v], dim=-1), split)  # one collective
+        q, both = q.transpose(1, 2), both.transpose(1, 2)
+        k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+        causal, masked = self.backends
+        if seq.mask is not None:
+            return attend(q, k, v, seq.mask, self.scale, self.softcap, masked).transpose(1, 2)
+        if causal in (None, SDPBackend.FLASH_ATTENTION) and self.softcap is None and self.value_dim == self.head_dim:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            return attend_by_parts(q, k, v, split, self.scale).transpose(1, 2)
+        mask = split.places[:, None] >= torch.arange(split.length, device=q.device)
+        return attend(q, k, v, mask, self.scale, self.softcap, causal).transpose(1, 2)
 
 
 class Attention(AttentionCore):

@@ -1,8 +1,9 @@
 """The interface between titanlite and every model."""
 
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from models.head import Head
 
@@ -18,6 +19,7 @@ class Decoder(nn.Module):
     embed: nn.Embedding | None
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
+    context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
     generates = True  # False: some layer has a memory of earlier tokens that it does not keep in seq.cache
 
     def tie_weights(self) -> None:

@@ -33,6 +33,11 @@ MESHES: dict[str, dict[str, int]] = {
     "replicate 2 x shard 2": {"dp_replicate": 2, "dp_shard": 2},
     "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
     "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
+    "context 2": {"cp": 2},
+    "context 4": {"cp": 4},
+    "context 2 x tp 2": {"cp": 2, "tp": 2},
+    "shard 2 x context 2": {"dp_shard": 2, "cp": 2},
+    "replicate 2 x context 2": {"dp_replicate": 2, "cp": 2},
     "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
 }
 FAMILIES = {

@@ -26,6 +26,7 @@ _WITH_VALIDATION = EffectiveWhen("validation.enable = true")
 _WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is not set", "validation.sources is not set")
 _WITH_SAMPLES = _WITH_VALIDATION.and_when("metrics.enable_tensorboard = true")
 _WITH_INITIAL_LOAD = _WITH_CHECKPOINTS.and_when("checkpoint.initial_load_path is set")
+_WITH_CONTEXT = EffectiveWhen("parallelism.context_parallel_degree > 1")
 _WITH_OVERLAP = EffectiveWhen(
     "parallelism.tensor_parallel_degree > 1",
     *("compile.enable = true", 'compile.components has "model"', 'compile.backend = "inductor"', CUDA),
@@ -196,6 +197,12 @@ class Parallelism(Section):
     """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). -1: all remaining ranks."""
     tensor_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Ranks over which the matrices of every layer, and the sequence between them, are split."""
+    context_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
+    """Ranks over which each sequence is split. They share parameters, gradients and optimizer state too."""
+    context_parallel_method: Annotated[Literal["gather", "ulysses"], _WITH_CONTEXT] = "gather"
+    """How attention reaches the other ranks' tokens. "gather": every rank gathers all keys and values. "ulysses": two
+    all-to-alls exchange the sequence for heads, whose numbers the degree must divide. "gather" sends less while the degree is
+    smaller than 1 + heads / key-value heads."""
     fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next. "never": kept for the backward pass (shard-grad-op, ZeRO-2). A
@@ -483,7 +490,8 @@ class Config(Table):
 
     def accumulates(self, ranks: int) -> bool:
         """Whether a step on so many ranks has more than one microbatch."""
-        return self.microbatches(max(1, ranks // self.parallelism.tensor_parallel_degree)) > 1
+        together = self.parallelism.tensor_parallel_degree * self.parallelism.context_parallel_degree  # read the same samples
+        return self.microbatches(max(1, ranks // together)) > 1
 
     def global_batch(self, data_degree: int) -> int:
         """Sequences per optimizer step over this many data-parallel ranks, derived if the key is -1."""

@@ -29,7 +29,7 @@ from titanlite.launch.run_folder import INCIDENTS, METRICS
 from titanlite.loop.metrics import read_history, read_reports
 from titanlite.optim.loss_scale import LEAST
 from titanlite.outside import Contents, Count, Pair
-from titanlite.parallel.mesh import data_degree
+from titanlite.parallel.mesh import loss_degree
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Steps:
     """The steps since the last reading. Their numbers stay on the device until `read`."""
 
     def __init__(self, mesh: DeviceMesh):
-        self.copies = mesh.size() // data_degree(mesh)  # ranks that hold the same share of the loss
+        self.copies = mesh.size() // loss_degree(mesh)  # ranks that hold the same share of the loss
         self.waiting: list[tuple[int, int, Tensor, Tensor]] = []
 
     def add(self, number: int, first_sample: int, share: Tensor, norm: Tensor) -> None:

@@ -14,9 +14,10 @@ from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from models.decoder import Decoder
 from models.head import IGNORE, Head
+from models.split import split_sequence
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.parallel.mesh import sum_over_data
+from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
@@ -24,14 +25,19 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
 
     At least 1: the loss of a batch without labels, which chats can give, is 0. Stays on the device, without a host sync.
     """
-    return sum_over_data((batch.labels() != IGNORE).sum(), mesh).clamp(min=1).float()
+    return sum_over(DATA_DIMENSIONS, (batch.labels() != IGNORE).sum(), mesh).clamp(min=1).float()
 
 
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:
-    """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32."""
+    """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32. Of split sequences, this rank's part."""
     assert model.head is not None, "a pipeline stage without head has no loss"
-    inputs = batch.inputs()
-    return model.head(model(inputs, sequence_of(inputs, batch.documents)), batch.labels())
+    inputs, labels = batch.inputs(), batch.labels()
+    seq = sequence_of(inputs, batch.documents)
+    if model.context is not None:  # only now: a label, a position, a document follow from the tokens around
+        split = split_sequence(*model.context, inputs.shape[1], inputs.device)
+        inputs, labels, positions = (whole[:, split.places] for whole in (inputs, labels, seq.positions))
+        seq = seq._replace(positions=positions, split=split)
+    return model.head(model(inputs, seq), labels)
 
 
 def sequence_of(inputs: Tensor, documents: Tensor | None) -> SeqInfo:

@@ -49,7 +49,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
         "compiled": compiled,
-        "parameters": f"sharded over {mesh['dp_shard'].size()}, reshard after forward: {reshard}"
+        "parameters": f"sharded over {mesh['dp_shard'].size() * mesh['cp'].size()}, reshard after forward: {reshard}"
         if isinstance(model, FSDPModule)
         else "whole",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",

@@ -14,7 +14,7 @@ from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.loop.loss import summed_loss
-from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+from titanlite.parallel.mesh import DATA_DIMENSIONS, LOSS_DIMENSIONS, data_degree, data_rank, sum_over
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
@@ -42,7 +42,8 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
                     counted = labels != IGNORE
                     text = lengths[torch.where(counted, labels, 0)] * counted
                     total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
-    sums = sum_over_data(sums, mesh).cpu()
+    losses, counts = sum_over(LOSS_DIMENSIONS, sums[:, :1].clone(), mesh), sum_over(DATA_DIMENSIONS, sums[:, 1:].clone(), mesh)
+    sums = torch.cat([losses, counts], dim=1).cpu()
     values = _figures("", sums.sum(0))
     if len(data.sources) > 1:
         for mixed, total in zip(data.sources, sums, strict=True):

@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2 over dp_shard, replicas over dp_replicate.
+"""Data parallelism: FSDP2 over dp_shard and cp, replicas over dp_replicate.
 
 FSDP2 carries the mixed precision too. A process that is alone has nothing to gather or reduce, and casts parameters where they
 are used instead (transforms/cast.py), which costs less.
@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.parallel.mesh import data_degree
+from titanlite.parallel.mesh import data_degree, fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.shards import local_part
 
@@ -36,9 +36,9 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     of_block = policy if isinstance(policy, int) else policy != "never"
     of_head = False if policy == "default" else of_block
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
-    shards = mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    shards = fsdp_mesh(mesh)
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
-    whole = {unit: _WholeReduceScatter(unit, mesh["dp_shard"].size()) for unit in waiting_units(model)}
+    whole = {unit: _WholeReduceScatter(unit, shards.size(-1)) for unit in waiting_units(model)}
     blocks = [fully_shard(block, reshard_after_forward=of_block, **options) for block in model.layers.values()]
     embed, head = model.embed, model.head
     if embed is not None and head is not None and _tied(model):

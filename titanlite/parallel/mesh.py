@@ -1,12 +1,13 @@
 """Degrees -> one DeviceMesh with named dimensions. The code asks the mesh, never the world size.
 
 The dimensions `pp, dp_replicate, dp_shard, cp, tp` always exist, with size 1 where unused. Batches are split over
-dp_replicate x dp_shard; parameters are sharded over dp_shard (FSDP2) and tp.
+dp_replicate x dp_shard, and each of their sequences over cp; parameters are sharded over dp_shard x cp (FSDP2) and tp.
 """
 
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,15 +16,18 @@ from titanlite.config.schema import Config, Parallelism
 from titanlite.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
+DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples
+LOSS_DIMENSIONS = (*DATA_DIMENSIONS, "cp")  # ranks whose losses are parts of the global batch's
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """The size of every mesh dimension, with -1 replaced. Raises UserError where the product is not `world_size`."""
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
-    tensor = parallelism.tensor_parallel_degree
+    context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
+    if context > 1:
+        fixed["context_parallel_degree"] = context
     if shard > 0:
         fixed["data_parallel_shard_degree"] = shard
     product = math.prod(fixed.values())
@@ -32,8 +36,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
         raise UserError(f"parallelism: {names} needs {product} processes, and there are {world_size}")
     if world_size % product:
         raise UserError(f"parallelism: {names} does not divide the number of processes, {world_size}")
-    shard = world_size // (replicate * tensor)
-    return {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": 1, "tp": tensor}
+    shard = world_size // (replicate * context * tensor)
+    return {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": context, "tp": tensor}
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
@@ -48,24 +52,54 @@ def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(degrees[name] for name in DIMENSIONS), mesh_dim_names=DIMENSIONS)
 
 
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What `fully_shard` takes: the ranks that share the parameters, after the replicas, if there are any."""
+    shards = mesh["dp_shard"] if mesh["cp"].size() == 1 else mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if mesh["dp_replicate"].size() > 1 else shards
+
+
 def data_degree(mesh: DeviceMesh) -> int:
     """The number of parts of a global batch."""
-    return mesh["dp_replicate"].size() * mesh["dp_shard"].size()
+    return parts_of(dict(zip(DIMENSIONS, mesh.shape, strict=True)))
+
+
+def parts_of(degrees: dict[str, int]) -> int:
+    """The number of parts of a global batch. degrees: those that are not 1."""
+    return math.prod(degrees.get(name, 1) for name in DATA_DIMENSIONS)
 
 
 def data_rank(mesh: DeviceMesh) -> int:
     """The part of a global batch that this process reads."""
-    return mesh["dp_replicate"].get_local_rank() * mesh["dp_shard"].size() + mesh["dp_shard"].get_local_rank()
+    return _number(mesh, DATA_DIMENSIONS)
+
+
+def part_of_rank(degrees: dict[str, int], rank: int) -> int:
+    """The part of a global batch that a rank reads. degrees: of `resolve_degrees`."""
+    place = dict(zip(DIMENSIONS, np.unravel_index(rank, [degrees[name] for name in DIMENSIONS]), strict=True))
+    return int(place["dp_replicate"] * degrees["dp_shard"] + place["dp_shard"])
+
+
+def loss_degree(mesh: DeviceMesh) -> int:
+    """The number of ranks whose losses add up to that of a global batch."""
+    return math.prod(mesh[name].size() for name in LOSS_DIMENSIONS)
 
 
 def rng_rank(mesh: DeviceMesh) -> int:
     """Which random numbers this process draws in a forward pass: no two ranks compute the same activations."""
-    return data_rank(mesh) * mesh["tp"].size() + mesh["tp"].get_local_rank()
+    return _number(mesh, DIMENSIONS)
 
 
-def sum_over_data(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of a tensor over all data-parallel parts, in place, on every rank."""
-    for name in DATA_DIMENSIONS:
+def _number(mesh: DeviceMesh, dimensions: tuple[str, ...]) -> int:
+    """The number of this process among those of some dimensions, the last one running fastest."""
+    number = 0
+    for name in dimensions:
+        number = number * mesh[name].size() + mesh[name].get_local_rank()
+    return number
+
+
+def sum_over(dimensions: tuple[str, ...], tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of a tensor over the ranks of some dimensions, in place, on every rank."""
+    for name in dimensions:
         if mesh[name].size() > 1:
             dist.all_reduce(tensor, group=mesh.get_group(name))
     return tensor
@@ -79,16 +113,22 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    tensor, shard, parts = degrees["tp"], degrees["dp_shard"], degrees["dp_replicate"] * degrees["dp_shard"]
-    if training.seq_len % tensor:
+    context, tensor, shard, parts = degrees["cp"], degrees["tp"], degrees["dp_shard"] * degrees["cp"], parts_of(degrees)
+    if context > 1 and training.seq_len % (2 * context * tensor):
+        yield (
+            f"parallelism.context_parallel_degree = {context}: training.seq_len = {training.seq_len} must be a multiple of "
+            f"2 x {context} x tensor_parallel_degree = {2 * context * tensor}, the equal parts of a sequence"
+        )
+    elif training.seq_len % tensor:
         yield (
             f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}, "
             "which is split between layers"
         )
     reshard = parallelism.fsdp_reshard_after_forward
+    among = f"data_parallel_shard_degree{' x context_parallel_degree' if context > 1 else ''} = {shard}"
     if isinstance(reshard, int) and (shard % reshard or reshard >= shard):
         yield (
-            f"parallelism.fsdp_reshard_after_forward = {reshard}: must be smaller than data_parallel_shard_degree = {shard} "
+            f"parallelism.fsdp_reshard_after_forward = {reshard}: must be smaller than {among} "
             'and divide it, or be "default", "always" or "never"'
         )
     one_pass, batch = training.local_batch_size * parts, config.global_batch(parts)

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
+from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
@@ -36,6 +37,7 @@ def parallelize(
     choose_attention(model, config, device)
     if config.training.z_loss and model.head is not None:
         model.head.z_loss = config.training.z_loss
+    apply_context_parallel(model, config, mesh["cp"])
     # FSDP2 shards what tensor parallelism has left to a rank, so that comes before it.
     apply_tensor_parallel(model, family, mesh["tp"])
     # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.

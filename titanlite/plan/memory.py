@@ -32,7 +32,7 @@ def kept_bytes(config: Config, model: nn.Module, ranks: int) -> int:
                 total += p.numel() * p.element_size()
             else:  # as the reduction takes them, until the last microbatch
                 whole += p.numel() * DTYPES[config.training.mixed_precision_reduce].itemsize
-    return (total // degrees["dp_shard"] + whole) // degrees["tp"]
+    return (total // (degrees["dp_shard"] * degrees["cp"]) + whole) // degrees["tp"]
 
 
 def faults(config: Config, model: nn.Module, ranks: int, local_ranks: int) -> Iterator[str]:

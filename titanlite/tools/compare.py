@@ -26,13 +26,14 @@ from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel.fsdp import Deferred
-from titanlite.parallel.mesh import DATA_DIMENSIONS, data_degree, data_rank, rng_rank
+from titanlite.parallel.mesh import data_degree, data_rank, parts_of, rng_rank
 from titanlite.transforms.registry import family_of
 
 # mesh dimension -> its key in [parallelism]
 DEGREES = {
     "dp_replicate": "data_parallel_replicate_degree",
     "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
 # The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.
@@ -41,6 +42,7 @@ MESHES = {
     "tp 2": {"tp": 2},
     "shard 2": {"dp_shard": 2},
     "replicate 2": {"dp_replicate": 2},
+    "context 2": {"cp": 2},
 }
 
 
@@ -72,14 +74,9 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
     return config.model_copy(update=update)
 
 
-def data_parts(degrees: dict[str, int]) -> int:
-    """Into how many parts a mesh splits the global batch."""
-    return math.prod(degrees.get(name, 1) for name in DATA_DIMENSIONS)
-
-
 def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:
     """The configuration on another mesh, with this global batch. degrees: those that are not 1."""
-    parts = data_parts(degrees)
+    parts = parts_of(degrees)
     local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
     split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)

@@ -10,6 +10,7 @@ which of each source, came before a step.
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.resume import refuse_foreign
-from titanlite.parallel.mesh import resolve_degrees
+from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
 from titanlite.tools.options import at_least, command_parser, config_parser, read_command
 from titanlite.transforms.registry import family_of
 
@@ -99,8 +100,7 @@ def _show(words: list[str]) -> Iterator[str]:
     parser.add_argument("--step", type=at_least(1))
     parser.add_argument("--rank", type=at_least(0))
     options, config, degrees = _open(parser, words)
-    data_ranks = degrees["dp_replicate"] * degrees["dp_shard"]
-    ranks = data_ranks * degrees["tp"]
+    data_ranks, ranks = parts_of(degrees), math.prod(degrees.values())
     if options.step is None or not 1 <= options.step <= config.training.steps:
         raise UserError(f"--step {options.step}: must be from 1 to training.steps = {config.training.steps}")
     if options.rank is not None and not 0 <= options.rank < ranks:
@@ -108,8 +108,7 @@ def _show(words: list[str]) -> Iterator[str]:
     data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path).tokenizer
     size = config.global_batch(data_ranks)
     position, began = _position(config, data, options.step, size)
-    # the ranks of a tensor-parallel group are neighbours and read the same samples
-    parts = range(data_ranks) if options.rank is None else [options.rank // degrees["tp"]]
+    parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
     for part in parts:
         steps = StepDataset(config, data, position, size, (part, data_ranks), began)
         for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), steps.first):
@@ -148,7 +147,7 @@ def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
 def _stats(words: list[str]) -> Iterator[str]:
     _, config, degrees = _open(config_parser("data stats"), words)
     data = open_data(config)
-    size = config.global_batch(degrees["dp_replicate"] * degrees["dp_shard"])
+    size = config.global_batch(parts_of(degrees))
     samples, began = _position(config, data, config.training.steps + 1, size)
     yield (
         f"{samples:,} samples of {config.training.seq_len:,} tokens in {config.training.steps:,} steps, "

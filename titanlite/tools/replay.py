@@ -43,8 +43,8 @@ from titanlite.loop.resume import Progress, Setting, load_run, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
-from titanlite.tools.compare import Run, begin, data_parts, follow, on_mesh, relative_difference, replaced
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees
+from titanlite.tools.compare import Run, begin, follow, on_mesh, relative_difference, replaced
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of, trusted
@@ -148,7 +148,7 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
     alone = Parallelism(data_parallel_shard_degree=1, cpu_offload=config.parallelism.cpu_offload)
     parallelism = config.parallelism if ranks else alone
     degrees = resolve_degrees(parallelism, ranks or 1)
-    if global_batch % (parts := data_parts(degrees)):
+    if global_batch % (parts := parts_of(degrees)):
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
     sections = {"parallelism": parallelism, "validation": Validation(), "profiling": Profiling()}
     return on_mesh(config.model_copy(update=sections), degrees, global_batch)

@@ -25,7 +25,7 @@ from titanlite.config.schema import Checkpoint, Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of
 from titanlite.tools.compare import (
     DEGREES,
     MESHES,
@@ -34,7 +34,6 @@ from titanlite.tools.compare import (
     batches_of,
     begin,
     compare,
-    data_parts,
     on_mesh,
     record,
     replaced,
@@ -48,7 +47,7 @@ from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, no
 def main() -> None:
     """Exit code 0: equal; 1: not equal; 2: a user error; 3: undecided."""
     path, meshes, config = _parse(sys.argv[1:])
-    global_batch = config.global_batch(max(map(data_parts, meshes)))  # what the widest mesh has
+    global_batch = config.global_batch(max(map(parts_of, meshes)))  # what the widest mesh has
     configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
     for degrees, mesh_config in zip(meshes, configs, strict=True):
         check(mesh_config, path, math.prod(degrees.values()))
