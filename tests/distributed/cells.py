@@ -39,6 +39,8 @@ MESHES: dict[str, dict[str, int]] = {
     "shard 2 x context 2": {"dp_shard": 2, "cp": 2},
     "replicate 2 x context 2": {"dp_replicate": 2, "cp": 2},
     "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    "shard 2 x context 2 x tp 2": {"dp_shard": 2, "cp": 2, "tp": 2},
+    "context 8": {"cp": 8},
 }
 FAMILIES = {
     "Llama 3": ("tests.tiny", "plain"),
@@ -87,6 +89,8 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
         "activation_checkpoint": MODES[cell["recompute"]],
         "parallelism": {**GATHERS[cell["gather"]], "reduce_every_microbatch": "end" not in cell["accumulation"]},
     }
+    if cell["method"] == "heads exchanged":
+        sections["parallelism"]["context_parallel_method"] = "ulysses"
     if cell["documents"] == "many":
         sections["training"] |= {"document_policy": "best_fit", "document_mask": True}
     if cell["compile"] != "no":

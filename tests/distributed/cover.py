@@ -22,7 +22,8 @@ Values = frozenset[tuple[str, str]]  # some factors and their values
 FACTORS: dict[str, tuple[str, ...]] = {
     "mesh": (
         "one process", "shard 2", "shard 4", "replicate 2", "tp 2", "tp 4", "replicate 2 x shard 2", "shard 2 x tp 2",
-        "replicate 2 x tp 2", "replicate 2 x shard 2 x tp 2",
+        "replicate 2 x tp 2", "context 2", "context 4", "context 2 x tp 2", "shard 2 x context 2", "replicate 2 x context 2",
+        "replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2", "context 8",
     ),
     "family": ("Llama 3", "Llama 3 tied", "Llama 3 of 515 tokens", "Qwen 3", "Qwen 2", "Gemma 3", "Gemma 2", "OLMo 2"),
     "compile": ("no", "blocks"),
@@ -32,12 +33,14 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "documents": ("one", "many"),
     "adapter": ("none", "lora"),
     "gather": ("default", "never", "always", "two", "prefetch"),
+    "method": ("keys gathered", "heads exchanged"),  # of context parallelism
     "optimizer": ("AdamW", "Muon"),
 }  # fmt: skip
 
 
-EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2"})
-OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # in `make test-all`; test_float8.py has some meshes of each
+EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2", "context 8"})
+OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_float8.py has some meshes of each
+LATER = EIGHT_RANKS | OTHER_FLOAT8 | {"context 4", "replicate 2 x context 2"}  # in `make test-all`
 SEED = 37  # the cheapest table of the seeds below 40
 PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
 
@@ -55,8 +58,14 @@ REFUSALS = (
     Refusal(("precision", "adapter"), lambda p, a: "float8" in p and a == "lora", "adapters do not multiply in float8"),
     Refusal(("precision", "mesh"), lambda p, m: "gather" in p and "tp" in m, "the scale of a part of a weight is another"),
     Refusal(("precision", "gather"), lambda p, g: p == "float8 gather" and g == "two", "float8 gathers all or nothing again"),
-    Refusal(("gather", "mesh"), lambda g, m: g != "default" and "shard" not in m, "nothing is gathered"),
-    Refusal(("gather", "mesh"), lambda g, m: g == "two" and m != "shard 4", "2 does not divide the shards"),
+    Refusal(("gather", "mesh"), lambda g, m: g != "default" and not re.search("shard|context", m), "nothing is gathered"),
+    Refusal(
+        ("gather", "mesh"),
+        lambda g, m: g == "two" and not re.search("shard 4|context [48]|shard 2 x context 2", m),
+        "2 does not divide the shards",
+    ),
+    Refusal(("method", "mesh"), lambda o, m: o == "heads exchanged" and "context" not in m, "sequences are not split"),
+    Refusal(("method", "mesh"), lambda o, m: o == "heads exchanged" and m == "context 8", "there are 4 key-value heads"),
     Refusal(("adapter", "optimizer"), lambda a, o: a == "lora" and o == "Muon", "adapters are no matrices for Muon"),
 )  # fmt: skip
 
@@ -159,9 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strength", type=int, default=2, help="cover every combination of so many values")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--all", action="store_true", help="with the mesh of eight ranks")
+    parser.add_argument("--all", action="store_true", help="with what only `make test-all` runs")
     words = parser.parse_args()
-    without = frozenset() if words.all else EIGHT_RANKS
+    without = frozenset() if words.all else LATER
     cells = cover(words.strength, words.seed, without)
     widths = {factor: max(map(len, (factor, *values))) for factor, values in FACTORS.items()}
     print("  ".join(f"{factor:<{width}}" for factor, width in widths.items()))

@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from tests.distributed import cells, cover
-from tests.distributed.cover import EIGHT_RANKS, OTHER_FLOAT8, PLAIN, Cell
+from tests.distributed.cover import LATER, OTHER_FLOAT8, PLAIN, Cell
 from tests.repetitions import one_of_each
 from titanlite.tools.compare import Trajectory, compare
 
-CELLS = {cover.name(cell): cell for cell in cover.cover(without=EIGHT_RANKS | OTHER_FLOAT8)}
-# All dimensions at once need eight ranks, which take as long as ten other cells: what is most unlike Llama, and what is special
-# in gathering.
-(EIGHT,) = EIGHT_RANKS
+CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
+# Several dimensions at once need eight ranks, which take as long as ten other cells: what is most unlike Llama, and what is
+# special in gathering.
+EIGHT, CONTEXT = "replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2"
 AT_ONCE = [
+    {"mesh": CONTEXT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
+    {"mesh": CONTEXT, "family": "Llama 3 tied", "method": "heads exchanged", "accumulation": "2", "optimizer": "Muon"},
+    {"mesh": "context 8", "family": "Gemma 2", "documents": "many"},
     {"mesh": EIGHT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
     {"mesh": EIGHT, "family": "Llama 3 tied", "accumulation": "2, reduced at the end", "optimizer": "Muon"},
     {"mesh": EIGHT, "family": "Llama 3 of 515 tokens", "recompute": "full", "gather": "never"},
@@ -50,15 +53,14 @@ def assert_as_on_one_process(pools, references, cell: Cell, backend: str = "aot_
 
 def test_every_pair_that_the_product_takes_is_in_a_cell():
     covered = {part for cell in CELLS.values() for part in cover.parts(cell, 2)}
-    left_out = EIGHT_RANKS | OTHER_FLOAT8
-    assert covered == cover.every_part(2, left_out)
+    assert covered == cover.every_part(2, LATER)
     assert all(map(cover.allowed, CELLS.values()))
     values = {(factor, value) for factor, values in cover.FACTORS.items() for value in values}
-    assert {part for cell in CELLS.values() for part in cell.items()} == {part for part in values if part[1] not in left_out}
+    assert {part for cell in CELLS.values() for part in cell.items()} == {part for part in values if part[1] not in LATER}
 
 
 def test_the_table_is_the_same_in_every_process():
-    assert cover.cover(without=EIGHT_RANKS | OTHER_FLOAT8) == [*CELLS.values()]
+    assert cover.cover(without=LATER) == [*CELLS.values()]
 
 
 @pytest.mark.parametrize("name", CELLS, ids=list(CELLS))
@@ -96,10 +98,10 @@ def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
 
 # `make campaign PART=cells` runs all cells.
 
-FLOAT8 = {cover.name(cell): cell for cell in cover.cover(without=EIGHT_RANKS) if cell["precision"] in OTHER_FLOAT8}
+FLOAT8 = {cover.name(cell): cell for cell in cover.cover(without=LATER - OTHER_FLOAT8) if cell["precision"] in OTHER_FLOAT8}
 COMPILED = {name: cell for name, cell in CELLS.items() if cell["compile"] != "no"}
 WIDER = {
-    cover.name(cell): cell for cell in cover.cover(seed=cover.SEED + 1) if cell["compile"] != "no" or cell["mesh"] == EIGHT
+    cover.name(cell): cell for cell in cover.cover(seed=cover.SEED + 1) if cell["compile"] != "no" or cell["mesh"] in LATER
 }
 
 
