@@ -41,7 +41,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2", "context 8"})
 OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_float8.py has some meshes of each
 LATER = EIGHT_RANKS | OTHER_FLOAT8 | {"context 4", "replicate 2 x context 2"}  # in `make test-all`
-SEED = 37  # the cheapest table of the seeds below 40
+SEED = 34  # the cheapest table of the seeds below 40
 PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
 
 
