@@ -9,6 +9,7 @@ import pytest
 
 from tests.token_files import write_file
 from titanlite.data import sources
+from titanlite.data.blocks import sums_of
 from titanlite.data.packing import Packing, best_fit, pack_file
 from titanlite.data.sources import open_packing
 from titanlite.errors import UserError
@@ -200,7 +201,7 @@ def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
 
 
-@pytest.mark.parametrize("fault", ["of the file as it was", "cut short", "empty"])
+@pytest.mark.parametrize("fault", ["of the file as it was", "cut short", "empty", "without checksums"])
 @pytest.mark.usefixtures("cache")
 def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
     file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
@@ -210,6 +211,8 @@ def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp
         beside.write_bytes(beside.read_bytes()[:-8])
     elif fault == "empty":
         beside.write_bytes(b"")
+    elif fault == "without checksums":
+        sums_of(beside).unlink()
     else:
         file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
     with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made again"):
