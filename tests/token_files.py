@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.schema import Config, Source
-from titanlite.data.indexed import TokenFile, smallest_type
+from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import Data
-from titanlite.data.prepare.shards import TokenWriter
+from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from titanlite.data import blocks
-from titanlite.data.blocks import BLOCK, Array, BlockFile, BlockWriter
+from titanlite.data.blocks import BLOCK, Array, BlockFile
+from titanlite.data.prepare.sums import BlockWriter
 from titanlite.errors import UserError
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
-from titanlite.data import sources
 from titanlite.data.blocks import sums_of
-from titanlite.data.packing import Packing, best_fit, pack_file
-from titanlite.data.sources import open_packing
+from titanlite.data.packing import Packing
+from titanlite.data.prepare import cache as packed_once
+from titanlite.data.prepare.cache import open_packing
+from titanlite.data.prepare.packing import best_fit, pack_file
 from titanlite.errors import UserError
 from titanlite.files import cache_folder
 
@@ -181,7 +182,7 @@ def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
     file = write_file(tmp_path / "a", [list(range(n)) for n in (5, 4, 3, 7, 12)])
     first = {length: _rows(open_packing(file, "f", length)) for length in (6, 8)}
     assert first[6] != first[8]
-    monkeypatch.setattr(sources, "pack_file", None)
+    monkeypatch.setattr(packed_once, "pack_file", None)
     assert {length: _rows(open_packing(file, "f", length)) for length in (6, 8)} == first
 
 
@@ -197,7 +198,7 @@ def test_rows_of_other_content_or_of_another_file_are_packed_again(tmp_path):
 def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
     file = write_file(tmp_path / "a.b", [[1] * 5, [1] * 4, [1] * 3])
     pack_file(file.prefix, 8, tmp_path / "a.b.best_fit-8.npy")
-    monkeypatch.setattr(sources, "pack_file", None)
+    monkeypatch.setattr(packed_once, "pack_file", None)
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
 
 
@@ -228,7 +229,7 @@ def test_packing_that_fails_in_the_middle_leaves_nothing_and_damaged_rows_are_pa
         raise RuntimeError("in the middle")
 
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
-        broken.setattr(sources, "pack_file", half)
+        broken.setattr(packed_once, "pack_file", half)
         open_packing(file, "f", 8)
     assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock"}
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]

@@ -4,7 +4,7 @@ NAME.idx, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py,
 
     9 bytes   "MMIDIDX" and two zero bytes
     uint64    version, 1
-    uint8     code of the ids' type, see _DTYPES
+    uint8     code of the ids' type, see DTYPES
     uint64    sequences
     uint64    entries of the document index, one more than there are documents
     int32     tokens of each sequence
@@ -25,31 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.blocks import Array, BlockFile, BlockWriter
+from titanlite.data.blocks import Array, BlockFile
 from titanlite.errors import UserError
 from titanlite.outside import open_file, size_of
 
-_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEADER = struct.Struct("<9sQBQQ")
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+HEADER = struct.Struct("<9sQBQQ")
 _AT_ONCE = 2**16  # sequences whose entries are checked together
-_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floating-point
-
-
-def smallest_type(vocabulary: int) -> np.dtype:
-    """The smallest of the format's types that holds the ids below `vocabulary`. It has no uint32."""
-    fits = (dtype for dtype in (np.uint8, np.uint16, np.int32, np.int64) if vocabulary - 1 <= np.iinfo(dtype).max)
-    return np.dtype(next(fits))
-
-
-def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
-    code = next(code for code, known in _DTYPES.items() if known == dtype)
-    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    with BlockWriter(path_of(prefix, "idx")) as file:
-        file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
-        file.write(lengths.astype("<i4").tobytes())
-        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
-        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floating-point
 
 
 def path_of(prefix: Path, suffix: str) -> Path:
@@ -85,18 +68,18 @@ class TokenFile:
         ids, index, loss = (path_of(self.prefix, suffix) for suffix in ("bin", "idx", "loss"))
         with open_file(index) as file:
             size = os.fstat(file.fileno()).st_size
-            header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size or not header.startswith(MAGIC):
                 raise UserError(f"{index}: not an index in Megatron's format: it begins with {header[:9]!r}")
-            _, version, code, sequences, entries = _HEADER.unpack(header)
-            if version != _VERSION:
-                raise UserError(f"{index}: version {version} of Megatron's format; only version {_VERSION} is supported")
-            if code not in _DTYPES:
-                known = ", ".join(f"{number} ({np.dtype(dtype).name})" for number, dtype in _DTYPES.items())
+            _, version, code, sequences, entries = HEADER.unpack(header)
+            if version != VERSION:
+                raise UserError(f"{index}: version {version} of Megatron's format; only version {VERSION} is supported")
+            if code not in DTYPES:
+                known = ", ".join(f"{number} ({np.dtype(dtype).name})" for number, dtype in DTYPES.items())
                 raise UserError(f"{index}: ids of type {code}; supported are {known}")
             if entries < 1:
                 raise UserError(f"{index}: has no document index")
-            pointers_at = _HEADER.size + 4 * sequences
+            pointers_at = HEADER.size + 4 * sequences
             documents_at = pointers_at + 8 * sequences
             end = documents_at + 8 * entries
             if size < end:
@@ -105,7 +88,7 @@ class TokenFile:
             def number_at(offset: int, form: str) -> int:
                 return struct.unpack(form, os.pread(file.fileno(), struct.calcsize(form), offset))[0]
 
-            dtype = np.dtype(_DTYPES[code])
+            dtype = np.dtype(DTYPES[code])
             described = 0  # bytes of NAME.bin, by the last sequence
             if sequences:
                 described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * dtype.itemsize
@@ -125,12 +108,12 @@ class TokenFile:
         self.files = [bin_file, idx_file, *([BlockFile(loss, flags)] if self.has_loss else [])]
         self.ids = Array(bin_file, dtype, 0, self.tokens)
         self.loss = Array(self.files[2], np.dtype(np.uint8), 0, self.tokens) if self.has_loss else None
-        self.lengths = Array(idx_file, np.dtype("<i4"), _HEADER.size, sequences)
+        self.lengths = Array(idx_file, np.dtype("<i4"), HEADER.size, sequences)
         self.pointers = Array(idx_file, np.dtype("<i8"), pointers_at, sequences)
         self.first_sequences = Array(idx_file, np.dtype("<i8"), documents_at, entries)
         self._consistent: set[int] = set()  # groups of sequences that were checked
         if idx_file.has_sums:
-            idx_file.verify(0, _HEADER.size)
+            idx_file.verify(0, HEADER.size)
 
     def boundaries(self, first: int, last: int) -> np.ndarray:
         """Where the documents `first` .. `last` begin in `ids`, (last - first + 1,) int64; one past the last begins at the end.

@@ -17,8 +17,9 @@ from titanlite.config.schema import Config, Training
 from titanlite.data import origin
 from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
 from titanlite.data.origin import Origin
+from titanlite.data.prepare.cache import open_packing
 from titanlite.data.samples import Arrays, Rows, fill, rows_of
-from titanlite.data.sources import TokenSource, key_of, open_packing, open_source, open_tokenizer, sources_of
+from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
 from titanlite.errors import UserError, listed, phase
 from titanlite.launch import process

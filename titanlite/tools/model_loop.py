@@ -22,9 +22,9 @@ from models.decoder import Decoder
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.schema import Config, Model, Source
-from titanlite.data.indexed import TokenFile, smallest_type
+from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import Data
-from titanlite.data.prepare.shards import TokenWriter
+from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
 from titanlite.launch.run_folder import METRICS
 from titanlite.loop.metrics import read_reports
