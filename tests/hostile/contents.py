@@ -34,9 +34,10 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import read_config
 from titanlite.data.blocks import sums_of
 from titanlite.data.mixture import open_data
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.sums import BlockWriter
-from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools import data as data_tool
 
 Change = Callable[[Path], None]

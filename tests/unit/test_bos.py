@@ -18,7 +18,8 @@ from titanlite.data.batch import to_batch
 from titanlite.data.blocks import SEAL
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.prepare import prepare
-from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 from titanlite.inference import generate
 from titanlite.loop.loss import summed_loss

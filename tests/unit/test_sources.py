@@ -16,9 +16,10 @@ from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, prepare
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import sealed
 from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
-from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.files import cache_folder
 

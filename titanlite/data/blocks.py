@@ -116,12 +116,8 @@ class Array:
         return self._count
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """As `read`."""
+        """The numbers of a slice without a step. Raises UserError where a block is damaged."""
         begin, end, _ = part.indices(self._count)
-        return self.read(begin, end)
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        """The numbers `begin` .. `end`, 0 <= begin <= end. Raises UserError where a block is damaged."""
         if self._verify:
             first, last = self._first + begin * self._itemsize, self._first + end * self._itemsize
             if not self._file.verified.issuperset(range(first >> _SHIFT, (last - 1 >> _SHIFT) + 1)):  # faster than a loop

@@ -43,7 +43,7 @@ def path_of(prefix: Path, suffix: str) -> Path:
 class TokenFile:
     """NAME.bin with NAME.idx, each mapped at its first read. What is read is verified: see blocks.py.
 
-    tokens, documents: how many it holds. has_loss: whether NAME.loss exists. files: all of its files.
+    tokens, documents: how many it holds. files: all of its files.
 
     ids (tokens,) of the file's integer type. loss (tokens,) uint8, 1 where a token is a label; None: all are. lengths
     (sequences,) int32. pointers (sequences,) int64, the byte of NAME.bin at which each begins. first_sequences (documents + 1,)
@@ -55,7 +55,8 @@ class TokenFile:
     def __init__(self, prefix: Path):
         """Raises UserError that names the faulty file: missing, of another format, truncated, or longer than the index says.
 
-        Reads only the header, the sizes and the last entries, so that the largest file opens at once; `check` reads all.
+        Reads only the header, the sizes and the last entries, so that the largest file opens at once; `document_lengths` reads
+        all.
         """
         self.prefix = prefix
         self._read_sizes()
@@ -101,13 +102,15 @@ class TokenFile:
             )
         if (first, last) != (0, sequences):
             raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
-        self.tokens, self.documents, self.has_loss = actual // dtype.itemsize, entries - 1, os.path.lexists(loss)
-        if self.has_loss and (flags := size_of(loss)) != self.tokens:
-            raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
+        self.tokens, self.documents, self.loss = actual // dtype.itemsize, entries - 1, None
         bin_file, idx_file = BlockFile(ids, actual), BlockFile(index, size)
-        self.files = [bin_file, idx_file, *([BlockFile(loss, flags)] if self.has_loss else [])]
+        self.files = [bin_file, idx_file]
+        if os.path.lexists(loss):
+            if (flags := size_of(loss)) != self.tokens:
+                raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
+            self.files.append(BlockFile(loss, flags))
+            self.loss = Array(self.files[2], np.dtype(np.uint8), 0, self.tokens)
         self.ids = Array(bin_file, dtype, 0, self.tokens)
-        self.loss = Array(self.files[2], np.dtype(np.uint8), 0, self.tokens) if self.has_loss else None
         self.lengths = Array(idx_file, np.dtype("<i4"), HEADER.size, sequences)
         self.pointers = Array(idx_file, np.dtype("<i8"), pointers_at, sequences)
         self.first_sequences = Array(idx_file, np.dtype("<i8"), documents_at, entries)
@@ -155,10 +158,6 @@ class TokenFile:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, (documents,) int64. Reads and checks the whole index; raises UserError."""
         return np.diff(self.boundaries(0, self.documents))
-
-    def check(self) -> None:
-        """Reads and checks the whole index; raises UserError."""
-        self.document_lengths()
 
     def _check_sequences(self, begin: int, end: int) -> None:
         """Checks the sequences `begin` .. `end`, and others near them, at their first read."""

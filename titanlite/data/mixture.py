@@ -86,7 +86,7 @@ class Data:
         self.byte_lengths, self.key, self.prefix = byte_lengths, key, prefix
         self.seq_len, self.mask = training.seq_len, training.document_mask
         self._padded = training.document_policy != "pack"
-        has_loss = any(file.has_loss for source in sources for file in source.files)
+        has_loss = any(file.loss is not None for source in sources for file in source.files)
         self._all_counted = not (self.mask or self._padded or has_loss)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
 

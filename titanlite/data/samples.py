@@ -75,9 +75,9 @@ def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
     (tokens, counted, documents), file, place, number = batch, rows.file, 0, 0
     for number, (first, length) in enumerate(rows.pieces(row), 1):
         end = place + length
-        tokens[at, place:end] = file.ids.read(first, first + length)
+        tokens[at, place:end] = file.ids[first : first + length]
         if counted is not None:
-            counted[at, place:end] = True if file.loss is None else file.loss.read(first, first + length)
+            counted[at, place:end] = True if file.loss is None else file.loss[first : first + length]
         if documents is not None:
             documents[at, place:end] = number
             if counted is not None:

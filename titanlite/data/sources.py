@@ -106,8 +106,7 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     if manifest is not None:
         fingerprint = manifest["fingerprint"]
     else:
-        suffixes = [(file, suffix) for file in files for suffix in ("bin", "idx", "loss") if suffix != "loss" or file.has_loss]
-        fingerprint = digest(*(_probe(path_of(file.prefix, suffix)) for file, suffix in suffixes))
+        fingerprint = digest(*(_probe(stored.path) for file in files for stored in file.files))
     return TokenSource(source, name_of(source), files, fingerprint, manifest)
 
 
@@ -136,7 +135,7 @@ def _open_files(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
                 f"{shard['documents']:,} of {shard['tokens']:,}"
             )
-        if shard["loss"] and not file.has_loss:
+        if shard["loss"] and file.loss is None:
             raise UserError(f"{file.prefix}.loss: is missing; without it the loss would include the user's turns of chats")
     return files, manifest
 

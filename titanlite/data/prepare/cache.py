@@ -5,9 +5,11 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
@@ -17,7 +19,15 @@ from titanlite.data.prepare.manifest import read_manifest
 from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.readers import BadDocument
-from titanlite.data.tokenizer import LoadedTokenizer, describe, digest, parse_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import (
+    DEFAULT_VOCABULARY,
+    END_OF_TEXT,
+    LoadedTokenizer,
+    describe,
+    digest,
+    parse_tokenizer,
+    tokenizer_digest,
+)
 from titanlite.errors import UserError
 from titanlite.files import cache_folder, publish, sync_contents
 from titanlite.outside import MIB, read_text
@@ -72,6 +82,21 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
 
     key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
     return _cached(cache_folder() / f"packing-{key}", make, lambda folder: Packing(folder / "rows.npy", file))
+
+
+def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of 4,096 entries (Sennrich et al., arXiv:1508.07909), the same for the same documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=DEFAULT_VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
 
 
 def default_tokenizer() -> LoadedTokenizer:
