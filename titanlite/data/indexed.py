@@ -115,8 +115,7 @@ class TokenFile:
         self.pointers = Array(idx_file, np.dtype("<i8"), pointers_at, sequences)
         self.first_sequences = Array(idx_file, np.dtype("<i8"), documents_at, entries)
         self._consistent: set[int] = set()  # groups of sequences that were checked
-        if idx_file.has_sums:
-            idx_file.verify(0, HEADER.size)
+        idx_file.verify(0, HEADER.size)
 
     def boundaries(self, first: int, last: int) -> np.ndarray:
         """Where the documents `first` .. `last` begin in `ids`, (last - first + 1,) int64; one past the last begins at the end.
