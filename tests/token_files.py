@@ -56,7 +56,7 @@ def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_t
 
 def mix_of(sources: list[TokenSource], config: Config, vocabulary: int = 2**16, bytes_a_token: int = 1) -> Data:
     """Data of opened sources, without a tokenizer."""
-    return Data(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), vocabulary, "training.sources")
+    return Data(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), "training.sources")
 
 
 def write_jsonl(path: Path, texts: list[str] = TEXTS) -> Path:

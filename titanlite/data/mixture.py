@@ -72,14 +72,13 @@ class Data:
         training: Training,
         tokenizer: str,
         byte_lengths: np.ndarray,
-        vocabulary: int,
         key: str,
         prefix: str = "no BOS",
     ):
-        """tokenizer: its digest. byte_lengths (vocabulary,) int64: bytes of text that each id stands for.
+        """tokenizer: its digest. byte_lengths (vocabulary of the model,) int64: bytes of text that each id stands for.
 
-        vocabulary: of the model, an upper bound of the ids. key: names the sources in messages. prefix: the special tokens that
-        begin every text, spelled. Raises UserError for a source without a single sample.
+        key: names the sources in messages. prefix: the special tokens that begin every text, spelled. Raises UserError for a
+        source without a single sample.
         """
         self.sources = [_with_rows(source, training, key) for source in sources]
         self.shares = _shares(self.sources)
@@ -88,7 +87,7 @@ class Data:
         self._padded = training.document_policy != "pack"
         has_loss = any(file.loss is not None for source in sources for file in source.files)
         self._all_counted = not (self.mask or self._padded or has_loss)
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer, self._vocabulary = tokenizer, len(byte_lengths)
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint records of the data, to detect and name changes."""
@@ -214,10 +213,8 @@ def open_data(config: Config, section: str = "training") -> Data:
     vocabulary = family_of(config.model).config.vocab_size
     loaded = open_tokenizer(assets, config.training.add_bos)
     sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
-    lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)
-    lengths[: loaded.vocabulary] = byte_lengths(loaded)
-    prefix = loaded.spelled(loaded.beginning)
-    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key, prefix)
+    lengths = np.pad(byte_lengths(loaded), (0, vocabulary))[:vocabulary]
+    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, key, loaded.spelled(loaded.beginning))
     if section == "training":  # validation measures each source by itself
         check_shares(data)
     return data

@@ -108,7 +108,7 @@ def open_random(prefix: Path, config: Config) -> Data:
         writer.close()
     dist.barrier()
     source = TokenSource(Source(path=str(prefix)), "random", [TokenFile(prefix)], "random", {})
-    return Data([source], config.training, "no tokenizer", np.ones(vocabulary, np.int64), vocabulary, "training.sources")
+    return Data([source], config.training, "no tokenizer", np.ones(vocabulary, np.int64), "training.sources")
 
 
 @contextlib.contextmanager
