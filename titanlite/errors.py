@@ -1,6 +1,7 @@
 """The exception that means: the user can correct this. And what a program notes for the report of every other exception."""
 
 import contextlib
+import functools
 import os
 import sys
 import sysconfig
@@ -14,6 +15,15 @@ class UserError(ValueError):
     Its text says what is wrong, what is allowed and, if there is a guess, what was meant. Commands print the text without a
     traceback and exit with code 2. launch/failure.py reports any other exception.
     """
+
+
+class HelpRequested(SystemExit):
+    """The options contain --help: `titanlite/tools/help.py` prints every option."""
+
+    def __init__(self, values: dict[str, Any]):
+        """values: of the configuration file, not validated."""
+        super().__init__(0)
+        self.values = values
 
 
 class MachineFault(str):
@@ -31,7 +41,6 @@ LAST_READ = {"key": "", "file": ""}  # the schema notes each key that code reads
 _PYTHON = (os.path.join(sys.base_prefix, "lib") + os.sep, *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *_PYTHON)
 _position = (0, "starting")
-_watching = False
 
 
 def at(step: int, what: str) -> None:
@@ -40,9 +49,10 @@ def at(step: int, what: str) -> None:
     _position = step, what
 
 
-def position() -> tuple[int, str]:
-    """What `at` or `phase` noted last."""
-    return _position
+def where(who: str) -> str:
+    """A process, its step, and what `at` or `phase` noted last, such as "rank 0, step 37, forward and backward"."""
+    step, what = _position
+    return f"{who}, {f'step {step}' if step else 'starting'}, {what}"
 
 
 @contextlib.contextmanager
@@ -54,12 +64,10 @@ def phase(what: str) -> Iterator[None]:
     at(*before)
 
 
+@functools.cache  # a hook cannot be removed: only the first call adds it
 def watch_files() -> None:
     """From now on, notes every file that Python code in this process opens for reading, except code and libraries."""
-    global _watching
-    if not _watching:  # a hook cannot be removed
-        _watching = True
-        sys.addaudithook(_note_file)
+    sys.addaudithook(_note_file)
 
 
 def _note_file(event: str, arguments: tuple[Any, ...]) -> None:

@@ -8,9 +8,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from titanlite.data import sources
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest
 from titanlite.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]

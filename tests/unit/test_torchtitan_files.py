@@ -5,7 +5,7 @@ import pytest
 from models import llama3, qwen3
 from tests.torchtitan_files import FILES, settings, toml
 from titanlite.config.read import Faults, read_config, read_words
-from titanlite.data.tokenizer import train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.tools.check import all_faults
