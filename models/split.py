@@ -117,7 +117,7 @@ class _CausalAtTheEnd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
-        of_q, of_k, of_v = torch.zeros_like(q, dtype=torch.float32), [], []
+        of_q, of_k, of_v = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), [], []
         for keys, causal in _blocks(q, k):
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k[:, :, keys], v[:, :, keys], out, logsumexp, 0.0, causal, scale=ctx.scale

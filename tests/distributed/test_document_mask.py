@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention as flex
 
 from models import attention, llama3
-from models.attention import block_mask
+from models.attention import SeqInfo, block_mask
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, GRAPHS, MODES, config_of, mesh_of
 from tests.repetitions import slow_but
@@ -20,7 +20,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
 from titanlite.loop.step import build_model
-from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, sum_over
 from titanlite.tools.compare import whole
 from titanlite.transforms.registry import load_family
 
@@ -31,6 +31,8 @@ MESHES = {
     "tp 2": {"tp": 2},
     "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
     "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
+    "context 2": {"cp": 2},
+    "context 2 x tp 2": {"cp": 2, "tp": 2},
 }
 STEPS = 3
 
@@ -76,7 +78,7 @@ def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False,
             model.zero_grad()
             loss = summed_loss(model, batch) / count_labels(batch, mesh)
             loss.backward()
-            losses.append(sum_over_data(loss.detach(), mesh).item())
+            losses.append(sum_over(LOSS_DIMENSIONS, loss.detach(), mesh).item())
             gradients.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})
     return Found(losses, gradients, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
 
@@ -84,7 +86,11 @@ def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False,
 def _use_flex_attention(patch: pytest.MonkeyPatch) -> None:
     """The way of a GPU, with the plain implementation, which goes backward on a CPU when nobody asks whether it may."""
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
-    patch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
+
+    def with_block_mask(seq: SeqInfo) -> SeqInfo:
+        return seq._replace(mask=block_mask(seq.documents, places=seq.split and seq.split.places))
+
+    patch.setattr(llama3, "with_mask", with_block_mask)
     patch.setattr(flex, "_validate_device", lambda *tensors: None)
     patch.setattr(attention, "_compiled_flex_attention", lambda: compiled)
 
@@ -116,7 +122,7 @@ def assert_equal_within_rounding(found: Found, reference: Found, record_property
     assert worst[place] < 1e-5, place
 
 
-@pytest.mark.parametrize("mesh", ["shard 2 x tp 2", "replicate 2 x tp 2"])
+@pytest.mark.parametrize("mesh", ["shard 2 x tp 2", "replicate 2 x tp 2", "context 2 x tp 2"])
 def test_every_mesh_gives_the_losses_and_gradients_of_one_process(pools, one_process, mesh, record_property):
     assert_equal_within_rounding(run(pools, MESHES[mesh], "none", None), one_process, record_property)
 
@@ -149,6 +155,8 @@ def test_inductors_kernels_change_nothing(pools, one_process, mesh, mode, record
         ("shard 2 x tp 2", "per operation", None),
         pytest.param("shard 2", "per operation", "aot_eager", marks=pytest.mark.slow),
         ("tp 2", "budget", "aot_eager"),
+        ("context 2", "per operation", None),
+        pytest.param("context 2 x tp 2", "none", "aot_eager", marks=pytest.mark.slow),
         pytest.param("shard 2 x tp 2", "none", "aot_eager", marks=pytest.mark.slow),
     ],
 )

@@ -30,7 +30,7 @@ from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.optim.state import named_state
-from titanlite.parallel.mesh import data_degree, data_rank, sum_over_data
+from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, sum_over
 from titanlite.train import train
 from titanlite.transforms.registry import load_family
 
@@ -191,7 +191,7 @@ def test_between_readings_no_number_is_asked_for_and_a_reading_is_one_collective
 
 
 def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
-    """The same 30 steps, read in groups of different sizes; the losses by `sum_over_data` come last."""
+    """The same 30 steps, read in groups of different sizes; the losses by `sum_over` come last."""
     mesh, random = mesh_of(degrees), torch.Generator().manual_seed(1)
     every = torch.rand(30, data_degree(mesh), generator=random) * torch.logspace(-3, 3, 30)[:, None]
     shares, norms = every[:, data_rank(mesh)], torch.rand(30, generator=random)
@@ -203,7 +203,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
             if (number + 1) % size == 0:
                 read += steps.read()
         found.append(read)
-    return [*found, sum_over_data(shares.clone(), mesh).tolist()]
+    return [*found, sum_over(LOSS_DIMENSIONS, shares.clone(), mesh).tolist()]
 
 
 @pytest.mark.parametrize("degrees", [*MESHES, {"dp_shard": 4}, {"dp_shard": 8}], ids=str)

@@ -69,8 +69,8 @@ def stored(folder: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("degrees", "flavor"),
-    [(ONE, "tied"), (TWO_BY_TWO, "uneven"), pytest.param(EVERYTHING, "tied", marks=pytest.mark.slow)],
-    ids=["one process", "2 x 2", "2 x 2 x 2"],
+    [(ONE, "tied"), (TWO_BY_TWO, "uneven"), ({"cp": 2}, "tied"), pytest.param(EVERYTHING, "tied", marks=pytest.mark.slow)],
+    ids=["one process", "2 x 2", "context 2", "2 x 2 x 2"],
 )
 def test_on_the_same_mesh_weights_moments_and_losses_are_equal_bit_for_bit(pools, tmp_path, degrees, flavor):
     run(pools, degrees, tmp_path / "whole", STEPS, flavor=flavor)
@@ -117,9 +117,9 @@ def test_frozen_and_unused_parameters_and_buffers_resume_bit_for_bit(pools, tmp_
 
 
 @pytest.mark.parametrize("flavor", ["tied", "uneven"])
-def test_from_one_process_to_two_by_two_and_back_the_losses_agree_within_rounding(pools, tmp_path, flavor):
+def test_from_one_process_to_other_meshes_and_back_the_losses_agree_within_rounding(pools, tmp_path, flavor):
     run(pools, ONE, tmp_path / "whole", STEPS, flavor=flavor)
-    for degrees, steps in ((ONE, 5), (TWO_BY_TWO, 8), (ONE, STEPS)):
+    for degrees, steps in ((ONE, 4), ({"cp": 2}, 6), (TWO_BY_TWO, 8), (ONE, STEPS)):
         run(pools, degrees, tmp_path / "parts", steps, flavor=flavor)
     differences = [abs(a / b - 1) for a, b in zip(losses(tmp_path / "parts"), losses(tmp_path / "whole"), strict=True)]
     print(f"{flavor}: losses differ by {max(differences):.1e}")

@@ -20,6 +20,7 @@ HERE = "tests.distributed.test_validation"
 MESHES = [
     {"dp_shard": 4},
     {"dp_shard": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2},
     pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
 ]
 

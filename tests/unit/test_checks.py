@@ -18,6 +18,8 @@ from titanlite.loop.checks import check
 from titanlite.transforms import compile
 
 TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
+CP, METHOD = "parallelism.context_parallel_degree", "parallelism.context_parallel_method"
+ATTENTION, HYBRID = "model.attention", "tests.forks.hybrid"
 REPLICATE, RESHARD = "parallelism.data_parallel_replicate_degree", "parallelism.fsdp_reshard_after_forward"
 GLOBAL, LOCAL = "training.global_batch_size", "training.local_batch_size"
 STEPS, WARMUP = "training.steps", "lr_scheduler.warmup_steps"
@@ -95,6 +97,13 @@ CASES = [
     (4, {RESHARD: 3}, [f"{RESHARD} = 3", "data_parallel_shard_degree = 4"], {RESHARD: 2}),
     (4, {RESHARD: 4}, [f"{RESHARD} = 4", "smaller"], {RESHARD: "always"}),
     (4, {RESHARD: 2, TP: 2}, [f"{RESHARD} = 2", "data_parallel_shard_degree = 2"], {TP: 1}),
+    (2, {CP: 2, "training.seq_len": 30}, [f"{CP} = 2", "seq_len = 30 must be a multiple of 2 x 2 x"], {"training.seq_len": 32}),
+    (4, {CP: 2, TP: 2, "training.seq_len": 36}, [f"{CP} = 2", "= 8, the equal parts"], {"training.seq_len": 40}),
+    (3, {CP: 2}, ["context_parallel_degree = 2", "number of processes, 3"], {CP: 3, "training.seq_len": 36}),
+    (8, {CP: 8, METHOD: "ulysses"}, [f'{METHOD} = "ulysses"', "do not divide 4 heads of llama3 debug"], {METHOD: "gather"}),
+    (4, {CP: 4, RESHARD: 4}, [f"{RESHARD} = 4", "context_parallel_degree = 4"], {RESHARD: 2}),
+    (2, {CP: 2, ATTENTION: "tiles"}, [f'{ATTENTION} = "tiles"', f'{METHOD} = "gather"'], {METHOD: "ulysses"}),
+    (2, {CP: 2, NAME: HYBRID, FLAVOR: "plain", TOKENIZER: "fits"}, [f"layers.1 of {HYBRID} do not use Attention"], {CP: 1}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
     (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),
 

@@ -122,6 +122,7 @@ def layout(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch) -> objec
         model = parallelize.parallelize(family_of(config.model), config, mesh, CPU)
         parts = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         seen += [mesh.shape, attention_sentence(model, config), getattr(model.head, "z_loss", 0.0)]
+        seen.append(model.context and model.context[1])
     seen += [(type(block).__name__, type(block.forward).__name__) for block in model.layers.values()]
     seen.append(partitioner.activation_memory_budget)
     if not isinstance(model, FSDPModule):
@@ -314,6 +315,7 @@ PROBES: dict[str, Callable[..., object]] = {
         layout,
         "model.attention training.z_loss training.mixed_precision_param training.mixed_precision_reduce"
         " parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree"
+        " parallelism.context_parallel_degree parallelism.context_parallel_method"
         " parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch"
         " parallelism.enable_async_tensor_parallel parallelism.cpu_offload activation_checkpoint.mode"
         " activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget compile.enable compile.components"
@@ -387,6 +389,7 @@ MORE: dict[str, dict[str, str]] = {
     "parallelism.data_parallel_shard_degree": {"parallelism.data_parallel_shard_degree": "1"},
     "parallelism.data_parallel_replicate_degree": {"parallelism.data_parallel_replicate_degree": "2"},
     "parallelism.tensor_parallel_degree": {"parallelism.tensor_parallel_degree": "2"},
+    "parallelism.context_parallel_degree": {"parallelism.context_parallel_degree": "2"},
     "activation_checkpoint.selective_ac_option": {"activation_checkpoint.selective_ac_option": "2"},
     "activation_checkpoint.memory_budget": {"activation_checkpoint.memory_budget": "0.25", "compile.enable": "true"},
     "compile.backend": {"compile.backend": '"eager"'},

@@ -137,8 +137,11 @@ def test_an_option_overrides_the_other_name_of_its_key_in_a_file(tmp_path):
         ("metrics.enable_wandb = true", "metrics.enable_wandb = true (run.toml): not a key of titanlite: metrics.jsonl"),
         ("metrics.enable_wandb = 0", "metrics.enable_wandb = 0 (run.toml): not a key of titanlite"),
         ('checkpoint.export_dtype = "bfloat16"\ncheckpoint.enable = true', "`titanlite export-hf --dtype bfloat16`"),
-        ("parallelism.context_parallel_degree = 2", "there is no context parallelism yet"),
-        ('parallelism.context_parallel_degree = 2\nparallelism.context_parallel_rotate_method = "x"', "2 faults"),
+        (
+            'parallelism.context_parallel_degree = 2\nparallelism.context_parallel_rotate_method = "alltoall"',
+            "use parallelism.context_parallel_method",
+        ),
+        ("parallelism.expert_parallel_degree = 2\nparallelism.pipeline_parallel_degree = 2", "2 faults"),
         ('model.converters = ["mx"]', "use float8.enable"),
         (
             'quantize.linear.float8.filter_fqns = ["attention.wk"]',

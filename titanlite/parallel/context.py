@@ -5,7 +5,9 @@ made from the whole sequence before it is split (loop/loss.py), and `AttentionCo
 """
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.attention import AttentionCore
@@ -19,18 +21,16 @@ def apply_context_parallel(model: Decoder, config: Config, cp: DeviceMesh) -> No
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """Models whose sequences cannot be split: blocks without attention, heads that "ulysses" does not divide, forced tiles."""
+    """Models whose sequences cannot be split: blocks with another attention, heads that do not divide, forced tiles."""
     ranks, method = config.parallelism.context_parallel_degree, config.parallelism.context_parallel_method
     if ranks == 1:
         return
     key = f"parallelism.context_parallel_degree = {ranks}"
-    cores = {
-        name: [each for each in block.modules() if isinstance(each, AttentionCore)] for name, block in model.layers.items()
-    }
+    cores = {name: [*filter(_communicates, block.modules())] for name, block in model.layers.items()}
     if without := [name for name, found in cores.items() if not found]:
         yield (
-            f"{key}: layers.{', layers.'.join(without)} of {config.model.name} have no AttentionCore of models/attention.py, "
-            "which alone can send what one token reads of another to the rank that has it; set it to 1"
+            f"{key}: layers.{', layers.'.join(without)} of {config.model.name} do not use AttentionCore.core of "
+            "models/attention.py, which alone gets what one token reads of another from the rank that has it; set it to 1"
         )
     tensor = config.parallelism.tensor_parallel_degree
     heads = {count for found in cores.values() for each in found for count in (each.n_heads, each.n_kv_heads)}
@@ -41,3 +41,7 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
         )
     if method == "gather" and config.model.attention == "tiles":
         yield 'model.attention = "tiles": has no mask, which parallelism.context_parallel_method = "gather" needs; use "auto"'
+
+
+def _communicates(module: nn.Module) -> TypeGuard[AttentionCore]:
+    return isinstance(module, AttentionCore) and type(module).core is AttentionCore.core
