@@ -1,6 +1,7 @@
 """The exception that means: the user can correct this. And what a program notes for the report of every other exception."""
 
 import contextlib
+import functools
 import os
 import sys
 import sysconfig
@@ -31,7 +32,6 @@ LAST_READ = {"key": "", "file": ""}  # the schema notes each key that code reads
 _PYTHON = (os.path.join(sys.base_prefix, "lib") + os.sep, *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *_PYTHON)
 _position = (0, "starting")
-_watching = False
 
 
 def at(step: int, what: str) -> None:
@@ -40,9 +40,10 @@ def at(step: int, what: str) -> None:
     _position = step, what
 
 
-def position() -> tuple[int, str]:
-    """What `at` or `phase` noted last."""
-    return _position
+def where(who: str) -> str:
+    """A process, its step, and what `at` or `phase` noted last, such as "rank 0, step 37, forward and backward"."""
+    step, what = _position
+    return f"{who}, {f'step {step}' if step else 'starting'}, {what}"
 
 
 @contextlib.contextmanager
@@ -54,12 +55,10 @@ def phase(what: str) -> Iterator[None]:
     at(*before)
 
 
+@functools.cache  # a hook cannot be removed: only the first call adds it
 def watch_files() -> None:
     """From now on, notes every file that Python code in this process opens for reading, except code and libraries."""
-    global _watching
-    if not _watching:  # a hook cannot be removed
-        _watching = True
-        sys.addaudithook(_note_file)
+    sys.addaudithook(_note_file)
 
 
 def _note_file(event: str, arguments: tuple[Any, ...]) -> None:

@@ -70,12 +70,24 @@ def open_file(path: str | Path) -> BinaryIO:
         raise Absent(f"{path}: is missing") from None
     except (OSError, ValueError) as error:  # a name with a zero byte
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
+    if (kind := kind_of(os.fstat(handle).st_mode)) != "a file":
         os.close(handle)
-        kind = "a folder" if stat.S_ISDIR(mode) else "a FIFO" if stat.S_ISFIFO(mode) else "a device"
         raise UserError(f"{path}: cannot be read: it is {kind}, and must be a regular file")
     return open(handle, "rb")
+
+
+_KINDS = {
+    "a file": stat.S_ISREG,
+    "a folder": stat.S_ISDIR,
+    "a link": stat.S_ISLNK,
+    "a FIFO": stat.S_ISFIFO,
+    "a socket": stat.S_ISSOCK,
+}
+
+
+def kind_of(mode: int) -> str:
+    """What is at a path, in words, by its mode."""
+    return next((name for name, test in _KINDS.items() if test(mode)), "a device")
 
 
 def size_of(path: str | Path) -> int:

@@ -298,10 +298,10 @@ def main(config: Config | None = None) -> None:
         if rank > 0:
             time.sleep(_PATIENCE)
         log.error("%s", error)
-        sys.stderr.flush()
-        os._exit(2)  # sys.exit would wait for ranks that are in a collective; the launcher ends them
+        code = 2
     except Exception as error:
         code = stacks.report(error, patience)
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)
+    else:
+        sys.exit(0 if not stopped else EXIT_CODE if config.checkpoint.enable else UNSAVED)
+    sys.stderr.flush()
+    os._exit(code)  # sys.exit would wait for ranks that are in a collective; the launcher ends them

@@ -62,8 +62,8 @@ def test_an_error_of_any_rank_is_one_line_with_its_place_and_not_an_error_that_f
     line = 1 + Path(__file__).read_text().splitlines().index('        raise RuntimeError("does not fit\\nand more")')
     with pytest.raises(UserError) as raised:
         on_ranks(2, broken, use_gpus=False)
-    where = r"rank 1 of 2, starting, starting; traceback: \S+"
-    assert re.fullmatch(rf"{re.escape(__file__)}, line {line}: RuntimeError: does not fit; {where}", str(raised.value))
+    where = rf"rank 1 of 2, starting, starting: {re.escape(__file__)}, line {line}"
+    assert re.fullmatch(rf"{where}: RuntimeError: does not fit; traceback: \S+", str(raised.value))
 
 
 def test_a_rank_that_is_killed_is_named_with_what_may_have_been_the_cause():

@@ -117,9 +117,9 @@ FITTING = {
 
 def places() -> dict[str, str]:
     """Each name in a run folder at which a run writes -> its kind."""
-    kinds = {name: place.kind for name, place in PLACES.items()}
+    kinds = dict(PLACES)
     kinds |= {f"{name}.tmp": kind for name, kind in kinds.items() if kind == "file"}
-    kinds |= {_FOLDERS[key]: place.kind for key, place in OPTIONS.items()}
+    kinds |= dict.fromkeys(_FOLDERS.values(), "folder")
     kinds |= {"stacks/rank-0.txt": "file", "comm_traces/rank_0": "file"}
     kinds |= {f"profile_traces/{_STEP}": "folder", f"memory_snapshot/{_STEP}": "folder"}
     kinds |= {"checkpoint/.probe": "file", "checkpoint/.probe.tmp": "file"}

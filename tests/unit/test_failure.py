@@ -86,11 +86,11 @@ def test_frames_of_titanlite_and_libraries_are_in_the_file_only(tmp_path, monkey
 def test_a_phase_ends_with_its_block_and_stays_after_an_error():
     at(3, "forward and backward")
     with phase("opening the data"):
-        assert errors.position() == (3, "opening the data")
-    assert errors.position() == (3, "forward and backward")
+        assert errors._position == (3, "opening the data")
+    assert errors._position == (3, "forward and backward")
     with pytest.raises(KeyError), phase("opening the data"):
         raise KeyError
-    assert errors.position() == (3, "opening the data")
+    assert errors._position == (3, "opening the data")
 
 
 @pytest.mark.parametrize(
@@ -198,4 +198,4 @@ def test_a_rank_of_a_tool_that_fails_is_reported_in_one_line(kind, words):
     with pytest.raises(UserError) as caught:
         on_ranks(1, _fails, kind)
     where = "rank 0 of 1, starting, opening the data"
-    assert re.fullmatch(rf"{re.escape(__file__)}, line \d+: {words}.*; {where}; traceback: \S+", str(caught.value))
+    assert re.fullmatch(rf"{where}: {re.escape(__file__)}, line \d+: {words}.*; traceback: \S+", str(caught.value))

@@ -15,7 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
-from titanlite.errors import LAST_READ, is_users, position
+from titanlite.errors import LAST_READ, is_users, where
 from titanlite.files import cache_folder
 
 _DEFECT, _CORRECTABLE = 1, 2  # exit codes
@@ -38,19 +38,17 @@ def ran_out(error: BaseException) -> bool:
 def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None, words: str = "") -> str:
     """The text for the screen; the traceback is written to a file.
 
-    who: the command or rank. dump: (path, handle) of a file that is open for it. words: the error and its place, where the
-    caller has described them; frames are then left out.
+    who: the command or rank. dump: (path, handle) of a file that is open for it. words: the error, where the caller has
+    described it; frames are then left out.
     """
     read = [f"{kind} {name}" for kind, name in LAST_READ.items() if name]
-    step, what = position()
-    where = f"{who}, {f'step {step}' if step else 'starting'}, {what}"
     trace = "".join(traceback.format_exception(error))
     place = _write(
-        f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {where} (process {os.getpid()}): {first_line(error)}\n{trace}", dump
+        f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {where(who)} (process {os.getpid()}): {first_line(error)}\n{trace}", dump
     )
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename) and not words]
-    parts = [words, where] if words else [f"{where}: {_words(error)}{_at(frames)}"]
+    parts = [f"{where(who)}: {words or _words(error) + _at(frames)}"]
     parts += [f"read last: {', '.join(read)}"] if read else []
     parts += [f"traceback: {place}"] if place else ["no disk takes the traceback, which follows"]
     return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if place else trace]).rstrip()
@@ -67,10 +65,15 @@ def _text(error: BaseException) -> str:
         return f"it has no text: {type(second).__name__}"
 
 
+def out_of_memory(error: BaseException) -> str:
+    """The words for an error of `ran_out`."""
+    requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", _text(error))
+    return "out of memory" + (f", {requested[1]} more were requested" if requested else "")
+
+
 def _words(error: BaseException) -> str:
     if ran_out(error):
-        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", _text(error))
-        return "out of memory" + (f", {requested[1]} more were requested" if requested else "")
+        return out_of_memory(error)
     return f"{type(error).__name__}: {first_line(error)}" if _text(error) else type(error).__name__
 
 

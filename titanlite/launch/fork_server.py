@@ -4,13 +4,14 @@ The fork server is itself a fork of the launcher, made before the launcher has t
 and timers in threads and counts the GPUs, and neither survives a fork.
 """
 
+import functools
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from titanlite.errors import UserError
 from titanlite.launch import children, stop
@@ -20,16 +21,11 @@ from titanlite.launch import children, stop
 _HELD_BACK = (*stop.REQUESTS, stop.FROM_LAUNCHER, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class Child:
+class Child(NamedTuple):
     """A process of the fork server, with the part of subprocess.Popen's interface that the launcher needs."""
 
-    def __init__(self, server: "ForkServer", pid: int):
-        self.pid = pid
-        self._server = server
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the process runs."""
-        return self._server.exit_code(self.pid)
+    pid: int
+    poll: Callable[[], int | None]  # the exit code, negative for a signal; None while the process runs
 
 
 class ForkServer:
@@ -60,9 +56,9 @@ class ForkServer:
         pid = self._ask((function, arguments, environment or {}))
         if isinstance(pid, OSError):
             raise UserError(f"the machine cannot start another process, for a rank: {pid.strerror}; lower NGPU, or its limits")
-        return Child(self, pid)
+        return Child(pid, functools.partial(self._exit_code, pid))
 
-    def exit_code(self, pid: int) -> int | None:
+    def _exit_code(self, pid: int) -> int | None:
         if pid not in self._exit_codes:
             self._exit_codes |= self._ask(None)
         return self._exit_codes.get(pid)

@@ -43,15 +43,6 @@ def set_up_logging() -> None:
     logger.setLevel(logging.INFO if rank in chosen else logging.WARNING)
 
 
-def is_echo(error: Exception) -> bool:
-    """Whether an error is probably the effect of another rank's failure: a lost connection or a timeout.
-
-    gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
-    """
-    words = ("connection", "gloo", "timed out", "timeout", "socket")
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
-
-
 def start(config: Config) -> torch.device:
     """Chooses the device and joins the process group; returns the device.
 
@@ -188,12 +179,6 @@ def once_per_node(make: Callable[[], Result]) -> Result:
             answer = [make()]
     dist.broadcast_object_list(answer, src=first, group=node)
     return answer[0]
-
-
-def unverified(ranks: int) -> Iterator[str]:
-    """What only GPUs can try."""
-    if ranks > 1:
-        yield f"{ranks} ranks: their communication by NCCL"
 
 
 def faults(local_ranks: int) -> Iterator[str]:

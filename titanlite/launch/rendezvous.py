@@ -71,23 +71,18 @@ class Meeting(socketserver.ThreadingTCPServer):
     """On machine 0: who has joined which round."""
 
     daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 1024
 
     def __init__(self, port: int, machines: int):
         self.machines = machines
         self.members: dict[int, Request] = {}  # machine -> its newest request
         self.fault = ""  # ends the start on all machines
         self.lock = threading.Lock()
-        if socket.has_dualstack_ipv6():
-            self.address_family = socket.AF_INET6
-        super().__init__(("", port), _Exchange)
+        super().__init__(("", port), _Exchange, bind_and_activate=False)
+        self.socket.close()
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self.socket = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
         threading.Thread(target=self.serve_forever, daemon=True, name="meeting").start()
-
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that ends early, or another program's, is none of a launcher."""

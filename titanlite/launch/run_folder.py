@@ -18,10 +18,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, phase
 from titanlite.files import UNFINISHED, replace_file, tolerated
-from titanlite.outside import MIB, Absent, Contents, Positive, read_bytes, read_json
+from titanlite.outside import MIB, Absent, Contents, Positive, kind_of, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -40,38 +39,29 @@ _LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB 
 _PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
-class Place(NamedTuple):
-    """What a run has at a name of its folder."""
-
-    kind: str  # "file" or "folder"
-    holds: str  # and who writes it
-    inside: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # of a folder: regular expression for the names that a run uses there -> their kind
-
-
-PLACES = {
-    LOCK: Place("file", "the process that trains; rank 0 keeps it locked"),
-    CONFIG: Place("file", "the resolved configuration of the latest start; rank 0"),
-    PROVENANCE: Place("file", "an entry for each start: command, git commit and diff, versions, mesh, data; rank 0"),
-    _UNREADABLE: Place("file", "a provenance.json that somebody has edited; rank 0"),
-    METRICS: Place("file", "an object for each reported step; rank 0"),
-    INCIDENTS: Place("file", "an object for each spike and each step that was not finite; rank 0"),
-    STACKS: Place(
-        "folder", "rank-0.txt, ...: where ranks were when something went wrong; each rank, the launcher", {"rank-.*": "file"}
-    ),
-    COLLECTIVES: Place("folder", "rank_0, ...: NCCL's flight recorder; each rank", {"rank_.*": "file"}),
+PLACES = {  # names in the folder of a run -> what is there; a comment says what it holds, and who writes it
+    LOCK: "file",  # the process that trains; rank 0 keeps it locked
+    CONFIG: "file",  # the resolved configuration of the latest start; rank 0
+    PROVENANCE: "file",  # an entry for each start: command, git commit and diff, versions, mesh, data; rank 0
+    _UNREADABLE: "file",  # a provenance.json that somebody has edited; rank 0
+    METRICS: "file",  # an object for each reported step; rank 0
+    INCIDENTS: "file",  # an object for each spike and each step that was not finite; rank 0
+    STACKS: "folder",  # rank-0.txt, ...: where ranks were when something went wrong; each rank, the launcher
+    COLLECTIVES: "folder",  # rank_0, ...: NCCL's flight recorder; each rank
 }
+OPTIONS = (  # keys that name folders there
+    "checkpoint.folder",  # checkpoints, exports beside them, what is half written or half deleted; each rank
+    "metrics.save_tb_folder",  # TensorBoard's event files; rank 0
+    "profiling.save_traces_folder",  # step-00000010/rank-0.json.gz, ...; each rank
+    "profiling.save_memory_snapshot_folder",  # step-00000010/rank-0.pickle, ...; each rank
+)
 _TRACES = {r"step-\d{8,}.*": "folder"}
-OPTIONS = {  # the folders whose names are keys
-    "checkpoint.folder": Place(
-        "folder",
-        "checkpoints, exports beside them, and what is half written or half deleted (checkpoint/folder.py); each rank",
-        {r"\.?step-\d{8,}(-hf)?(\.unfinished|\.retired)?": "folder", r"\.probe(\.tmp)?": "file"},
-    ),
-    "metrics.save_tb_folder": Place("folder", "TensorBoard's event files; rank 0"),
-    "profiling.save_traces_folder": Place("folder", "step-00000010/rank-0.json.gz, ...; each rank", _TRACES),
-    "profiling.save_memory_snapshot_folder": Place("folder", "step-00000010/rank-0.pickle, ...; each rank", _TRACES),
+_INSIDE = {  # regular expressions for the names that a run uses in these folders -> what is there
+    STACKS: {"rank-.*": "file"},
+    COLLECTIVES: {"rank_.*": "file"},
+    "checkpoint.folder": {r"\.?step-\d{8,}(-hf)?(\.unfinished|\.retired)?": "folder", r"\.probe(\.tmp)?": "file"},
+    "profiling.save_traces_folder": _TRACES,
+    "profiling.save_memory_snapshot_folder": _TRACES,
 }
 
 
@@ -86,47 +76,39 @@ def faults(config: Config) -> Iterator[str]:
         return
     if (dump / CONFIG).is_file() and not os.path.lexists(dump / PROVENANCE):  # which a start writes first
         yield f'job.dump_folder = "{dump}": {dump / CONFIG} is not of a run, which would replace it; name another folder'
-    taken: dict[tuple[str, ...], str] = {}  # parts of a path, with links followed -> its place
-    for label, path, place in _places(config, dump):
-        inside = Path(os.path.relpath(path, dump)).parts
-        if not inside or ".." in inside:
+    run, taken = Path(os.path.realpath(dump)), dict[Path, str]()  # with links followed; taken: path -> its place
+    for label, path, kind, inside in _places(config, dump):
+        real = Path(os.path.realpath(path))
+        if os.path.relpath(path, dump).split(os.sep)[0] in (".", ".."):
             yield f"{label}: must be a folder inside job.dump_folder"
             continue
-        parts = Path(os.path.realpath(path)).parts
-        if other := next((other for other_parts, other in taken.items() if _overlap(parts, other_parts)), ""):
-            yield f"{label}: leads to the place of {other}; each must have its own"
-            continue
-        taken[parts] = label
-        if fault := wrong_kind(path, place.kind):
+        other = next((place for other, place in taken.items() if _overlap(real, other)), "")
+        taken.setdefault(real, label)
+        if fault := f"leads to the place of {other}; each must have its own" if other else wrong_kind(path, kind):
             yield f"{label}: {fault}"
             continue
-        for entry in sorted(path.iterdir()) if place.inside and path.is_dir() else ():
-            kind = next((kind for names, kind in place.inside.items() if re.fullmatch(names, entry.name)), "")
+        for entry in sorted(path.iterdir()) if inside and path.is_dir() else ():
+            kind = next((kind for names, kind in inside.items() if re.fullmatch(names, entry.name)), "")
             if kind and (fault := wrong_kind(entry, kind)):
                 yield f"{entry}: {fault}"
-            elif (
-                kind
-                and entry.is_symlink()
-                and _overlap(Path(os.path.realpath(entry)).parts, Path(os.path.realpath(dump)).parts)
-            ):
+            elif kind and entry.is_symlink() and _overlap(Path(os.path.realpath(entry)), run):
                 yield f"{entry}: is a link into the run folder; remove it"
 
 
-def _places(config: Config, dump: Path) -> Iterator[tuple[str, Path, Place]]:
-    """(name in messages, path, place) of all that a run writes."""
-    for name, place in PLACES.items():
-        yield str(dump / name), dump / name, place
-        if place.kind == "file":
-            yield str(dump / name) + UNFINISHED, dump / (name + UNFINISHED), place
-    for key, place in OPTIONS.items():
+def _places(config: Config, dump: Path) -> Iterator[tuple[str, Path, str, dict[str, str]]]:
+    """(name in messages, path, kind, entry of _INSIDE) of all that a run writes."""
+    for name, kind in PLACES.items():
+        for path in (dump / name, dump / (name + UNFINISHED)) if kind == "file" else (dump / name,):
+            yield str(path), path, kind, _INSIDE.get(name, {})
+    for key in OPTIONS:
         section, name = key.split(".")
         folder = getattr(getattr(config, section), name)
-        yield f'{key} = "{folder}"', dump / folder, place
+        yield f'{key} = "{folder}"', dump / folder, "folder", _INSIDE.get(key, {})
 
 
-def _overlap(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
+def _overlap(one: Path, other: Path) -> bool:
     """Whether two paths are the same, or one is inside the other."""
-    return all(a == b for a, b in zip(one, other, strict=False))
+    return one.is_relative_to(other) or other.is_relative_to(one)
 
 
 def wrong_kind(path: Path, kind: str) -> str:
@@ -140,21 +122,11 @@ def wrong_kind(path: Path, kind: str) -> str:
         return "is a link that leads nowhere; remove it" if path.is_symlink() else ""
     except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
         return f"cannot be a {kind}: {getattr(error, 'strerror', None) or error}"
-    found = next((name for name, test in _KINDS.items() if test(state.st_mode)), "a device")
-    if found != f"a {kind}":
+    if (found := kind_of(state.st_mode)) != f"a {kind}":
         return f"is {found}, and a run has a {kind} there; move it away"
     if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if kind == "folder" else 0)):
         return "no permission to write in it" if kind == "folder" else "no permission to read and write it"
     return ""
-
-
-_KINDS = {
-    "a file": stat.S_ISREG,
-    "a folder": stat.S_ISDIR,
-    "a link": stat.S_ISLNK,
-    "a FIFO": stat.S_ISFIFO,
-    "a socket": stat.S_ISSOCK,
-}
 
 
 def _unwritable(dump: Path) -> str:
@@ -182,11 +154,9 @@ class RunLock:
 
     def keep(self) -> None:
         """Makes the lock file again if somebody has removed it. Raises UserError if another run has come in since."""
-        try:
+        with contextlib.suppress(OSError):  # removed
             if os.path.samestat(os.fstat(self.file), os.stat(self.folder / LOCK)):
                 return
-        except OSError:  # removed
-            pass
         log.warning("%s: somebody has removed it; made again, since it keeps a second run out", self.folder / LOCK)
         with contextlib.suppress(OSError):  # it could not be made at the last report either
             os.close(self.file)
@@ -273,7 +243,7 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {found.name: found.version for found in importlib.metadata.distributions() if found.name in _PACKAGES},
             **facts,
         }
     )
@@ -308,11 +278,4 @@ def _git_state() -> dict[str, str] | None:
     try:
         return {"commit": git("rev-parse", "HEAD").strip(), "diff": git("diff", "HEAD")}
     except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return None

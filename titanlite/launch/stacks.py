@@ -18,11 +18,9 @@ import os
 import re
 import signal
 import time
-import traceback
 from pathlib import Path
 from typing import TextIO
 
-from titanlite import errors
 from titanlite.launch import failure, process
 from titanlite.launch.run_folder import STACKS
 
@@ -40,12 +38,6 @@ def folder_of(dump_folder: Path) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------- a rank
-
-
-def position() -> str:
-    """Which rank this is, and what `errors.at` noted last."""
-    step, what = errors.position()
-    return f"rank {process.rank_and_world()[0]}, {f'step {step}' if step else 'starting'}, {what}"
 
 
 def open_dump(dump_folder: Path, rank: int) -> None:
@@ -81,31 +73,30 @@ def report(error: Exception, patience: float = 0.0) -> int:
     patience: seconds until the log line of an error that may be an echo: meanwhile the rank that caused it logs its own.
     """
     dump = (Path(_dump.name), _dump.fileno()) if _dump is not None else None
-    text = failure.report(error, f"rank {process.rank_and_world()[0]}", dump)
+    echo = _echo(error)
+    text = failure.report(error, f"rank {process.rank_and_world()[0]}", dump, echo)
     if _dump is not None:
         faulthandler.dump_traceback(_dump, all_threads=True)
-    if process.is_echo(error):  # another rank is the cause; the traceback is in the dump
+    if echo:
         time.sleep(patience)
-        text = f"{position()}: {_echo(error)}\n{''.join(_innermost(error)).rstrip()}"
     log.error("%s", text)
     return failure.code_of(error)
 
 
 def _echo(error: Exception) -> str:
-    """What an error of gloo, NCCL or PyTorch's store in a collective means."""
+    """What an error means that is probably the effect of another rank's failure, a lost connection or a timeout; else "".
+
+    gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
+    """
     text = str(error)
+    known = re.search("connection|gloo|timed out|timeout|socket", text, re.IGNORECASE)
+    if not isinstance(error, RuntimeError) or not known:
+        return ""
     if waited := re.search(r"(?:timed out waiting|timeout after) (\d+) ?ms", text, re.IGNORECASE):
         return f"waited {int(waited[1]) / 1000:g} s for the other ranks"
     if re.search(r"connection (closed|reset|refused)|broken pipe", text, re.IGNORECASE):
         return "lost the connection to another rank"
     return failure.first_line(error)
-
-
-def _innermost(error: Exception) -> list[str]:
-    """The innermost call outside of PyTorch, and the one that failed: the collective."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if f"{os.sep}torch{os.sep}" not in frame.filename]
-    return traceback.format_list([frames[number] for number in sorted({*own[-1:], len(frames) - 1})])
 
 
 # ---------------------------------------------------------------------------------------------------------- the launcher
@@ -121,7 +112,7 @@ def request(dump_folder: Path, processes: dict[int, int], why: str) -> None:
         path = file_of(dump_folder, rank)
         if path.exists():
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"==== {_now()} rank {rank} (process {pid}): {why}\n")
+                file.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} (process {pid}): {why}\n")
             before[path] = path.stat().st_size
     for pid in processes.values():
         os.kill(pid, signal.SIGQUIT)
@@ -147,7 +138,3 @@ def remove_empty(paths: list[Path]) -> None:
             path.unlink()
     with contextlib.suppress(OSError):  # gone already, or with files of other ranks
         paths[0].parent.rmdir()
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")

@@ -9,10 +9,6 @@ import os
 import signal
 import time
 from types import FrameType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: not done, try again
 UNSAVED = 128 + signal.SIGTERM  # stopped without a checkpoint: a scheduler must not start it again
@@ -64,6 +60,7 @@ class Stop:
     """
 
     def __init__(self, limit_minutes: float):
+        import torch
         import torch.distributed as dist
 
         self.limit_minutes = limit_minutes

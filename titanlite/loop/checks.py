@@ -61,9 +61,8 @@ def check(
     faults = [*effects.faults(config.idle(Place(cuda, ranks)))]
     config = config.settled(Place(cuda or elsewhere))  # what has no effect has no faults either
     faults += (misplaced := [*run_folder.faults(config)])
-    reported = (
-        contextlib.suppress(OSError) if misplaced else contextlib.nullcontext()
-    )  # of what is there, which other parts read
+    # other parts read what is there; its faults are reported once
+    reported = contextlib.suppress(OSError) if misplaced else contextlib.nullcontext()
     for part in OF_THE_CONFIGURATION:
         with reported:
             faults += part(config)
@@ -76,13 +75,6 @@ def check(
     if len(left) < len(faults):
         raise refusal(path, [fault for fault in faults if fault not in left])
     return left
-
-
-def unverified(config: Config, ranks: int) -> Iterator[str]:
-    """What a sound configuration does on GPUs alone, for a machine that has none."""
-    yield from attention_kernels.unverified(config, family_of(config.model))
-    yield from compile.unverified(config)
-    yield from process.unverified(ranks)
 
 
 def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> Iterator[str]:

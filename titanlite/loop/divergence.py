@@ -126,12 +126,11 @@ def decide(steps: list[Step], policy: str, scale: float | None, streak: int, new
         return Decision([*before, last], "stop", reason, streak)
     if not bad:
         return Decision(bad, "", "", streak)
+    reason = ""
     if policy == "rollback" and newest is None:
         reason = "there is no checkpoint yet to go back to"
     elif policy == "rollback" and rollbacks >= _ROLLBACKS:
         reason = f"the run has gone back to step {newest} {rollbacks} times without success"
-    else:
-        reason = ""
     return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
 
 

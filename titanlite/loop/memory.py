@@ -1,7 +1,6 @@
 """The message when memory runs out, in any phase of a run: where, what holds the memory, and what helps."""
 
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.launch import process, stacks
-from titanlite.launch.failure import ran_out
+from titanlite.errors import UserError, where
+from titanlite.launch import failure, process
 from titanlite.transforms.shards import local_part
 
 GIB = 2**30
@@ -38,21 +36,20 @@ class Memory:
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
-            if not ran_out(error):
+            if not failure.ran_out(error):
                 raise
-            raise OutOfMemory(self._text(str(error))) from None
+            raise OutOfMemory(self._text(failure.out_of_memory(error))) from None
 
-    def _text(self, error: str) -> str:
-        requested = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", error)
+    def _text(self, what: str) -> str:
         held = held_memory(self.model, self.optimizer, self.device)
         total, free = capacity(self.device)
-        ranks, training = process.rank_and_world()[1], self.model is not None
-        where = "the machine" if self.device.type == "cpu" else str(self.device)
+        (rank, ranks), training = process.rank_and_world(), self.model is not None
+        owner = "the machine" if self.device.type == "cpu" else str(self.device)
         lines = [
-            f"{stacks.position()}: out of memory" + (f", {requested[1]} more were requested" if requested else ""),
+            f"{where(f'rank {rank}')}: {what}",
             "held by this rank: "
             + (", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in held.items()) or "no model yet"),
-            f"{where} has {total / GIB:.2f} GiB" + (f", of which {free / GIB:.2f} GiB are free" if free is not None else ""),
+            f"{owner} has {total / GIB:.2f} GiB" + (f", of which {free / GIB:.2f} GiB are free" if free is not None else ""),
             "remedies, the cheapest first:",
             *(f"{number}. {way}" for number, way in enumerate(remedies(self.config, self.global_batch, training), 1)),
             f"a prediction: titanlite estimate {shlex.join(sys.argv[1:])} --ranks {ranks} --device-memory-gib {total // GIB}",

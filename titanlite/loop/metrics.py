@@ -259,11 +259,6 @@ _CONSOLE = {
     "mfu_palm": "MFU {:.1%} PaLM",
     "peak_memory_gib": "memory {:.2f} GiB",
 }
-_NOT_FINITE = {
-    "loss_mean": "mean loss not finite",
-    "loss": "loss not finite",
-    "grad_norm": "grad norm not finite, step skipped",
-}
 
 
 def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
@@ -271,6 +266,7 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
     for name, text in _CONSOLE.items():
         if name in values:
-            parts.append(_NOT_FINITE[name] if values[name] is None else text.format(values[name]))
+            label = text.partition(" {")[0]
+            parts.append(f"{label} not finite" if values[name] is None else text.format(values[name]))
     parts += [f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in values.items() if name.endswith("_seconds")]
     return "  ".join(parts)

@@ -159,13 +159,13 @@ def restore(
 
     cfg, source = run.config.checkpoint, Path(run.config.checkpoint.initial_load_path)
     begin = _own_checkpoint(cfg, folder) if cfg.enable else None
-    if begin is None and cfg.enable and cfg.initial_load_path and not cfg.initial_load_model_only:
+    if begin is None and cfg.initial_load_path and not cfg.initial_load_model_only:
         begin = source, load.verified(source)
     if begin is not None:
         start = load_run(*begin, run, run_tensors(model, optimizer, loss_scale))
         log.info("resumed from %s", begin[0])
         return start
-    if cfg.enable and cfg.initial_load_path:
+    if cfg.initial_load_path:
         _load_initial_weights(run, source, model)
         log.info("weights read from %s", source)
     elif run.config.lora.enable:
@@ -361,8 +361,6 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 def faults(config: Config) -> Iterator[str]:
     """What a run cannot start from or go back to, and changes that cannot be allowed."""
     cfg, source = config.checkpoint, Path(config.checkpoint.initial_load_path)
-    if not cfg.enable:
-        return
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then initial_load_path is not read any more
     if cfg.initial_load_path and cfg.initial_load_in_hf:
         if not cfg.initial_load_model_only:

@@ -59,7 +59,7 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     import torch
 
     from titanlite.launch.run_folder import other_run
-    from titanlite.loop.checks import check, unverified
+    from titanlite.loop.checks import check
     from titanlite.plan import memory
 
     elsewhere = local_ranks is None and not torch.cuda.is_available()
@@ -67,4 +67,17 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
     if fault := other_run(Path(config.job.dump_folder)):
         raise refusal(path, [fault])
-    return [*left, *unverified(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []
+    return [*left, *unverified(config, ranks)] if elsewhere else []
+
+
+def unverified(config: Config, ranks: int) -> Iterator[str]:
+    """What a sound configuration does on GPUs alone, for a machine that has none."""
+    from titanlite.plan import memory
+    from titanlite.transforms import attention_kernels, compile
+    from titanlite.transforms.registry import family_of
+
+    yield from attention_kernels.unverified(config, family_of(config.model))
+    yield from compile.unverified(config)
+    if ranks > 1:
+        yield f"{ranks} ranks: their communication by NCCL"
+    yield from memory.unverified(config, ranks)
