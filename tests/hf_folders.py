@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models import llama3
 from titanlite.checkpoint.tensors import model_tensors
-from titanlite.data.tokenizer import train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.hf.folder import INDEX, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.tools import import_hf

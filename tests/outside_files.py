@@ -23,10 +23,11 @@ from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Source
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare import documents, encode, prepare
+from titanlite.data.prepare.cache import open_packing, train_tokenizer
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.readers import Bad, describe_place, read, where
-from titanlite.data.sources import open_packing, open_source
-from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest, train_tokenizer
+from titanlite.data.sources import open_source
+from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest
 from titanlite.errors import UserError
 from titanlite.hf.folder import INDEX, SINGLE, find_weights, recognise, their_names
 from titanlite.launch.run_folder import read_starts

@@ -8,7 +8,8 @@ import numpy as np
 
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
-from titanlite.data.indexed import path_of, write_index
+from titanlite.data.indexed import path_of
+from titanlite.data.prepare.shards import write_index
 
 SHARDS, DOCUMENTS, TOKENS = 1000, 10**6, 10**9  # the last two of each shard
 STEP = 1_000_000

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.schema import Config, Source
-from titanlite.data.indexed import TokenFile, smallest_type
+from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import Data
-from titanlite.data.prepare.shards import TokenWriter
+from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
 
 TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (1 + n % 5) for n in range(40)]
@@ -56,7 +56,7 @@ def data_of(documents: Sequence[Any], config: Config, vocabulary: int, bytes_a_t
 
 def mix_of(sources: list[TokenSource], config: Config, vocabulary: int = 2**16, bytes_a_token: int = 1) -> Data:
     """Data of opened sources, without a tokenizer."""
-    return Data(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), vocabulary, "training.sources")
+    return Data(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), "training.sources")
 
 
 def write_jsonl(path: Path, texts: list[str] = TEXTS) -> Path:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from titanlite.errors import UserError, watch_files
+from titanlite.errors import HelpRequested, UserError, watch_files
 from titanlite.launch import failure, stop
 
 COMMANDS = {
@@ -55,6 +55,10 @@ def main() -> None:
             hint = f"; did you mean {close[0]}?" if close else ""
             raise UserError(f"titanlite {name}: no such command{hint}\n\n{USAGE}")
         importlib.import_module(COMMANDS[name][0]).main()
+    except HelpRequested as request:
+        from titanlite.tools.help import print_help  # not at the top: other commands need no schema
+
+        print_help(request.values)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

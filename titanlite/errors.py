@@ -17,6 +17,15 @@ class UserError(ValueError):
     """
 
 
+class HelpRequested(SystemExit):
+    """The options contain --help: `titanlite/tools/help.py` prints every option."""
+
+    def __init__(self, values: dict[str, Any]):
+        """values: of the configuration file, not validated."""
+        super().__init__(0)
+        self.values = values
+
+
 class MachineFault(str):
     """A fault of a configuration that another machine may not have, such as one with a GPU."""
 

@@ -9,8 +9,8 @@ import pytest
 from tests.end_to_end import forked
 from tests.end_to_end.forked import Done, titanlite
 from tests.end_to_end.launcher import Ended, finish, launch
-from titanlite.data.blocks import sealed
-from titanlite.data.tokenizer import train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.prepare.manifest import sealed
 
 RUN = """
 [job]

@@ -15,8 +15,8 @@ import pytest
 
 from tests.end_to_end.launcher import Ended, Launch, finish, launch
 from titanlite.data.indexed import TokenFile
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.documents import stdlib_files
-from titanlite.data.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,12 @@ from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import METADATA
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import read_config
-from titanlite.data.blocks import BlockWriter, sums_of
+from titanlite.data.blocks import sums_of
 from titanlite.data.mixture import open_data
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.prepare import prepare
-from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
+from titanlite.data.prepare.sums import BlockWriter
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools import data as data_tool
 
 Change = Callable[[Path], None]

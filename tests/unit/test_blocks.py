@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from titanlite.data import blocks
-from titanlite.data.blocks import BLOCK, Array, BlockFile, BlockWriter
+from titanlite.data.blocks import BLOCK, Array, BlockFile
+from titanlite.data.prepare.sums import BlockWriter
 from titanlite.errors import UserError
 
 
@@ -43,17 +44,17 @@ def test_a_damaged_block_is_named_when_it_is_read_and_only_then(tmp_path, writte
     _flip(tmp_path, number * BLOCK + 5)
     array = _array(tmp_path, written)
     for other in {0, 1, 2} - {number}:
-        array.read(other * BLOCK // 2, other * BLOCK // 2 + 10)
+        array[other * BLOCK // 2 : other * BLOCK // 2 + 10]
     with pytest.raises(UserError, match=rf"a\.bin: is damaged: block {number}, bytes {number * BLOCK:,} to "):
-        array.read(number * BLOCK // 2 + 100, number * BLOCK // 2 + 101)
+        array[number * BLOCK // 2 + 100 : number * BLOCK // 2 + 101]
 
 
 def test_a_block_in_the_middle_of_a_long_slice_is_verified(tmp_path, written):
     _flip(tmp_path, BLOCK + 5)
     array = _array(tmp_path, written)
-    array.read(0, 1), array.read(BLOCK, BLOCK + 1)
+    array[0:1], array[BLOCK : BLOCK + 1]
     with pytest.raises(UserError, match="block 1"):
-        array.read(0, BLOCK + 1)
+        array[0 : BLOCK + 1]
 
 
 def test_each_process_verifies_a_block_once(tmp_path, written, monkeypatch):

@@ -15,10 +15,11 @@ from tests.tiny import FLAVORS, Model
 from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.batch import to_batch
-from titanlite.data.blocks import SEAL
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.prepare import prepare
-from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.prepare.manifest import SEAL
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 from titanlite.inference import generate
 from titanlite.loop.loss import summed_loss

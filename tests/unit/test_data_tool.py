@@ -15,8 +15,8 @@ from titanlite.config.read import read_config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import open_data
 from titanlite.data.origin import Origin, continued
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
-from titanlite.data.tokenizer import train_tokenizer
 from titanlite.errors import UserError
 from titanlite.loop.resume import Progress, Setting, numbers_of
 from titanlite.optim.lr_schedule import build_schedule

@@ -14,8 +14,8 @@ import pytest
 
 from tests.token_files import write_file
 from titanlite.data.blocks import sums_of
-from titanlite.data.indexed import TokenFile, path_of, smallest_type, write_index
-from titanlite.data.prepare.shards import TokenWriter
+from titanlite.data.indexed import TokenFile, path_of
+from titanlite.data.prepare.shards import TokenWriter, smallest_type, write_index
 from titanlite.errors import UserError
 
 _CODES = {1: ("B", 1), 4: ("i", 4), 5: ("q", 8), 8: ("H", 2)}  # of the ids' type -> for struct, bytes an id
@@ -98,7 +98,7 @@ def _refusal(prefix: Path) -> str:
 def test_a_pair_that_another_implementation_wrote_is_read(tmp_path, code, largest, behind):
     documents = [[[1, 2, 3], [4]], [[5, 0]], [[], [largest, 7, 8], []]]
     file = TokenFile(_megatron(tmp_path / "a", documents, code, behind))
-    file.check()
+    file.document_lengths()
     assert _read(file) == [[1, 2, 3, 4], [5, 0], [largest, 7, 8]]
     assert (file.documents, file.tokens, file.ids.dtype.itemsize) == (3, 9, _CODES[code][1])
     assert file.document_lengths().tolist() == [4, 2, 3]
@@ -115,7 +115,7 @@ def test_a_name_with_dots_keeps_them(tmp_path):
 @pytest.mark.parametrize("documents", [[], [[]], [[[]], [[]]]], ids=["no documents", "no sequences", "no tokens"])
 def test_a_pair_that_holds_nothing_is_read(tmp_path, documents):
     file = TokenFile(_megatron(tmp_path / "a", documents))
-    file.check()
+    file.document_lengths()
     assert file.tokens == 0
     assert _read(file) == [[] for _ in documents]
 
@@ -278,7 +278,7 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
         with pytest.raises(UserError, match=f"{index}: (document 2|sequence 3) "):
             file.boundaries(first, last)
     with pytest.raises(UserError, match=f"{index}: "):
-        file.check()
+        file.document_lengths()
     with pytest.raises(UserError, match=f"{index}: "):
         file.document_lengths()
 
@@ -296,10 +296,10 @@ def test_an_entry_in_the_middle_that_points_elsewhere_is_refused_where_it_is_rea
 def test_sequences_that_do_not_follow_each_other_are_found_by_a_check(pair, at, form, value, words):
     tokens, index = pair
     file = TokenFile(tokens.with_suffix(""))
-    file.check()
+    file.document_lengths()
     _patch(index, at, form, value)
     with pytest.raises(UserError, match=f"{index}: {words}"):
-        TokenFile(tokens.with_suffix("")).check()
+        TokenFile(tokens.with_suffix("")).document_lengths()
 
 
 def test_tokens_before_the_first_sequence_are_found_by_a_check(pair):
@@ -307,7 +307,7 @@ def test_tokens_before_the_first_sequence_are_found_by_a_check(pair):
     _patch(index, _pointer(0), "<q", 2)
     _patch(index, _length(0), "<i", 2)
     with pytest.raises(UserError, match=f"{index}: sequence 0 has 2 tokens at byte 2 of a.bin; the sequences before it end at"):
-        TokenFile(tokens.with_suffix("")).check()
+        TokenFile(tokens.with_suffix("")).document_lengths()
 
 
 def test_a_sequence_of_less_than_nothing_is_found_by_a_check(pair):
@@ -316,7 +316,7 @@ def test_a_sequence_of_less_than_nothing_is_found_by_a_check(pair):
     _patch(index, _pointer(2), "<q", 4)  # where it would end
     _patch(index, _length(2), "<i", 4)
     with pytest.raises(UserError, match=f"{index}: sequence 1 has -1 tokens"):
-        TokenFile(tokens.with_suffix("")).check()
+        TokenFile(tokens.with_suffix("")).document_lengths()
 
 
 # ---------------------------------------------------------------------------------------------------------- large files
@@ -373,7 +373,7 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
     assert opened.documents == documents
     assert opened.boundaries(documents - 1, documents).tolist() == [tokens, tokens]
     assert opened.document_at(0) == documents - 2  # all before the last one begin at 0, and this one ends elsewhere
-    assert opened.ids.read(tokens // 2, tokens // 2 + 1) == 0
+    assert opened.ids[tokens // 2 : tokens // 2 + 1] == 0
     assert pickle.loads(pickle.dumps(opened)).tokens == tokens
     assert _resident() - before < 20 * 10**6  # the smallest of the tables has 40
     assert time.monotonic() - began < 5

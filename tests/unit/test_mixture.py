@@ -19,8 +19,9 @@ from titanlite.data.mixture import Data, check_epochs, open_data
 from titanlite.data.order import drawn, sample_at
 from titanlite.data.origin import Origin, continued
 from titanlite.data.prepare import prepare
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import TokenSource
-from titanlite.data.tokenizer import load_tokenizer, train_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 
 

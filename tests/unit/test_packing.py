@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tests.token_files import write_file
-from titanlite.data import sources
-from titanlite.data.packing import Packing, best_fit, pack_file
-from titanlite.data.sources import open_packing
+from titanlite.data.blocks import sums_of
+from titanlite.data.packing import Packing
+from titanlite.data.prepare import cache as packed_once
+from titanlite.data.prepare.cache import open_packing
+from titanlite.data.prepare.packing import best_fit, pack_file
 from titanlite.errors import UserError
 from titanlite.files import cache_folder
 
@@ -180,7 +182,7 @@ def test_rows_are_packed_once_for_each_length(tmp_path, monkeypatch):
     file = write_file(tmp_path / "a", [list(range(n)) for n in (5, 4, 3, 7, 12)])
     first = {length: _rows(open_packing(file, "f", length)) for length in (6, 8)}
     assert first[6] != first[8]
-    monkeypatch.setattr(sources, "pack_file", None)
+    monkeypatch.setattr(packed_once, "pack_file", None)
     assert {length: _rows(open_packing(file, "f", length)) for length in (6, 8)} == first
 
 
@@ -196,11 +198,11 @@ def test_rows_of_other_content_or_of_another_file_are_packed_again(tmp_path):
 def test_rows_that_lie_beside_a_file_are_used(tmp_path, monkeypatch):
     file = write_file(tmp_path / "a.b", [[1] * 5, [1] * 4, [1] * 3])
     pack_file(file.prefix, 8, tmp_path / "a.b.best_fit-8.npy")
-    monkeypatch.setattr(sources, "pack_file", None)
+    monkeypatch.setattr(packed_once, "pack_file", None)
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)], [(9, 3)]]
 
 
-@pytest.mark.parametrize("fault", ["of the file as it was", "cut short", "empty"])
+@pytest.mark.parametrize("fault", ["of the file as it was", "cut short", "empty", "without checksums"])
 @pytest.mark.usefixtures("cache")
 def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp_path, fault):
     file = write_file(tmp_path / "a", [[1] * 5, [1] * 4])
@@ -210,6 +212,8 @@ def test_rows_beside_a_file_that_are_not_its_own_are_refused_with_the_remedy(tmp
         beside.write_bytes(beside.read_bytes()[:-8])
     elif fault == "empty":
         beside.write_bytes(b"")
+    elif fault == "without checksums":
+        sums_of(beside).unlink()
     else:
         file = write_file(tmp_path / "a", [[1] * 5, [1] * 5])
     with pytest.raises(UserError, match=r"a\.best_fit-8\.npy: .*; remove it, and it is made again"):
@@ -225,7 +229,7 @@ def test_packing_that_fails_in_the_middle_leaves_nothing_and_damaged_rows_are_pa
         raise RuntimeError("in the middle")
 
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="in the middle"):
-        broken.setattr(sources, "pack_file", half)
+        broken.setattr(packed_once, "pack_file", half)
         open_packing(file, "f", 8)
     assert {entry.suffix for entry in cache_folder().iterdir()} == {".lock"}
     assert _rows(open_packing(file, "f", 8)) == [[(0, 5), (5, 4)]]

@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare import documents, encode, prepare, shards
+from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.prepare.readers import BadDocument
-from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest, train_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest
 from titanlite.errors import UserError
 
 _TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (n % 7) for n in range(60)]
@@ -68,7 +69,7 @@ def _documents(output: Path) -> list[list[int]]:
     found = []
     for path in sorted(output.glob("*.bin")):
         file = TokenFile(path.with_suffix(""))
-        file.check()
+        file.document_lengths()
         ends = np.cumsum(file.lengths[:])
         found += [file.ids[end - length : end].tolist() for end, length in zip(ends, file.lengths[:], strict=True)]
     return found

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import sparse_set
-from titanlite.data.tokenizer import train_tokenizer
+from titanlite.data.prepare.cache import train_tokenizer
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["pack", "document mask"])

@@ -14,12 +14,12 @@ import pytest
 
 from tests.token_files import TEXTS, write_file, write_jsonl
 from titanlite.config.schema import Config
-from titanlite.data import sources
-from titanlite.data.blocks import sealed
 from titanlite.data.indexed import path_of
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import cache, prepare
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.data.prepare.manifest import sealed
 from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
-from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError
 from titanlite.files import cache_folder
 
@@ -207,7 +207,7 @@ def test_text_becomes_documents_each_closed_by_the_end_of_text(tmp_path, assets,
 def test_text_is_made_into_tokens_once(tmp_path, assets, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl")
     first = _open(path, assets)
-    monkeypatch.setattr(sources, "prepare", None)
+    monkeypatch.setattr(cache, "prepare", None)
     second = _open(path, assets)
     assert second.fingerprint == first.fingerprint
     assert [file.prefix for file in second.files] == [file.prefix for file in first.files]
@@ -307,7 +307,7 @@ def test_a_cache_that_cannot_be_written_is_refused_with_the_variable_that_names_
 
 
 def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
-    make = sources.prepare
+    make = cache.prepare
 
     def slowly(*arguments, **options):
         with open(notes, "a") as file:
@@ -315,7 +315,7 @@ def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
         time.sleep(0.3)
         return make(*arguments, **options)
 
-    sources.prepare = slowly
+    cache.prepare = slowly
     ready.wait(timeout=60)
     source = _open(path, assets)
     answers.put((source.fingerprint, _documents(source)))
@@ -341,7 +341,7 @@ def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
 
 
 def test_a_folder_of_tokenize_is_read_as_it_lies(tokenized, assets, loaded, monkeypatch):
-    monkeypatch.setattr(sources, "prepare", None)
+    monkeypatch.setattr(cache, "prepare", None)
     source = _open(tokenized, assets)
     assert _documents(source) == _expected(loaded)
     assert source.fingerprint == read_manifest(tokenized)["fingerprint"]

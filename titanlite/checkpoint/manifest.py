@@ -57,8 +57,8 @@ class _Module(outside.Contents):
     text: str
 
 
-class _File(outside.Contents):
-    model_config = ConfigDict(extra="forbid")
+class Contents(NamedTuple):
+    """Size and checksum of a file."""
 
     bytes: Count
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -78,7 +78,7 @@ class _Numbers(outside.Contents):
     model_source: dict[str, _Module] | None = None
     loss_sum: float = 0.0
     loss_count: Count = 0
-    files: dict[FileName, _File]
+    files: dict[FileName, Contents]
 
     @model_validator(mode="after")
     def mixture_is_of_the_data(self) -> "_Numbers":
@@ -108,26 +108,18 @@ class _Schedule(outside.Contents):
     decay_end: Count = 0  # titanlite 0.1 had none
 
 
+class _Sections(outside.Contents):
+    checkpoint: dict[str, Any]
+    training: dict[str, Any]
+
+
 class _Run(outside.Contents):
     """What the manifest of a run must hold too; that of imported weights does not."""
 
     global_batch: Positive
     data: _RunData
     schedule: _Schedule
-    config: dict[str, Any]
-
-    @model_validator(mode="after")
-    def config_is_a_runs(self) -> "_Run":
-        if missing := {"checkpoint", "training"} - self.config.keys():
-            raise ValueError(f"config has no {', '.join(sorted(missing))}")
-        return self
-
-
-class Contents(NamedTuple):
-    """Size and checksum of a file."""
-
-    bytes: int
-    xxh3_128: str
+    config: _Sections
 
 
 class Manifest(NamedTuple):
@@ -172,12 +164,10 @@ def read(folder: Path) -> Manifest:
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
     try:
-        outside.validated(_Numbers, values, f"{path}: is damaged")
+        files = outside.validated(_Numbers, values, f"{path}: is damaged").files
     except UserError as error:
         raise Damaged(str(error)) from None
-    files = {name: Contents(**entry) for name, entry in values.pop("files").items()}
-    del values["format"]
-    return Manifest(values, files)
+    return Manifest({name: value for name, value in values.items() if name not in ("format", "files")}, files)
 
 
 def check_run(folder: Path, manifest: Manifest) -> None:

@@ -4,7 +4,6 @@ A file may name another one as `base = "other.toml"`; it then contains only the 
 plain dictionaries and validated once, so that all faults are reported together, each with the file or option it comes from.
 """
 
-import argparse
 import contextlib
 import difflib
 import json
@@ -13,14 +12,14 @@ import re
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from titanlite.config.effects import OPTION, Layer, Place, effective_when
+from titanlite.config.effects import OPTION, Layer, Place
 from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, listed, phase
+from titanlite.errors import HelpRequested, UserError, listed, phase
 from titanlite.outside import Absent, parse_toml, read_toml, validated
 
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
@@ -37,17 +36,13 @@ class Faults(UserError):
     the rest belong into the same message. A faulty value of a key of titanlite leaves no configuration to check.
     """
 
-    path: str
-    faults: list[str]
-    rest: Config | None
+    def __init__(self, path: str, faults: list[str], rest: Config | None = None):
+        super().__init__(path, faults, rest)
+        self.path, self.faults, self.rest = path, faults, rest
 
-
-def refusal(path: str, faults: list[str], rest: Config | None = None) -> Faults:
-    """The error that reports all faults of one configuration."""
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    error = Faults(listed(f"{path}: {count}", faults))
-    error.path, error.faults, error.rest = path, faults, rest
-    return error
+    def __str__(self) -> str:
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        return listed(f"{self.path}: {count}", self.faults)
 
 
 def read_words(words: list[str], usage: str) -> tuple[str, Config]:
@@ -75,12 +70,12 @@ def read_config(path: str | Path | None, options: list[str], taken: list[str] | 
 
     path: None for the options alone.
     Keys of torchtitan that have a meaning here are replaced, with a line for each added to `taken`. Raises Faults that lists
-    all faults of files and options. `--help` prints every option and exits.
+    all faults of files and options; HelpRequested for `--help`.
     """
     origins: dict[str, Layer] = {}  # "section.key" -> the file or option that has set it
     values = _load_toml(Path(path), [], origins) if path else {}
     if "-h" in options or "--help" in options:
-        _print_help(values)
+        raise HelpRequested(values)
     texts, faults = _parse_options(options)
     for key, text in texts.items():
         *tables, name = _path(key)
@@ -98,9 +93,9 @@ def read_config(path: str | Path | None, options: list[str], taken: list[str] | 
         config = Config.model_validate(values)
     except ValidationError as error:
         faults += _describe(error, origins)
-        raise refusal(str(path or "options"), faults, _without_foreign(values, error)) from None
+        raise Faults(str(path or "options"), faults, _without_foreign(values, error)) from None
     if faults:
-        raise refusal(str(path or "options"), faults)
+        raise Faults(str(path or "options"), faults)
     vars(config)["layers"] = {key: layer for key, layer in origins.items() if key in KEYS}
     return config
 
@@ -222,50 +217,12 @@ def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
     return texts, faults
 
 
-def _print_help(file_values: dict[str, Any]) -> NoReturn:
-    """Prints every option with its type, meaning and current value, and exits."""
-    parser = argparse.ArgumentParser(
-        usage="run_train.sh CONFIG.toml [--section.key value ...]",
-        description="Every key of the TOML file is an option; (now: ...) is the value from the file, or else the default.",
-        add_help=False,
-    )
-    for section, schema in SECTIONS.items():
-        table = file_values.get(section)
-        group = parser.add_argument_group(section, schema.__doc__)
-        for name, field in schema.model_fields.items():
-            value = table.get(name, field.default) if isinstance(table, dict) else field.default
-            conditions = effective_when(field).conditions
-            only = f" Has no effect unless {' and '.join(conditions)}." if conditions else ""
-            meaning = f"{field.description}{only} (now: {json.dumps(value, default=str)})".replace("%", "%%")
-            group.add_argument(f"--{section}.{name}", metavar=_type_name(field.annotation), help=meaning)
-    parser.print_help()
-    sys.exit(0)
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is list:
-        return "[{KEY=VALUE,...},...]" if _entry_schema(annotation) else f"{_type_name(get_args(annotation)[0])},..."
-    names = {
-        "boolean": "BOOL",
-        "integer": "INT",
-        "number": "FLOAT",
-        "string": "TEXT",
-        "null": "NONE",
-        "object": "{KEY=VALUE,...}",
-    }
-    schema = TypeAdapter(annotation).json_schema()
-    parts: list[str] = []
-    for option in schema.get("anyOf", [schema]):
-        parts += option["enum"] if "enum" in option else [str(option["const"]) if "const" in option else names[option["type"]]]
-    return "|".join(parts)
-
-
 def _parse_value(key: str, text: str) -> Any:
     """The text of an option as the key's type; the validation reports an unknown key, and a text that does not fit."""
     annotation = KEYS.get(key, Any if len(_path(key)) > 2 else str)
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
-    if get_origin(annotation) is list and not _entry_schema(annotation):
+    if get_origin(annotation) is list and not entry_schema(annotation):
         return text.split(",")
     if not is_foreign(key) and annotation is not Any:  # whose type the schema does not have
         with contextlib.suppress(ValidationError):
@@ -284,7 +241,7 @@ def _path(key: str) -> list[str]:
     return [section, name] if name else [section]
 
 
-def _entry_schema(annotation: Any) -> type[BaseModel] | None:
+def entry_schema(annotation: Any) -> type[BaseModel] | None:
     """The schema of the tables in a list of tables; None for every other type."""
     entry = get_args(annotation)[0] if get_origin(annotation) is list else None
     return entry if isinstance(entry, type) and issubclass(entry, BaseModel) else None
@@ -298,7 +255,7 @@ def _describe(error: ValidationError, origins: dict[str, Layer]) -> list[str]:
     by_place: dict[tuple[Any, ...], list[Any]] = {}
     for entry in error.errors():
         place = entry["loc"]
-        in_entry = len(place) > 2 and _entry_schema(KEYS.get(f"{place[0]}.{place[1]}"))
+        in_entry = len(place) > 2 and entry_schema(KEYS.get(f"{place[0]}.{place[1]}"))
         by_place.setdefault(place[: 4 if in_entry else 2], []).append(entry)
     return [
         _entry_sentence(*place, errors=errors) if len(place) > 2 else _sentence(*place, origins=origins, errors=errors)

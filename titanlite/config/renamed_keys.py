@@ -32,12 +32,8 @@ INSTEAD: dict[str, str] = {
     # options of other commands
     "ranks": "the environment says how many ranks there are: NGPU x NNODES",
     # keys
-    "float8.precompute_float8_dynamic_scale_for_fsdp": "always done with float8.enable_fsdp_float8_all_gather; remove the key",
     "float8.force_recompute_fp8_weight_in_bwd": "use activation_checkpoint.mode; remove the key",
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "a model's KEEP table says what else is kept",
-    "activation_checkpoint.early_stop": "recomputation always stops at the last value that is needed; remove the key",
-    "activation_checkpoint.preserve_rng_state": "the random state is always kept; remove the key",
-    "activation_checkpoint.determinism_check": "PyTorch's check of shapes and types is always on; remove the key",
     "activation_checkpoint.visualize_memory_budget_pareto": "not supported; remove the key",
     "activation_checkpoint.debug": "not supported; remove the key",
     "compile.unit": "each block is one graph; remove the key",
@@ -55,8 +51,6 @@ INSTEAD: dict[str, str] = {
     "model.print_after_conversion": "there are no model converters; remove the key",
     "training.batch_size": "use training.local_batch_size (per rank) or training.global_batch_size (per step)",
     "training.gradient_accumulation_steps": "use training.global_batch_size",
-    "training.compile": "use compile.enable",
-    "training.enable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
     "training.gc_debug": "remove it",
     "training.dataloader": "use dataloader.workers and dataloader.prefetch",
     "training.img_size": _NO_IMAGES,
@@ -75,7 +69,6 @@ INSTEAD: dict[str, str] = {
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, so no step is possible before",
     "optimizer.fused": 'use optimizer.implementation = "fused"',
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor",
-    "checkpoint.enable_checkpoint": "use checkpoint.enable",
     "checkpoint.interval_type": "checkpoint.interval counts steps",
     "checkpoint.model_weights_only": "a checkpoint is always complete; initial_load_path reads the weights alone",
     "checkpoint.last_save_model_only": "a checkpoint is always complete; remove the key",
@@ -83,57 +76,37 @@ INSTEAD: dict[str, str] = {
     "checkpoint.create_seed_checkpoint": "initial weights are the same on every mesh already; remove the key",
     "checkpoint.enable_first_step_checkpoint": "set checkpoint.interval; the last step is always saved",
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",
-    "metrics.disable_color_printing": "nothing is coloured; remove the key",
-    "metrics.rank_0_only": "metrics are global, written by rank 0; the environment variable LOG_RANK selects who logs",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
     "metrics.enable_wandb": "metrics.jsonl and TensorBoard contain all metrics",
     "checkpoint.initial_load_in_hf_quantized": "quantized weights are not read; convert them to bfloat16 first",
-    "checkpoint.enable_ft_dataloader_checkpoints": "the position in the data is always saved; remove the key",
     "comm.mode": "use the command `titanlite estimate CONFIG --ranks N`",
-    "comm.save_traces_file_prefix": "flight records go to comm_traces in job.dump_folder",
-    "comm.save_traces_folder": "flight records go to comm_traces in job.dump_folder",
 }
 
-# Values that request what titanlite does anyway, and colours, which change nothing.
+# Values that request what titanlite does anyway, and colours, which change nothing. Of every other key here, false does too: it
+# switches off what titanlite does not have.
 SAME: dict[str, tuple[Any, ...]] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (["moe.router.gate"], []),  # experts only
     "activation_checkpoint.early_stop": (True, False),  # changes time only
     "activation_checkpoint.preserve_rng_state": (True,),
     "activation_checkpoint.determinism_check": ("default",),
-    "activation_checkpoint.visualize_memory_budget_pareto": (False,),
-    "activation_checkpoint.debug": (False,),
     "model.converters": ([],),
-    "model.print_after_conversion": (False,),
     "quantize.linear.float8.filter_fqns": ([], ["output"]),  # the head is never in float8
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),  # done for every float8 all-gather
     "float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),
     "quantize.grouped_mm.*.fqns": ([],),
-    "training.gc_debug": (False,),
     "training.enable_loss_parallel": (True,),
     "training.dataloader.pin_memory": (False, True),  # changes time only
     "training.dataloader.persistent_workers": (False, True),
-    "parallelism.disable_loss_parallel": (False,),
-    "parallelism.enable_compiled_autograd": (False,),
-    "optimizer.early_step_in_backward": (False,),
     "optimizer.fused": (True,),
-    "checkpoint.last_save_model_only": (False,),
     "checkpoint.export_dtype": ("float32",),
-    "checkpoint.create_seed_checkpoint": (False,),
-    "checkpoint.enable_first_step_checkpoint": (False,),
     "checkpoint.enable_ft_dataloader_checkpoints": (True,),
-    "checkpoint.initial_load_in_hf_quantized": (False,),
-    "checkpoint.load_only": (False,),
     "metrics.disable_color_printing": (False, True),
-    "metrics.enable_wandb": (False,),
-    "metrics.save_for_all_ranks": (False,),
     "metrics.rank_0_only": (True,),
     "comm.mode": ("default",),
     "comm.save_traces_folder": ("comm_traces",),
     "comm.save_traces_file_prefix": ("rank_",),
     "job.custom_config_module": ("",),
     "experimental.custom_*": ("",),
-    "debug.deterministic_warn_only": (False,),
-    "debug.moe_force_load_balance": (False,),
 }
 # Options of a feature, the key that switches it, and the value (torchtitan's default) with which they have no effect.
 SWITCHES: dict[str, tuple[str, Any]] = {
@@ -153,6 +126,8 @@ RENAMED: dict[str, str] = {
     "training.dataloader.num_workers": "dataloader.workers",
     "training.dataloader.prefetch_factor": "dataloader.prefetch",
     "training.enable_cpu_offload": "parallelism.cpu_offload",
+    "training.compile": "compile.enable",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
     "debug.seed": "training.seed",
     "debug.deterministic": "training.deterministic",
 }
@@ -168,6 +143,17 @@ _DIGITS = ("activation_checkpoint.selective_ac_option",)  # keys of titanlite th
 def is_foreign(key: str) -> bool:
     """Whether the tables name this key, or its section."""
     return key in RENAMED or any(fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in INSTEAD)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+INSTEAD |= {
+    key: f"titanlite always does what {' or '.join(map(_text, same))} requests; remove the key"
+    for key, same in SAME.items()
+    if not is_foreign(key)
+}
 
 
 def take_foreign_keys(values: dict[str, Any], origins: dict[str, Layer]) -> tuple[list[str], list[str]]:
@@ -212,7 +198,7 @@ def _taken_as(key: str, value: Any, settings: dict[str, Any]) -> tuple[str, Any,
     for theirs, their_value, ours, meant in REWRITTEN:
         if theirs == key and value in (their_value, [their_value]):
             return ours, meant, ""
-    accepted = next((same for pattern, same in SAME.items() if fnmatchcase(key, pattern)), ())
+    accepted = next((same for pattern, same in SAME.items() if fnmatchcase(key, pattern)), (False,) if is_foreign(key) else ())
     if any(same == value and type(same) is type(value) for same in accepted):  # 1 == True, but stands for no boolean
         return "", None, _ANYWAY
     for pattern, (switch, off) in SWITCHES.items():
@@ -241,7 +227,3 @@ def _remove(table: dict[str, Any], path: tuple[str, ...]) -> None:
         _remove(table[path[0]], path[1:])
     if len(path) == 1 or not table[path[0]]:
         del table[path[0]]
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, default=str)

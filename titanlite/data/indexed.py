@@ -4,7 +4,7 @@ NAME.idx, little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py,
 
     9 bytes   "MMIDIDX" and two zero bytes
     uint64    version, 1
-    uint8     code of the ids' type, see _DTYPES
+    uint8     code of the ids' type, see DTYPES
     uint64    sequences
     uint64    entries of the document index, one more than there are documents
     int32     tokens of each sequence
@@ -25,31 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.blocks import Array, BlockFile, BlockWriter
+from titanlite.data.blocks import Array, BlockFile
 from titanlite.errors import UserError
 from titanlite.outside import open_file, size_of
 
-_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEADER = struct.Struct("<9sQBQQ")
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+HEADER = struct.Struct("<9sQBQQ")
 _AT_ONCE = 2**16  # sequences whose entries are checked together
-_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floating-point
-
-
-def smallest_type(vocabulary: int) -> np.dtype:
-    """The smallest of the format's types that holds the ids below `vocabulary`. It has no uint32."""
-    fits = (dtype for dtype in (np.uint8, np.uint16, np.int32, np.int64) if vocabulary - 1 <= np.iinfo(dtype).max)
-    return np.dtype(next(fits))
-
-
-def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
-    """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
-    code = next(code for code, known in _DTYPES.items() if known == dtype)
-    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    with BlockWriter(path_of(prefix, "idx")) as file:
-        file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(lengths) + 1))
-        file.write(lengths.astype("<i4").tobytes())
-        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
-        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # 6 and 7 are floating-point
 
 
 def path_of(prefix: Path, suffix: str) -> Path:
@@ -60,7 +43,7 @@ def path_of(prefix: Path, suffix: str) -> Path:
 class TokenFile:
     """NAME.bin with NAME.idx, each mapped at its first read. What is read is verified: see blocks.py.
 
-    tokens, documents: how many it holds. has_loss: whether NAME.loss exists. files: all of its files.
+    tokens, documents: how many it holds. files: all of its files.
 
     ids (tokens,) of the file's integer type. loss (tokens,) uint8, 1 where a token is a label; None: all are. lengths
     (sequences,) int32. pointers (sequences,) int64, the byte of NAME.bin at which each begins. first_sequences (documents + 1,)
@@ -72,7 +55,8 @@ class TokenFile:
     def __init__(self, prefix: Path):
         """Raises UserError that names the faulty file: missing, of another format, truncated, or longer than the index says.
 
-        Reads only the header, the sizes and the last entries, so that the largest file opens at once; `check` reads all.
+        Reads only the header, the sizes and the last entries, so that the largest file opens at once; `document_lengths` reads
+        all.
         """
         self.prefix = prefix
         self._read_sizes()
@@ -85,18 +69,18 @@ class TokenFile:
         ids, index, loss = (path_of(self.prefix, suffix) for suffix in ("bin", "idx", "loss"))
         with open_file(index) as file:
             size = os.fstat(file.fileno()).st_size
-            header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            header = file.read(HEADER.size)
+            if len(header) < HEADER.size or not header.startswith(MAGIC):
                 raise UserError(f"{index}: not an index in Megatron's format: it begins with {header[:9]!r}")
-            _, version, code, sequences, entries = _HEADER.unpack(header)
-            if version != _VERSION:
-                raise UserError(f"{index}: version {version} of Megatron's format; only version {_VERSION} is supported")
-            if code not in _DTYPES:
-                known = ", ".join(f"{number} ({np.dtype(dtype).name})" for number, dtype in _DTYPES.items())
+            _, version, code, sequences, entries = HEADER.unpack(header)
+            if version != VERSION:
+                raise UserError(f"{index}: version {version} of Megatron's format; only version {VERSION} is supported")
+            if code not in DTYPES:
+                known = ", ".join(f"{number} ({np.dtype(dtype).name})" for number, dtype in DTYPES.items())
                 raise UserError(f"{index}: ids of type {code}; supported are {known}")
             if entries < 1:
                 raise UserError(f"{index}: has no document index")
-            pointers_at = _HEADER.size + 4 * sequences
+            pointers_at = HEADER.size + 4 * sequences
             documents_at = pointers_at + 8 * sequences
             end = documents_at + 8 * entries
             if size < end:
@@ -105,7 +89,7 @@ class TokenFile:
             def number_at(offset: int, form: str) -> int:
                 return struct.unpack(form, os.pread(file.fileno(), struct.calcsize(form), offset))[0]
 
-            dtype = np.dtype(_DTYPES[code])
+            dtype = np.dtype(DTYPES[code])
             described = 0  # bytes of NAME.bin, by the last sequence
             if sequences:
                 described = number_at(documents_at - 8, "<q") + number_at(pointers_at - 4, "<i") * dtype.itemsize
@@ -118,19 +102,20 @@ class TokenFile:
             )
         if (first, last) != (0, sequences):
             raise UserError(f"{index}: its document index goes from sequence {first} to {last}, must be from 0 to {sequences}")
-        self.tokens, self.documents, self.has_loss = actual // dtype.itemsize, entries - 1, os.path.lexists(loss)
-        if self.has_loss and (flags := size_of(loss)) != self.tokens:
-            raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
+        self.tokens, self.documents, self.loss = actual // dtype.itemsize, entries - 1, None
         bin_file, idx_file = BlockFile(ids, actual), BlockFile(index, size)
-        self.files = [bin_file, idx_file, *([BlockFile(loss, flags)] if self.has_loss else [])]
+        self.files = [bin_file, idx_file]
+        if os.path.lexists(loss):
+            if (flags := size_of(loss)) != self.tokens:
+                raise UserError(f"{loss}: has {flags:,} bytes, must have one for each of the {self.tokens:,} tokens")
+            self.files.append(BlockFile(loss, flags))
+            self.loss = Array(self.files[2], np.dtype(np.uint8), 0, self.tokens)
         self.ids = Array(bin_file, dtype, 0, self.tokens)
-        self.loss = Array(self.files[2], np.dtype(np.uint8), 0, self.tokens) if self.has_loss else None
-        self.lengths = Array(idx_file, np.dtype("<i4"), _HEADER.size, sequences)
+        self.lengths = Array(idx_file, np.dtype("<i4"), HEADER.size, sequences)
         self.pointers = Array(idx_file, np.dtype("<i8"), pointers_at, sequences)
         self.first_sequences = Array(idx_file, np.dtype("<i8"), documents_at, entries)
         self._consistent: set[int] = set()  # groups of sequences that were checked
-        if idx_file.has_sums:
-            idx_file.verify(0, _HEADER.size)
+        idx_file.verify(0, HEADER.size)
 
     def boundaries(self, first: int, last: int) -> np.ndarray:
         """Where the documents `first` .. `last` begin in `ids`, (last - first + 1,) int64; one past the last begins at the end.
@@ -172,10 +157,6 @@ class TokenFile:
     def document_lengths(self) -> np.ndarray:
         """Tokens of each document, (documents,) int64. Reads and checks the whole index; raises UserError."""
         return np.diff(self.boundaries(0, self.documents))
-
-    def check(self) -> None:
-        """Reads and checks the whole index; raises UserError."""
-        self.document_lengths()
 
     def _check_sequences(self, begin: int, end: int) -> None:
         """Checks the sequences `begin` .. `end`, and others near them, at their first read."""

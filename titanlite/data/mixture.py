@@ -17,8 +17,9 @@ from titanlite.config.schema import Config, Training
 from titanlite.data import origin
 from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
 from titanlite.data.origin import Origin
+from titanlite.data.prepare.cache import open_packing
 from titanlite.data.samples import Arrays, Rows, fill, rows_of
-from titanlite.data.sources import TokenSource, key_of, open_packing, open_source, open_tokenizer, sources_of
+from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
 from titanlite.errors import UserError, listed, phase
 from titanlite.launch import process
@@ -71,23 +72,22 @@ class Data:
         training: Training,
         tokenizer: str,
         byte_lengths: np.ndarray,
-        vocabulary: int,
         key: str,
         prefix: str = "no BOS",
     ):
-        """tokenizer: its digest. byte_lengths (vocabulary,) int64: bytes of text that each id stands for.
+        """tokenizer: its digest. byte_lengths (vocabulary of the model,) int64: bytes of text that each id stands for.
 
-        vocabulary: of the model, an upper bound of the ids. key: names the sources in messages. prefix: the special tokens that
-        begin every text, spelled. Raises UserError for a source without a single sample.
+        key: names the sources in messages. prefix: the special tokens that begin every text, spelled. Raises UserError for a
+        source without a single sample.
         """
         self.sources = [_with_rows(source, training, key) for source in sources]
         self.shares = _shares(self.sources)
         self.byte_lengths, self.key, self.prefix = byte_lengths, key, prefix
         self.seq_len, self.mask = training.seq_len, training.document_mask
         self._padded = training.document_policy != "pack"
-        has_loss = any(file.has_loss for source in sources for file in source.files)
+        has_loss = any(file.loss is not None for source in sources for file in source.files)
         self._all_counted = not (self.mask or self._padded or has_loss)
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer, self._vocabulary = tokenizer, len(byte_lengths)
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint records of the data, to detect and name changes."""
@@ -213,10 +213,8 @@ def open_data(config: Config, section: str = "training") -> Data:
     vocabulary = family_of(config.model).config.vocab_size
     loaded = open_tokenizer(assets, config.training.add_bos)
     sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
-    lengths = np.zeros(max(vocabulary, loaded.vocabulary), np.int64)
-    lengths[: loaded.vocabulary] = byte_lengths(loaded)
-    prefix = loaded.spelled(loaded.beginning)
-    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, vocabulary, key, prefix)
+    lengths = np.pad(byte_lengths(loaded), (0, vocabulary))[:vocabulary]
+    data = Data(sources, config.training, tokenizer_digest(loaded), lengths, key, loaded.spelled(loaded.beginning))
     if section == "training":  # validation measures each source by itself
         check_shares(data)
     return data

@@ -14,7 +14,6 @@ import numpy as np
 
 from titanlite.data.indexed import TokenFile
 from titanlite.data.packing import Packing
-from titanlite.errors import UserError
 
 Piece = tuple[int, int]  # (first token in the file, tokens)
 
@@ -32,8 +31,7 @@ class Rows:
 def rows_of(file: TokenFile, seq_len: int, policy: str, mask: bool, packing: Packing | None) -> Rows:
     """The rows of a file under a `document_policy`. mask: no piece spans two documents. packing: for "best_fit"."""
     if packing is not None:
-        proved = packing.stored.has_sums
-        return Rows(file, packing.rows, packing.kept, packing.pieces if proved else partial(_best_fit, packing, seq_len))
+        return Rows(file, packing.rows, packing.kept, packing.pieces)
     if policy == "truncate":
         return Rows(file, file.documents, _truncated_tokens(file, seq_len), partial(_truncated, file, seq_len))
     count = max(0, (file.tokens - 1) // seq_len)  # documents one after another; neighbouring rows share one token
@@ -50,14 +48,6 @@ def _packed_by_document(file: TokenFile, seq_len: int, row: int) -> list[Piece]:
     _, begins = file.documents_of(first, last)
     edges = [first, *begins[1:-1], last + 1]
     return [(a, b - a) for a, b in itertools.pairwise(edges) if b > a]  # documents may be empty
-
-
-def _best_fit(packing: Packing, seq_len: int, row: int) -> list[Piece]:
-    """Of a table without checksums."""
-    pieces = packing.pieces(row)
-    if (held := sum(length for _, length in pieces)) > seq_len + 1:
-        raise UserError(f"{packing.path}: is damaged: row {row} has {held} tokens, at most {seq_len + 1} fit; remove it")
-    return pieces
 
 
 def _truncated(file: TokenFile, seq_len: int, row: int) -> list[Piece]:
@@ -85,9 +75,9 @@ def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
     (tokens, counted, documents), file, place, number = batch, rows.file, 0, 0
     for number, (first, length) in enumerate(rows.pieces(row), 1):
         end = place + length
-        tokens[at, place:end] = file.ids.read(first, first + length)
+        tokens[at, place:end] = file.ids[first : first + length]
         if counted is not None:
-            counted[at, place:end] = True if file.loss is None else file.loss.read(first, first + length)
+            counted[at, place:end] = True if file.loss is None else file.loss[first : first + length]
         if documents is not None:
             documents[at, place:end] = number
             if counted is not None:

@@ -1,47 +1,33 @@
-"""What a path of the configuration stands for: existing token files, or text that is tokenized at first use and cached."""
+"""What a path of the configuration stands for: token files, or text, which `prepare/cache.py` tokenizes at first use."""
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import xxhash
 
 from titanlite.config.schema import Config, Source
 from titanlite.data.blocks import check_sums
 from titanlite.data.indexed import TokenFile, path_of
-from titanlite.data.packing import Packing, pack_file
-from titanlite.data.prepare.chat import load_template
-from titanlite.data.prepare.documents import list_inputs, stdlib_files
+from titanlite.data.prepare.cache import default_tokenizer, tokenized
+from titanlite.data.prepare.documents import list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
-from titanlite.data.prepare.prepare import prepare
-from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import (
     LoadedTokenizer,
-    describe,
     digest,
     load_tokenizer,
-    parse_tokenizer,
     tokenizer_digest,
-    train_tokenizer,
 )
 from titanlite.errors import UserError
-from titanlite.files import cache_folder, publish, sync_contents
-from titanlite.outside import MIB, open_file, read_text
+from titanlite.outside import open_file
 from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
 
-Cached = TypeVar("Cached")
-
-_VERSION = "3"  # part of every cache key: raise it when the same files would give other tokens
 _PROBES, _PROBE_BYTES = 16, 4096
-_SOURCE = 64 * MIB  # of a file of the standard library
 
 
 class TokenSource(NamedTuple):
@@ -111,7 +97,7 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     """
     prefixes, folder = find(source.path, key), Path(source.path)
     if prefixes is None:
-        folder = _tokenized(source.path, key, loaded, assets)
+        folder = tokenized(source.path, key, loaded, assets)
         prefixes = find(str(folder), key)
     assert prefixes is not None
     files, manifest = _open_files(prefixes, folder, loaded, vocabulary)
@@ -120,8 +106,7 @@ def open_source(source: Source, key: str, loaded: LoadedTokenizer, assets: str, 
     if manifest is not None:
         fingerprint = manifest["fingerprint"]
     else:
-        suffixes = [(file, suffix) for file in files for suffix in ("bin", "idx", "loss") if suffix != "loss" or file.has_loss]
-        fingerprint = digest(*(_probe(path_of(file.prefix, suffix)) for file, suffix in suffixes))
+        fingerprint = digest(*(_probe(stored.path) for file in files for stored in file.files))
     return TokenSource(source, name_of(source), files, fingerprint, manifest)
 
 
@@ -150,7 +135,7 @@ def _open_files(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
                 f"{shard['documents']:,} of {shard['tokens']:,}"
             )
-        if shard["loss"] and not file.has_loss:
+        if shard["loss"] and file.loss is None:
             raise UserError(f"{file.prefix}.loss: is missing; without it the loss would include the user's turns of chats")
     return files, manifest
 
@@ -187,99 +172,12 @@ def _probe(path: Path) -> str:
     return result.hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- the cache
-
-
-def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
-    """The best-fit rows of a file: those beside it, else those in the cache, which are made at first use."""
-    beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
-    if os.path.lexists(beside):
-        try:
-            return Packing(beside, file)
-        except ValueError as error:
-            raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
-
-    def make(folder: Path) -> None:
-        log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
-        folder.mkdir()
-        pack_file(file.prefix, seq_len, folder / "rows.npy")
-        sync_contents(folder)
-
-    key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
-    return _cached(cache_folder() / f"packing-{key}", make, lambda folder: Packing(folder / "rows.npy", file))
-
-
 def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
     """The tokenizer of `model.hf_assets_path`, or where that is empty the default one, trained at first use.
 
     add_bos: as training.add_bos; the default tokenizer has no such token.
     """
-    if assets:
-        return load_tokenizer(assets, add_bos=add_bos)
-    files = stdlib_files()
-
-    def make(path: Path) -> None:
-        log.info("training the default tokenizer on %d files, once; kept in %s", len(files), cache_folder())
-        train_tokenizer(read_text(file, _SOURCE) for file in files).save(str(path))
-
-    stamps = (f"{file} {(stat := file.stat()).st_size} {stat.st_mtime_ns}" for file in files)
-    path = cache_folder() / f"tokenizer-{digest(_VERSION, *stamps)}.json"
-    return describe(_cached(path, make, parse_tokenizer), None, str(path))
-
-
-def _tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
-    """The folder of token files of a text, from the cache or made now.
-
-    Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
-    """
-    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
-    template = load_template(assets) if assets else None
-    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", str(loaded.beginning), *stamps)
-
-    def make(folder: Path) -> None:
-        log.info("tokenizing %s, once; kept in %s", path, cache_folder())
-        try:
-            prepare(
-                [path], folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
-                chat=template, key=f"{key} =",
-            )  # fmt: skip
-        except BadDocument:  # the corrected text will have another name
-            shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
-            raise
-
-    folder = cache_folder() / f"tokens-{name}"
-    _cached(folder, make, read_manifest)
-    return folder
-
-
-def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], Cached]) -> Cached:
-    """Reads `path`, which one process makes first if it is missing or damaged, while others wait. Written atomically.
-
-    make: writes a file or a folder. Raises UserError where the cache folder cannot be written.
-    """
-    with contextlib.suppress(Exception):  # missing or damaged
-        return read(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with contextlib.suppress(Exception):  # another process has made it meanwhile
-                return read(path)
-            unfinished = path.with_name(f"{path.name}.tmp")
-            for leftover in (unfinished, path):  # of a start that was killed before its last rename; damaged
-                _remove(leftover)
-            try:
-                make(unfinished)
-                publish(unfinished, path)
-            finally:
-                _remove(unfinished)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
-    return read(path)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return load_tokenizer(assets, add_bos=add_bos) if assets else default_tokenizer()
 
 
 def faults(config: Config) -> Iterator[str]:

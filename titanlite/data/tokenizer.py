@@ -1,4 +1,4 @@
-"""The tokenizer: the user's tokenizer.json, or a small one that is trained on the default data."""
+"""The tokenizer: the user's tokenizer.json, or a small one that `prepare/cache.py` trains on the default data."""
 
 import contextlib
 import hashlib
@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import BeforeValidator
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
@@ -18,8 +18,8 @@ from titanlite.outside import MIB, Absent, Contents, read_json, read_text
 DEFAULT_VOCABULARY = 4096
 _LIMIT = 512 * MIB  # Gemma 3's tokenizer.json has 32 MiB
 _LARGEST = 2**24  # ids; the largest vocabularies have 2**18
-_END_OF_TEXT = "<|endoftext|>"
-_KNOWN_ENDS = ("<|end_of_text|>", _END_OF_TEXT, "</s>", "<eos>")
+END_OF_TEXT = "<|endoftext|>"
+_KNOWN_ENDS = ("<|end_of_text|>", END_OF_TEXT, "</s>", "<eos>")
 
 
 def _token_text(value: Any) -> Any:
@@ -82,9 +82,9 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = read_settings(Path(folder))
-    loaded = describe(tokenizer, _token_named(settings, "eos_token"), str(path))
+    loaded = describe(tokenizer, _token_text(settings.get("eos_token")), str(path))
     with refusing(UserError, f"{path}: cannot encode an empty text"):
-        loaded = _with_bos(loaded, _token_named(settings, "bos_token"))._replace(source=str(path))
+        loaded = _with_bos(loaded, _token_text(settings.get("bos_token")))._replace(source=str(path))
     if add_bos and not loaded.bos:
         raise UserError(
             f"{path}: has no beginning-of-text token, which add_bos = true needs: its post-processor adds none, and "
@@ -106,23 +106,11 @@ def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {error}") from None
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text without special tokens. Raises ValueError."""
-    with refusing(ValueError, "the tokenizer cannot encode it"):
-        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-
 def parse_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json. Raises UserError."""
     text = read_text(path, _LIMIT)
     with refusing(UserError, f"{path}: not a tokenizer"):
         return Tokenizer.from_str(text)
-
-
-def _token_named(settings: dict[str, Any], key: str) -> str | None:
-    """A token of tokenizer_config.json, which has its text or a table with it; None if there is none."""
-    value = settings.get(key)
-    return value["content"] if isinstance(value, dict) else value
 
 
 def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
@@ -156,21 +144,6 @@ def tokenizer_digest(loaded: LoadedTokenizer) -> str:
 def digest(*texts: str) -> str:
     """32 hex digits that identify these texts."""
     return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
-
-
-def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of 4,096 entries (Sennrich et al., arXiv:1508.07909), the same for the same documents."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=DEFAULT_VOCABULARY,
-        special_tokens=[_END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    return tokenizer
 
 
 def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokenizer:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titanlite.config import effects
 from titanlite.config.effects import Place
-from titanlite.config.read import Faults, refusal, to_toml
+from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import listed
 from titanlite.tools.options import at_least, config_parser, read_command
@@ -46,7 +46,7 @@ def all_faults(ranks: int, local_ranks: int | None) -> Iterator[None]:
             if error.rest:
                 check_here(error.rest, error.path, ranks, local_ranks)
         except Faults as more:
-            raise refusal(error.path, error.faults + more.faults) from None
+            raise Faults(error.path, error.faults + more.faults) from None
         raise
 
 
@@ -66,7 +66,7 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     of_memory = [functools.partial(memory.faults, ranks=ranks, local_ranks=local_ranks)] if local_ranks is not None else []
     left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
     if fault := other_run(Path(config.job.dump_folder)):
-        raise refusal(path, [fault])
+        raise Faults(path, [fault])
     return [*left, *unverified(config, ranks)] if elsewhere else []
 
 

@@ -208,7 +208,7 @@ def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[i
     file = rows.file
     for begin in range(0, file.tokens, _AT_ONCE):
         end = min(begin + _AT_ONCE, file.tokens)
-        ids = file.ids.read(begin, end)
+        ids = file.ids[begin:end]
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():
             at = int(wrong.argmax())
@@ -216,9 +216,9 @@ def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[i
                 f"{file.prefix}.bin: holds the id {ids[at]} at token {begin + at:,}, and the model's vocabulary is {vocabulary}"
             )
         if file.loss is not None:
-            file.loss.read(begin, end)
-        advance(ids.nbytes + (end - begin) * file.has_loss)
-    file.check()
+            advance(len(file.loss[begin:end]))
+        advance(ids.nbytes)
+    file.document_lengths()
     advance(file.files[1].size)
     for row in range(rows.count if packed else 0):
         rows.pieces(row)

@@ -22,9 +22,9 @@ from models.decoder import Decoder
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.schema import Config, Model, Source
-from titanlite.data.indexed import TokenFile, smallest_type
+from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import Data
-from titanlite.data.prepare.shards import TokenWriter
+from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
 from titanlite.launch.run_folder import METRICS
 from titanlite.loop.metrics import read_reports
@@ -108,7 +108,7 @@ def open_random(prefix: Path, config: Config) -> Data:
         writer.close()
     dist.barrier()
     source = TokenSource(Source(path=str(prefix)), "random", [TokenFile(prefix)], "random", {})
-    return Data([source], config.training, "no tokenizer", np.ones(vocabulary, np.int64), vocabulary, "training.sources")
+    return Data([source], config.training, "no tokenizer", np.ones(vocabulary, np.int64), "training.sources")
 
 
 @contextlib.contextmanager

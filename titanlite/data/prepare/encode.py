@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from titanlite.data.prepare.limits import Limits
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
 from titanlite.data.prepare.shards import TokenWriter
-from titanlite.data.tokenizer import encode_text
+from titanlite.data.tokenizer import refusing
 from titanlite.errors import UserError
 from titanlite.files import sync, sync_contents
 from titanlite.launch import children
@@ -261,7 +261,8 @@ class _Encoder:
         beginning = self.job.beginning
         if isinstance(entry.content, str):
             try:
-                ids = encode_text(self.tokenizer, entry.content)
+                with refusing(ValueError, "the tokenizer cannot encode it"):
+                    ids = self.tokenizer.encode_batch_fast([entry.content], add_special_tokens=False)[0].ids
             except ValueError as error:
                 return Bad(entry.place, str(error))
             return [*beginning, *ids, *([] if self.job.end_of_text is None else [self.job.end_of_text])], None

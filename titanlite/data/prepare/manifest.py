@@ -1,15 +1,18 @@
 """The manifest of a folder that `titanlite tokenize` has written: what it must hold."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import xxhash
 from pydantic import Field, model_validator
 
-from titanlite.data.blocks import check_seal
+from titanlite.data.blocks import BLOCK
 from titanlite.errors import UserError
 from titanlite.outside import MIB, Contents, Count, FileName, read_json
 
 MANIFEST = "manifest.json"
+SEAL = "xxh3_128"  # the entry that has the checksum of all others
 _LIMIT = 1024 * MIB  # with a million inputs: 100 MiB
 
 
@@ -53,8 +56,20 @@ class _Manifest(Contents):
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of token files. Raises UserError."""
     manifest = read_json(folder / MANIFEST, _Manifest, _LIMIT)
-    try:
-        check_seal(manifest)
-    except ValueError as error:
-        raise UserError(f"{folder / MANIFEST}: {error}") from None
+    if SEAL in manifest and manifest[SEAL] != _seal(manifest):  # titanlite 0.1 wrote no checksum
+        raise UserError(f"{folder / MANIFEST}: it is damaged: its checksum is not {manifest[SEAL]}")
+    if manifest.get("block_bytes", BLOCK) != BLOCK:
+        raise UserError(f"{folder / MANIFEST}: block_bytes = {manifest['block_bytes']}: must be {BLOCK}")
     return manifest
+
+
+def _seal(values: dict[str, Any]) -> str:
+    """The checksum of a manifest, but for the entry that has it."""
+    text = json.dumps({name: value for name, value in values.items() if name != SEAL}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def sealed(values: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with its checksum, and with the size of a block: each of the files that it lists has checksums."""
+    values = {**values, "block_bytes": BLOCK}
+    return {**values, SEAL: _seal(values)}

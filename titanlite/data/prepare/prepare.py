@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Strict
 from tqdm import tqdm
 
-from titanlite.data.blocks import sealed
-from titanlite.data.indexed import smallest_type
 from titanlite.data.prepare import limits
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
-from titanlite.data.prepare.manifest import MANIFEST, read_manifest
+from titanlite.data.prepare.manifest import MANIFEST, read_manifest, sealed
+from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.readers import BadDocument, describe_place
-from titanlite.data.prepare.shards import write_shards
+from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.errors import UserError, phase
 from titanlite.files import replace_file, sync, sync_contents
@@ -227,8 +226,6 @@ def _assemble(
         units = (work / "units" / name for name in records)
         shards, largest = write_shards(units, whole, dtype, plan["tokens of a shard"], chats, bar.update)
     if plan["best fit"]:
-        from titanlite.data.packing import pack_file
-
         for shard in shards:
             pack_file(whole / shard["name"], plan["best fit"], whole / f"{shard['name']}.best_fit-{plan['best fit']}.npy")
     if skipped:

@@ -8,10 +8,27 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from titanlite.data.blocks import BlockWriter
-from titanlite.data.indexed import TokenFile, path_of, write_index
+from titanlite.data.indexed import DTYPES, HEADER, MAGIC, VERSION, TokenFile, path_of
+from titanlite.data.prepare.sums import BlockWriter
 
 _TOKENS_AT_ONCE = 2**22
+
+
+def smallest_type(vocabulary: int) -> np.dtype:
+    """The smallest of the format's types that holds the ids below `vocabulary`. It has no uint32."""
+    fits = (dtype for dtype in (np.uint8, np.uint16, np.int32, np.int64) if vocabulary - 1 <= np.iinfo(dtype).max)
+    return np.dtype(next(fits))
+
+
+def write_index(prefix: Path, dtype: np.dtype, lengths: np.ndarray) -> None:
+    """Writes NAME.idx for consecutive documents of `lengths` tokens, (documents,) int32."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+    with BlockWriter(path_of(prefix, "idx")) as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
 
 
 class TokenWriter:

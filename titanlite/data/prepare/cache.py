@@ -1,0 +1,142 @@
+"""What is made at first use and kept in the cache folder: token files of a text, packed rows, and the default tokenizer."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from titanlite.data.indexed import TokenFile
+from titanlite.data.packing import Packing
+from titanlite.data.prepare.chat import load_template
+from titanlite.data.prepare.documents import list_inputs, stdlib_files
+from titanlite.data.prepare.manifest import read_manifest
+from titanlite.data.prepare.packing import pack_file
+from titanlite.data.prepare.prepare import prepare
+from titanlite.data.prepare.readers import BadDocument
+from titanlite.data.tokenizer import (
+    DEFAULT_VOCABULARY,
+    END_OF_TEXT,
+    LoadedTokenizer,
+    describe,
+    digest,
+    parse_tokenizer,
+    tokenizer_digest,
+)
+from titanlite.errors import UserError
+from titanlite.files import cache_folder, publish, sync_contents
+from titanlite.outside import MIB, read_text
+
+log = logging.getLogger(__name__)
+
+Cached = TypeVar("Cached")
+
+_VERSION = "3"  # part of every cache key: raise it when the same files would give other tokens
+_SOURCE = 64 * MIB  # of a file of the standard library
+
+
+def tokenized(path: str, key: str, loaded: LoadedTokenizer, assets: str) -> Path:
+    """The folder of token files of a text, from the cache or made now.
+
+    Names, sizes and times of the files tell whether they have changed; contents are not read again at each start.
+    """
+    stamps = [f"{entry.path} {entry.size} {entry.stamp}" for entry in list_inputs([path], f"{key} =")]
+    template = load_template(assets) if assets else None
+    name = digest(_VERSION, tokenizer_digest(loaded), template.source if template else "", str(loaded.beginning), *stamps)
+
+    def make(folder: Path) -> None:
+        log.info("tokenizing %s, once; kept in %s", path, cache_folder())
+        try:
+            prepare(
+                [path], folder, loaded, append_eos=True, workers=os.cpu_count() or 1, shard_tokens=10**9, on_error="fail",
+                chat=template, key=f"{key} =",
+            )  # fmt: skip
+        except BadDocument:  # the corrected text will have another name
+            shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"), ignore_errors=True)
+            raise
+
+    folder = cache_folder() / f"tokens-{name}"
+    _cached(folder, make, read_manifest)
+    return folder
+
+
+def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
+    """The best-fit rows of a file: those beside it, else those in the cache, which are made at first use."""
+    beside = file.prefix.with_name(f"{file.prefix.name}.best_fit-{seq_len}.npy")
+    if os.path.lexists(beside):
+        try:
+            return Packing(beside, file)
+        except ValueError as error:
+            raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
+
+    def make(folder: Path) -> None:
+        log.info("packing %s, once; kept in %s", file.prefix, cache_folder())
+        folder.mkdir()
+        pack_file(file.prefix, seq_len, folder / "rows.npy")
+        sync_contents(folder)
+
+    key = digest(_VERSION, fingerprint, file.prefix.name, str(seq_len))
+    return _cached(cache_folder() / f"packing-{key}", make, lambda folder: Packing(folder / "rows.npy", file))
+
+
+def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer of 4,096 entries (Sennrich et al., arXiv:1508.07909), the same for the same documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=DEFAULT_VOCABULARY,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def default_tokenizer() -> LoadedTokenizer:
+    """The tokenizer of Python's standard library, trained at first use."""
+    files = stdlib_files()
+
+    def make(path: Path) -> None:
+        log.info("training the default tokenizer on %d files, once; kept in %s", len(files), cache_folder())
+        train_tokenizer(read_text(file, _SOURCE) for file in files).save(str(path))
+
+    stamps = (f"{file} {(stat := file.stat()).st_size} {stat.st_mtime_ns}" for file in files)
+    path = cache_folder() / f"tokenizer-{digest(_VERSION, *stamps)}.json"
+    return describe(_cached(path, make, parse_tokenizer), None, str(path))
+
+
+def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], Cached]) -> Cached:
+    """Reads `path`, which one process makes first if it is missing or damaged, while others wait. Written atomically.
+
+    make: writes a file or a folder. Raises UserError where the cache folder cannot be written.
+    """
+    with contextlib.suppress(Exception):  # missing or damaged
+        return read(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(Exception):  # another process has made it meanwhile
+                return read(path)
+            unfinished = path.with_name(f"{path.name}.tmp")
+            for leftover in (unfinished, path):  # of a start that was killed before its last rename; damaged
+                _remove(leftover)
+            try:
+                make(unfinished)
+                publish(unfinished, path)
+            finally:
+                _remove(unfinished)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error}; TITANLITE_CACHE names another folder for it") from None
+    return read(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+"""Writes a file with a checksum for each block; `titanlite/data/blocks.py` reads it."""
+
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from titanlite.data.blocks import BLOCK, sums_of
+
+
+class BlockWriter:
+    """A file that is written sequentially, with its checksums."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: BinaryIO = open(path, "wb")
+        self._size, self._block, self._sums = 0, xxhash.xxh3_64(), array("Q")
+
+    def write(self, data: Any) -> int:
+        """The next bytes: anything that has a buffer."""
+        self._file.write(data)
+        rest = memoryview(data).cast("B")
+        written = len(rest)
+        while len(rest):
+            part = rest[: BLOCK - self._size % BLOCK]
+            self._block.update(part)
+            self._size += len(part)
+            rest = rest[len(part) :]
+            if self._size % BLOCK == 0:
+                self._end_block()
+        return written
+
+    def _end_block(self) -> None:
+        self._sums.append(self._block.intdigest())
+        self._block.reset()
+
+    def close(self) -> None:
+        """Completes the file, and writes its checksums."""
+        self._file.close()
+        if self._size % BLOCK:
+            self._end_block()
+        sums = np.array([self._size, *self._sums], "<u8").tobytes()
+        sums_of(self._path).write_bytes(sums + xxhash.xxh3_64_intdigest(sums).to_bytes(8, "little"))
+
+    def __enter__(self) -> "BlockWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
