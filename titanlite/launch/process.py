@@ -190,12 +190,6 @@ def once_per_node(make: Callable[[], Result]) -> Result:
     return answer[0]
 
 
-def unverified(ranks: int) -> Iterator[str]:
-    """What only GPUs can try."""
-    if ranks > 1:
-        yield f"{ranks} ranks: their communication by NCCL"
-
-
 def faults(local_ranks: int) -> Iterator[str]:
     """More ranks on this machine than it has GPUs."""
     gpus = torch.cuda.device_count()

@@ -78,13 +78,6 @@ def check(
     return left
 
 
-def unverified(config: Config, ranks: int) -> Iterator[str]:
-    """What a sound configuration does on GPUs alone, for a machine that has none."""
-    yield from attention_kernels.unverified(config, family_of(config.model))
-    yield from compile.unverified(config)
-    yield from process.unverified(ranks)
-
-
 def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> Iterator[str]:
     """The faults that need the model, which is built on the meta device; here: on the machine that will train."""
     try:

@@ -59,7 +59,7 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     import torch
 
     from titanlite.launch.run_folder import other_run
-    from titanlite.loop.checks import check, unverified
+    from titanlite.loop.checks import check
     from titanlite.plan import memory
 
     elsewhere = local_ranks is None and not torch.cuda.is_available()
@@ -67,4 +67,21 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
     if fault := other_run(Path(config.job.dump_folder)):
         raise refusal(path, [fault])
-    return [*left, *unverified(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []
+    return [*left, *_only_on_gpus(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []
+
+
+def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
+    """What a sound configuration does on GPUs alone."""
+    from titanlite.transforms.attention_kernels import masks
+    from titanlite.transforms.registry import family_of
+
+    name, family = config.model.attention, family_of(config.model)
+    if name in ("auto", "flash"):
+        yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
+    capped = [f"the capped scores of {config.model.title}"] if getattr(family.config, "attention_softcap", None) else []
+    if name == "auto" and (special := masks(config, family) + capped):
+        yield f"{', '.join(special)}: FlexAttention"
+    if config.compile.enable and config.compile.backend == "inductor":
+        yield 'compile.backend = "inductor": its kernels for GPUs'
+    if ranks > 1:
+        yield f"{ranks} ranks: their communication by NCCL"
