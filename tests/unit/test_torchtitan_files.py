@@ -40,7 +40,7 @@ REFUSED = {
     "flux/flux_dev_model": (*_IMAGES, _NO_MODEL.format("flux")),
     "flux/flux_schnell_model": (*_IMAGES, _NO_MODEL.format("flux")),
     "gpt_oss/debug_model": (*_EXPERTS, _NO_MODEL.format("gpt_oss")),
-    "llama3/llama3_405b": ("each of parallelism.tensor_parallel_degree = 8 ranks would scale its own part of a weight",),
+    "llama3/llama3_405b": ("parallelism.tensor_parallel_degree = 8: each rank would scale its own part of a weight",),
     "llama3_ft/debug_model": ("[fault_tolerance]", "job.custom_config_module", "profiling.profiler_active = 10"),
     "llama4/debug_model": (*_EXPERTS, "linear.mx.filter_fqns", _NO_MODEL.format("llama4")),
     "llama4/llama4_17bx128e": ("pipeline_parallel_degree = 4", "linear.mx", _NO_MODEL.format("llama4")),

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanlite.config.effects import Place, effective_when
 from titanlite.config.schema import Config, Parallelism
 from titanlite.errors import UserError
 
@@ -37,10 +38,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
-    """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision."""
-    parallelism = config.parallelism
-    gathers = ranks > 1 or config.float8.enable_fsdp_float8_all_gather
-    return gathers or parallelism.cpu_offload or not parallelism.reduce_every_microbatch
+    """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision: where its keys have an effect."""
+    return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Place(ranks=ranks)) is None
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
@@ -81,10 +80,7 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
         return
     tensor, shard, parts = degrees["tp"], degrees["dp_shard"], degrees["dp_replicate"] * degrees["dp_shard"]
     if training.seq_len % tensor:
-        yield (
-            f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}, "
-            "which is split between layers"
-        )
+        yield f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}"
     reshard = parallelism.fsdp_reshard_after_forward
     if isinstance(reshard, int) and (shard % reshard or reshard >= shard):
         yield (

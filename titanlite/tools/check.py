@@ -67,17 +67,21 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
     if fault := other_run(Path(config.job.dump_folder)):
         raise Faults(path, [fault])
-    return [*left, *unverified(config, ranks)] if elsewhere else []
+    return [*left, *_only_on_gpus(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []
 
 
-def unverified(config: Config, ranks: int) -> Iterator[str]:
-    """What a sound configuration does on GPUs alone, for a machine that has none."""
-    from titanlite.plan import memory
-    from titanlite.transforms import attention_kernels, compile
+def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
+    """What a sound configuration does on GPUs alone."""
+    from titanlite.transforms.attention_kernels import masks
     from titanlite.transforms.registry import family_of
 
-    yield from attention_kernels.unverified(config, family_of(config.model))
-    yield from compile.unverified(config)
+    name, family = config.model.attention, family_of(config.model)
+    if name in ("auto", "flash"):
+        yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
+    capped = [f"the capped scores of {config.model.title}"] if getattr(family.config, "attention_softcap", None) else []
+    if name == "auto" and (special := masks(config, family) + capped):
+        yield f"{', '.join(special)}: FlexAttention"
+    if config.compile.enable and config.compile.backend == "inductor":
+        yield 'compile.backend = "inductor": its kernels for GPUs'
     if ranks > 1:
         yield f"{ranks} ranks: their communication by NCCL"
-    yield from memory.unverified(config, ranks)
