@@ -29,11 +29,12 @@ from titanlite.data.prepare.readers import Bad, describe_place, read, where
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest
 from titanlite.errors import UserError
-from titanlite.hf.folder import INDEX, SINGLE, find_weights, recognise, their_names
+from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
 from titanlite.launch.run_folder import read_starts
 from titanlite.loop.divergence import read_entries, stretches
 from titanlite.loop.metrics import read_reports
 from titanlite.outside import MIB
+from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
 
 Change = Callable[[Any], None]

@@ -15,9 +15,9 @@ from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned,
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
 from titanlite.hf.export import Exported
-from titanlite.inference.load import open_model
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop.divergence import read_entries
+from titanlite.tools.open_model import open_model
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 
 HERE = "tests.distributed.test_replay"

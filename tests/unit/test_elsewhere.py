@@ -72,7 +72,7 @@ def test_an_option_that_only_a_gpu_has_is_no_fault_but_listed_unless_this_machin
             f"{TWO} --parallelism.enable_async_tensor_parallel true --compile.enable false",
             "has no effect unless compile.enable = true",
         ),
-        ("--parallelism.cpu_offload true --optimizer.name Muon", 'use "AdamW", or no offload'),
+        ("--parallelism.cpu_offload true --optimizer.name Muon", 'whole matrices; use "AdamW"'),
     ],
 )
 def test_what_no_gpu_could_run_is_a_fault_here_too_and_the_only_one_that_is_reported(options, fault):

@@ -185,7 +185,7 @@ FAULTS = [
     ({}, {"training": {**HALF["training"], "mixed_precision_param": "float16"}}, ["float16"]),
     ({}, {"training": {**HALF["training"], "seq_len": 33, "local_batch_size": 1}}, ["training.seq_len = 33", "16"]),
     ({}, {"lora": {"enable": True}}, ["lora.enable = true"]),
-    ({**GATHER, "recipe_name": "rowwise"}, {}, ["enable_fsdp_float8_all_gather = true", 'must be "tensorwise"']),
+    ({**GATHER, "recipe_name": "rowwise"}, {}, ["enable_fsdp_float8_all_gather = true", 'use "tensorwise"']),
     (GATHER, {"parallelism": {"tensor_parallel_degree": 2}}, ["enable_fsdp_float8_all_gather", "tensor_parallel_degree = 2"]),
     (GATHER, {"parallelism": {"fsdp_reshard_after_forward": 2}}, ["enable_fsdp_float8_all_gather", "reshard_after_forward"]),
     (GATHER, {"parallelism": {"cpu_offload": True}}, ["enable_fsdp_float8_all_gather", "cpu_offload"]),
@@ -219,14 +219,14 @@ def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
     (fault,) = faults(config_of({"emulate": False, "recipe_name": "rowwise"}, **HALF))
     assert "compute capability 9.0" in fault
     (fault,) = faults(config_of({"emulate": False}))
-    assert 'training.mixed_precision_param = "bfloat16", not "float32"' in fault
+    assert 'training.mixed_precision_param = "float32": use "bfloat16"' in fault
 
 
 def test_overlapped_tensor_parallelism_and_float8_are_refused_together(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     sections = {"parallelism": {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}, "compile": {"enable": True}}
     (fault,) = faults(config_of(**sections))
-    assert "enable_async_tensor_parallel = true: not tested together with float8.enable = true" in fault
+    assert "enable_async_tensor_parallel = true with float8.enable = true: not tested together" in fault
 
 
 def test_without_torchao_it_says_how_to_install_it(monkeypatch):

@@ -416,8 +416,8 @@ def _faults_of(distribution, *shape: int) -> list[str]:
     ("distribution", "fault"),
     [
         (Identity(), "is Identity, which is for matrices, and has 1 dimension"),
-        (Computed(lambda index, shape: index[0] / index[0].max()), "another result for all positions together than for each"),
-        (Computed(lambda index, shape: torch.rand(index[0].shape)), "another result for all positions together than for each"),
+        (Computed(lambda index, shape: index[0] / index[0].max()), "differently for several positions than for one"),
+        (Computed(lambda index, shape: torch.rand(index[0].shape)), "differently for several positions than for one"),
         (Computed(lambda index, shape: index[0].double().log()), "which is not finite"),
         (0.02, "has 0.02; models/blocks.py offers Normal, Uniform, Constant, Identity, Computed"),
     ],

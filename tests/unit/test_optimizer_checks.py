@@ -27,25 +27,25 @@ CASES = [
     ({"optimizer.rounding": "compensated"}, 'optimizer.rounding = "compensated": has no effect', BFLOAT16),
     (
         BFLOAT16 | {"training.mixed_precision_param": "float32"},
-        'training.mixed_precision_param = "float32": with training.dtype',
+        'training.mixed_precision_param = "float32" with training.dtype',
         {"training.mixed_precision_param": "bfloat16"},
     ),
     (
         BFLOAT16 | {"training.mixed_precision_param": "float16"},
-        'training.mixed_precision_param = "float16": with training.dtype',
+        'training.mixed_precision_param = "float16" with training.dtype',
         {"training.dtype": "float32"},
     ),
-    (BFLOAT16 | {"lora.enable": True}, 'training.dtype = "bfloat16": with lora.enable', {"training.dtype": "float32"}),
+    (BFLOAT16 | {"lora.enable": True}, 'training.dtype = "bfloat16" with lora.enable', {"training.dtype": "float32"}),
     (
         BFLOAT16 | {"optimizer.implementation": "foreach"},
-        'optimizer.implementation = "foreach": with training.dtype',
+        'optimizer.implementation = "foreach" with training.dtype',
         {"optimizer.implementation": "for-loop"},
     ),
     ({"optimizer.momentum": 0.9}, "optimizer.momentum = 0.9: has no effect", MUON),
     ({"optimizer.nesterov": False}, "optimizer.nesterov = false: has no effect", MUON),
     ({"optimizer.ns_steps": 6, "optimizer.name": "Adam"}, "optimizer.ns_steps = 6: has no effect", MUON),
-    (MUON | {"lora.enable": True}, 'optimizer.name = "Muon": orthogonalises', {"optimizer.name": "AdamW"}),
-    (MUON | {"parallelism.cpu_offload": True}, 'optimizer.name = "Muon": with parallelism', {"parallelism.cpu_offload": False}),
+    (MUON | {"lora.enable": True}, 'optimizer.name = "Muon" with lora', {"optimizer.name": "AdamW"}),
+    (MUON | {"parallelism.cpu_offload": True}, 'optimizer.name = "Muon" with parallelism', {"parallelism.cpu_offload": False}),
 ]
 
 

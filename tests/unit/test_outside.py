@@ -20,9 +20,9 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.inference.load import open_model
 from titanlite.loop.resume import Setting, load_run
 from titanlite.outside import open_file, parse_json, parse_toml, read_bytes
+from titanlite.tools.open_model import open_model
 from titanlite.transforms.registry import family_of
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from titanlite.data import sources
+from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.documents import stdlib_files
 from titanlite.data.sources import open_tokenizer
@@ -33,7 +33,7 @@ def default_files(tmp_path, monkeypatch) -> list[Path]:
     files = [tmp_path / f"{number}.py" for number in range(3)]
     for number, file in enumerate(files):
         file.write_text(_TEXTS[0] * (number + 1) + f"\nname_{number} = naïve\n" * 5, encoding="utf-8")
-    monkeypatch.setattr(sources, "stdlib_files", lambda: files)
+    monkeypatch.setattr(cache, "stdlib_files", lambda: files)
     return files
 
 
@@ -56,7 +56,7 @@ def test_every_text_comes_back_from_its_ids(folder):
 def test_default_tokenizer_is_trained_once_on_the_default_data(default_files, monkeypatch):
     first = open_tokenizer("")
     assert first.tokenizer.to_str() == train_tokenizer(file.read_text(encoding="utf-8") for file in default_files).to_str()
-    monkeypatch.setattr(sources, "train_tokenizer", None)
+    monkeypatch.setattr(cache, "train_tokenizer", None)
     second = open_tokenizer("")
     assert (tokenizer_digest(second), second.end_of_text) == (tokenizer_digest(first), first.end_of_text)
 

@@ -40,7 +40,7 @@ REFUSED = {
     "flux/flux_dev_model": (*_IMAGES, _NO_MODEL.format("flux")),
     "flux/flux_schnell_model": (*_IMAGES, _NO_MODEL.format("flux")),
     "gpt_oss/debug_model": (*_EXPERTS, _NO_MODEL.format("gpt_oss")),
-    "llama3/llama3_405b": ("each of parallelism.tensor_parallel_degree = 8 ranks would scale its own part of a weight",),
+    "llama3/llama3_405b": ("parallelism.tensor_parallel_degree = 8: each rank would scale its own part of a weight",),
     "llama3_ft/debug_model": ("[fault_tolerance]", "job.custom_config_module", "profiling.profiler_active = 10"),
     "llama4/debug_model": (*_EXPERTS, "linear.mx.filter_fqns", _NO_MODEL.format("llama4")),
     "llama4/llama4_17bx128e": ("pipeline_parallel_degree = 4", "linear.mx", _NO_MODEL.format("llama4")),
@@ -113,6 +113,8 @@ def test_one_message_names_everything_in_a_file_that_titanlite_lacks(words, name
         (["--quantize.linear.float8.recipe_name", "rowwise"], "float8.recipe_name", "rowwise"),
         (["--parallelism.pipeline_parallel_degree", "1"], "parallelism.tensor_parallel_degree", 1),
         (["--metrics.enable_wandb=false"], "metrics.log_freq", 10),
+        (["--checkpoint.model_weights_only", "false"], "metrics.log_freq", 10),
+        (["--training.compile", "true"], "compile.enable", True),
         (["--debug.seed", "7"], "training.seed", 7),
         (["--training.dataloader.num_workers", "2"], "dataloader.workers", 2),
         (["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option", 2),
@@ -136,6 +138,8 @@ def test_an_option_overrides_the_other_name_of_its_key_in_a_file(tmp_path):
     [
         ("metrics.enable_wandb = true", "metrics.enable_wandb = true (run.toml): not a key of titanlite: metrics.jsonl"),
         ("metrics.enable_wandb = 0", "metrics.enable_wandb = 0 (run.toml): not a key of titanlite"),
+        ("metrics.rank_0_only = false", "titanlite always does what true requests; remove the key"),
+        ("training.compile = true\ncompile.enable = false", "training.compile and compile.enable are one option"),
         ('checkpoint.export_dtype = "bfloat16"\ncheckpoint.enable = true', "`titanlite export-hf --dtype bfloat16`"),
         (
             'parallelism.context_parallel_degree = 2\nparallelism.context_parallel_rotate_method = "alltoall"',

@@ -36,17 +36,13 @@ class Faults(UserError):
     the rest belong into the same message. A faulty value of a key of titanlite leaves no configuration to check.
     """
 
-    path: str
-    faults: list[str]
-    rest: Config | None
+    def __init__(self, path: str, faults: list[str], rest: Config | None = None):
+        super().__init__(path, faults, rest)
+        self.path, self.faults, self.rest = path, faults, rest
 
-
-def refusal(path: str, faults: list[str], rest: Config | None = None) -> Faults:
-    """The error that reports all faults of one configuration."""
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-    error = Faults(listed(f"{path}: {count}", faults))
-    error.path, error.faults, error.rest = path, faults, rest
-    return error
+    def __str__(self) -> str:
+        count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
+        return listed(f"{self.path}: {count}", self.faults)
 
 
 def read_words(words: list[str], usage: str) -> tuple[str, Config]:
@@ -97,9 +93,9 @@ def read_config(path: str | Path | None, options: list[str], taken: list[str] | 
         config = Config.model_validate(values)
     except ValidationError as error:
         faults += _describe(error, origins)
-        raise refusal(str(path or "options"), faults, _without_foreign(values, error)) from None
+        raise Faults(str(path or "options"), faults, _without_foreign(values, error)) from None
     if faults:
-        raise refusal(str(path or "options"), faults)
+        raise Faults(str(path or "options"), faults)
     vars(config)["layers"] = {key: layer for key, layer in origins.items() if key in KEYS}
     return config
 

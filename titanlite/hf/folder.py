@@ -1,4 +1,4 @@
-"""Validates a folder in Hugging Face's format: its model, and the safetensors file, shape and dtype of each tensor."""
+"""Validates a folder in Hugging Face's format: the safetensors file, shape and dtype of each tensor."""
 
 import fnmatch
 import os
@@ -19,15 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
 from titanlite.outside import MIB, Absent, Contents, FileName, read_json, size_of
 from titanlite.transforms.description import read_description
-from titanlite.transforms.registry import (
-    FROM_ASSETS,
-    Family,
-    described,
-    family_names,
-    is_adapter,
-    load_module,
-    require_hf,
-)
+from titanlite.transforms.registry import Family, described, is_adapter, require_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
@@ -43,38 +35,6 @@ class Entry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-class Recognised(NamedTuple):
-    """A model as the [model] section of a configuration names it."""
-
-    name: str
-    flavor: str  # one of the family's FLAVORS, or "hf" if none has these dimensions
-    family: Family
-
-
-def recognise(folder: Path, model: str = "") -> Recognised:
-    """The model that a folder's config.json describes.
-
-    model: a family of models/ or a dotted module name; empty: the family of models/ that reads this model_type. Raises
-    UserError if there is none, or if it does not support what config.json sets.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    description = read_description(folder)
-    if not model:
-        kind = description["model_type"]
-        readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
-        names = [name for name, kinds in readers.items() if kind in kinds]
-        if len(names) != 1:
-            have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
-            fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
-            raise UserError(f"{folder / 'config.json'}: {fault} model_type {kind!r}; name one with --model")
-        model = names[0]
-    module = load_module(model)
-    config = described(module, description)
-    flavor = next((name for name, dimensions in module.FLAVORS.items() if dimensions == config), FROM_ASSETS)
-    return Recognised(model, flavor, Family(module, config))
 
 
 def their_name(module: ModuleType, name: str) -> str | None:

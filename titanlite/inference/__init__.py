@@ -1,6 +1,1 @@
-"""A trained model that reads and writes text.
-
-load.py      a checkpoint as a model for inference
-generate.py  sampling and scoring with a cache
-harness.py   the interface of lm-eval
-"""
+"""A trained model that reads and writes text: sampling and scoring with a cache."""

@@ -63,7 +63,6 @@ def generate(
 
     tp: the number of ranks that the model's sequence is split over. is_done: whether the new ids of a row are enough.
     """
-    device = next(model.parameters()).device
     last = torch.tensor([[prompt[-1]] for prompt in prompts])
     position = torch.tensor([[len(prompt) - 1] for prompt in prompts])  # (prompts, 1), of the last token of each row
     generators = [torch.Generator().manual_seed(_mixed(sampling.seed, row)) for row in range(len(prompts))]
@@ -73,10 +72,10 @@ def generate(
     cache = _open_cache(model)
     # a compiled block would be recompiled for every shape of a prompt and of the cache
     with evaluating(model), torch.compiler.set_stance("force_eager"):
-        _prefill(model, [prompt[:-1] for prompt in prompts], cache, tp, device)
+        _prefill(model, [prompt[:-1] for prompt in prompts], cache, tp)
         for _ in range(tokens):
             # Tensor parallelism needs a multiple of tp tokens: only the first counts, and later steps overwrite the others.
-            logits = _logits(model, F.pad(last, (0, tp - 1)), position + torch.arange(tp), real, cache, device)
+            logits = _logits(model, F.pad(last, (0, tp - 1)), position + torch.arange(tp), real, cache)
             chosen = draw(logits[:, 0].float().cpu(), sampling, generators)  # on CPU, so that all devices draw the same
             for row in sorted(active):
                 if chosen[row] != end:
@@ -93,21 +92,20 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
     """For each (context, continuation), both of at least one id: its log-probability, and whether it is what greedy sampling
     gives. The logarithm is natural, and summed over the tokens of the continuation.
     """
-    device = next(model.parameters()).device
     inputs = _rows([[context[-1], *new[:-1]] for context, new in pairs], tp)
-    targets = _rows([list(new) for _, new in pairs], tp).to(device)
+    targets = _rows([list(new) for _, new in pairs], tp)
     lengths = torch.tensor([len(new) for _, new in pairs])
     position = torch.tensor([[len(context) - 1] for context, _ in pairs])
     sums = torch.zeros(len(pairs), dtype=torch.float64)
     greedy = torch.ones(len(pairs), dtype=torch.bool)
     cache = _open_cache(model)
     with evaluating(model), torch.compiler.set_stance("force_eager"):
-        _prefill(model, [context[:-1] for context, _ in pairs], cache, tp, device)
+        _prefill(model, [context[:-1] for context, _ in pairs], cache, tp)
         for columns in _parts(inputs.shape[1], tp):
             places = torch.arange(columns.start, columns.stop)
             real = places < lengths[:, None]
-            logits = _logits(model, inputs[:, columns], position + places, real, cache, device).float()
-            labels, counted = targets[:, columns], real.to(device)
+            logits = _logits(model, inputs[:, columns], position + places, real, cache).float()
+            labels, counted = targets[:, columns].to(logits.device), real.to(logits.device)
             target_logprobs = logits.log_softmax(dim=-1).gather(-1, labels[..., None])[..., 0]
             sums += torch.where(counted, target_logprobs, 0.0).double().sum(1).cpu()
             greedy &= ((logits.argmax(dim=-1) == labels) | ~counted).all(1).cpu()
@@ -128,12 +126,12 @@ def _family_of(model: Decoder) -> str:
     )
 
 
-def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache, tp: int, device: torch.device) -> None:
+def _prefill(model: Decoder, texts: Sequence[Sequence[int]], cache: Cache, tp: int) -> None:
     """Writes texts, which may be empty, into the cache from position 0 on. The slots after a shorter one hold padding."""
     rows, lengths = _rows(texts, tp), torch.tensor([len(text) for text in texts])
     for columns in _parts(rows.shape[1], tp):
         positions = torch.arange(columns.start, columns.stop).expand(len(rows), -1)
-        _hidden(model, rows[:, columns], positions, positions < lengths[:, None], cache, device)
+        _hidden(model, rows[:, columns], positions, positions < lengths[:, None], cache)
 
 
 def _rows(texts: Sequence[Sequence[int]], tp: int) -> Tensor:
@@ -150,22 +148,23 @@ def _parts(width: int, tp: int) -> list[slice]:
     return [slice(first, min(first + step, width)) for first in range(0, width, step)]
 
 
-def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache, device: torch.device) -> Tensor:
+def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache) -> Tensor:
     """Hidden states of tokens (batch, seq) at these positions; real: (batch, seq) bool, False for padding."""
+    device = next(model.parameters()).device
     cache.reserve(int(positions.max()) + 1)
     cache.real = real.to(device)
     hidden = model(tokens.to(device), SeqInfo(positions.to(device), cache=cache))
     if cache.empty:
         raise UserError(
-            f"{_family_of(model)}: cannot generate: its layers keep nothing in seq.cache; use AttentionCore.core, or "
-            "seq.cache.state for a recurrence (docs/styles.md), or set generates = False in its Model"
+            f"{_family_of(model)}: its layers keep nothing in seq.cache; use AttentionCore.core or "
+            "seq.cache.state (docs/styles.md), or set generates = False in its Model"
         )
     return hidden
 
 
-def _logits(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache, device: torch.device) -> Tensor:
+def _logits(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cache: Cache) -> Tensor:
     assert model.head is not None, "a pipeline stage without head has no logits"
-    return model.head(_hidden(model, tokens, positions, real, cache, device))
+    return model.head(_hidden(model, tokens, positions, real, cache))
 
 
 def draw(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:

@@ -12,7 +12,7 @@ from torch import nn
 from titanlite.checkpoint import folder
 from titanlite.config import effects
 from titanlite.config.effects import Place
-from titanlite.config.read import refusal
+from titanlite.config.read import Faults
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
 from titanlite.errors import MachineFault, UserError, phase
@@ -73,7 +73,7 @@ def check(
         faults += _model_faults(config, local_ranks is not None, of_model)
     left: list[str] = [fault for fault in faults if elsewhere and isinstance(fault, MachineFault)]
     if len(left) < len(faults):
-        raise refusal(path, [fault for fault in faults if fault not in left])
+        raise Faults(path, [fault for fault in faults if fault not in left])
     return left
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config, Optimizer
 from titanlite.errors import UserError
 from titanlite.optim.adam_bf16 import Bfloat16Adam
@@ -143,52 +144,27 @@ def replication_factor(tensor: Tensor) -> int:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
+_NOT_FUSED = 'optimizer.implementation != "fused"'
+_CONFLICTS: tuple[Conflict, ...] = (
+    ('optimizer.name = "Muon"', "lora.enable = true", 'it would orthogonalise frozen matrices; use "AdamW"'),
+    ('optimizer.name = "Muon"', "parallelism.cpu_offload = true", 'the CPU would multiply whole matrices; use "AdamW"'),
+    ('training.mixed_precision_param != "bfloat16"', 'training.dtype = "bfloat16"', "the parameters are no more precise"),
+    ('training.dtype = "bfloat16"', "lora.enable = true", 'lora trains float32 beside frozen weights; set it to "float32"'),
+    ('optimizer.implementation = "foreach"', 'training.dtype = "bfloat16"', 'use "fused" or "for-loop"'),
+    (_NOT_FUSED, 'training.on_nonfinite = "skip" and training.dtype = "float32"', '"fused" skips a step without a host sync'),
+    (_NOT_FUSED, 'training.mixed_precision_param = "float16"', '"fused" skips steps that overflow without a host sync'),
+    ("parallelism.cpu_offload = true", 'training.mixed_precision_param = "float16"', "use bfloat16, which needs no loss scale"),
+)
+
+
 def faults(config: Config) -> Iterator[str]:
     """Options of the optimizer that exclude each other, or that precision or machine exclude."""
-    cfg, training, offload = config.optimizer, config.training, config.parallelism.cpu_offload
-    narrow, implementation = training.dtype == "bfloat16", f'optimizer.implementation = "{cfg.implementation}"'
-    if cfg.name == "Muon" and config.lora.enable:
-        yield (
-            'optimizer.name = "Muon": orthogonalises the matrices of the blocks, which lora.enable = true freezes, and not the '
-            'factors of an adapter; use "AdamW"'
-        )
-    if cfg.name == "Muon" and offload:
-        yield (
-            'optimizer.name = "Muon": with parallelism.cpu_offload = true the CPU would multiply whole matrices, three times '
-            'optimizer.ns_steps a step; use "AdamW", or no offload'
-        )
-    on_cpu = offload or not torch.cuda.is_available()
-    if (narrow or cfg.name == "Muon") and cfg.implementation == "fused" and on_cpu:
-        which = 'optimizer.name = "Muon"' if cfg.name == "Muon" else 'training.dtype = "bfloat16"'
-        instead = 'optimizer.implementation = "for-loop"'
-        yield from compiler_faults(f"{implementation}: with {which} its kernel is compiled, which", instead)
-    if narrow and training.mixed_precision_param != "bfloat16":
-        yield (
-            f'training.mixed_precision_param = "{training.mixed_precision_param}": with training.dtype = "bfloat16" the '
-            'parameters have no more precision; set it to "bfloat16", or training.dtype to "float32"'
-        )
-    if narrow and config.lora.enable:
-        yield (
-            'training.dtype = "bfloat16": with lora.enable = true the frozen weights are kept in '
-            'training.mixed_precision_param, and the few that are trained in float32; set it to "float32"'
-        )
-    if narrow and cfg.implementation == "foreach":
-        yield (
-            f'{implementation}: with training.dtype = "bfloat16" there are "fused", one compiled kernel a parameter, and '
-            '"for-loop", one kernel an operation'
-        )
-    if training.on_nonfinite == "skip" and cfg.implementation != "fused" and not narrow:
-        yield f'{implementation}: training.on_nonfinite = "skip" needs "fused", which skips a step without a host sync'
-    if training.mixed_precision_param == "float16" and cfg.implementation != "fused":
-        yield (
-            f'{implementation}: training.mixed_precision_param = "float16" needs "fused", which skips steps that overflow '
-            "without a host sync"
-        )
-    if training.mixed_precision_param == "float16" and offload:
-        yield (
-            'parallelism.cpu_offload = true: with training.mixed_precision_param = "float16" gradients and loss scale would be '
-            "on two devices; use bfloat16, or no offload"
-        )
+    yield from conflicts(config, _CONFLICTS)
+    cfg, on_cpu = config.optimizer, config.parallelism.cpu_offload or not torch.cuda.is_available()
+    which = 'optimizer.name = "Muon"' if cfg.name == "Muon" else 'training.dtype = "bfloat16"'
+    if (config.training.dtype == "bfloat16" or cfg.name == "Muon") and cfg.implementation == "fused" and on_cpu:
+        what = f'optimizer.implementation = "fused": with {which} its kernel is compiled, which'
+        yield from compiler_faults(what, 'optimizer.implementation = "for-loop"')
 
 
 def decay_faults(cfg: Optimizer, model: nn.Module) -> Iterator[str]:

@@ -66,14 +66,10 @@ def faults(config: Config) -> Iterator[str]:
     if cfg.warmup_steps > total:
         yield f"lr_scheduler.warmup_steps = {cfg.warmup_steps}: the schedule ends before, at {length}"
     elif cfg.warmup_steps + decay > total:
-        yield (
-            f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: a decay of {decay} steps and "
-            f"lr_scheduler.warmup_steps = {cfg.warmup_steps} do not fit in {length}"
-        )
+        key, warmup = f"lr_scheduler.decay_ratio = {cfg.decay_ratio}", f"lr_scheduler.warmup_steps = {cfg.warmup_steps}"
+        yield f"{key}: a decay of {decay} steps and {warmup} do not fit in {length}"
     elif cfg.decay_ratio and not decay:
         yield f"lr_scheduler.decay_ratio = {cfg.decay_ratio}: is less than one step of {length}; set it to 0.0, or higher"
     if config.training.steps > total and cfg.min_lr_factor == 0 and config.decay_steps > 0:
-        yield (
-            f"training.steps = {config.training.steps}: after {length} the learning rate is 0; raise "
-            "lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
-        )
+        remedy = "raise lr_scheduler.total_steps or set lr_scheduler.min_lr_factor"
+        yield f"training.steps = {config.training.steps}: after {length} the learning rate is 0; {remedy}"

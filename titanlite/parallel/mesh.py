@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titanlite.config.effects import Place, effective_when
 from titanlite.config.schema import Config, Parallelism
 from titanlite.errors import UserError
 
@@ -41,10 +42,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
-    """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision."""
-    parallelism = config.parallelism
-    gathers = ranks > 1 or config.float8.enable_fsdp_float8_all_gather
-    return gathers or parallelism.cpu_offload or not parallelism.reduce_every_microbatch
+    """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision: where its keys have an effect."""
+    return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Place(ranks=ranks)) is None
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
@@ -120,10 +119,7 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
             f"2 x {context} x tensor_parallel_degree = {2 * context * tensor}, the equal parts of a sequence"
         )
     elif training.seq_len % tensor:
-        yield (
-            f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}, "
-            "which is split between layers"
-        )
+        yield f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}"
     reshard = parallelism.fsdp_reshard_after_forward
     among = f"data_parallel_shard_degree{' x context_parallel_degree' if context > 1 else ''} = {shard}"
     if isinstance(reshard, int) and (shard % reshard or reshard >= shard):

@@ -94,20 +94,16 @@ def sharding_faults(model: nn.Module, family: Family, tp: int) -> list[str]:
     """Faults of a family's sharding table: parameters without a style, unknown styles, sizes that tp does not divide."""
     styles, faults = styles_of(model, family)
     for name, style in styles.items():
+        module, kind = model.get_submodule(name), every_layer(name)
         if style not in STYLES:
-            faults.append(f"sharding: {every_layer(name)} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
-            continue
-        module = model.get_submodule(name)
-        kinds = STYLES[style].kinds
-        if not isinstance(module, kinds):
-            allowed = " or ".join(kind.__name__ for kind in kinds)
-            faults.append(
-                f"sharding: {every_layer(name)} is {style!r}, which is for {allowed}, and is a {type(module).__name__}"
-            )
+            faults.append(f"sharding: {kind} has the unknown style {style!r}; there are: {', '.join(STYLES)}")
+        elif not isinstance(module, allowed := STYLES[style].kinds):
+            names = " or ".join(each.__name__ for each in allowed)
+            faults.append(f"sharding: {kind} is {style!r}, which is for {names}, and is a {type(module).__name__}")
         elif style in ("column", "row"):
             size = module.get_parameter("weight").shape[0 if style == "column" else 1]
             if size % tp:
-                where = f"{every_layer(name)}.weight, {size} {'rows' if style == 'column' else 'columns'}"
+                where = f"{kind}.weight, {size} {'rows' if style == 'column' else 'columns'}"
                 faults.append(f"parallelism.tensor_parallel_degree = {tp}: does not divide {where}")
     return list(dict.fromkeys(faults))
 

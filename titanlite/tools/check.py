@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titanlite.config import effects
 from titanlite.config.effects import Place
-from titanlite.config.read import Faults, refusal, to_toml
+from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import listed
 from titanlite.tools.options import at_least, config_parser, read_command
@@ -46,7 +46,7 @@ def all_faults(ranks: int, local_ranks: int | None) -> Iterator[None]:
             if error.rest:
                 check_here(error.rest, error.path, ranks, local_ranks)
         except Faults as more:
-            raise refusal(error.path, error.faults + more.faults) from None
+            raise Faults(error.path, error.faults + more.faults) from None
         raise
 
 
@@ -66,18 +66,22 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     of_memory = [functools.partial(memory.faults, ranks=ranks, local_ranks=local_ranks)] if local_ranks is not None else []
     left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
     if fault := other_run(Path(config.job.dump_folder)):
-        raise refusal(path, [fault])
-    return [*left, *unverified(config, ranks)] if elsewhere else []
+        raise Faults(path, [fault])
+    return [*left, *_only_on_gpus(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []
 
 
-def unverified(config: Config, ranks: int) -> Iterator[str]:
-    """What a sound configuration does on GPUs alone, for a machine that has none."""
-    from titanlite.plan import memory
-    from titanlite.transforms import attention_kernels, compile
+def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
+    """What a sound configuration does on GPUs alone."""
+    from titanlite.transforms.attention_kernels import masks
     from titanlite.transforms.registry import family_of
 
-    yield from attention_kernels.unverified(config, family_of(config.model))
-    yield from compile.unverified(config)
+    name, family = config.model.attention, family_of(config.model)
+    if name in ("auto", "flash"):
+        yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
+    capped = [f"the capped scores of {config.model.title}"] if getattr(family.config, "attention_softcap", None) else []
+    if name == "auto" and (special := masks(config, family) + capped):
+        yield f"{', '.join(special)}: FlexAttention"
+    if config.compile.enable and config.compile.backend == "inductor":
+        yield 'compile.backend = "inductor": its kernels for GPUs'
     if ranks > 1:
         yield f"{ranks} ranks: their communication by NCCL"
-    yield from memory.unverified(config, ranks)

@@ -45,7 +45,8 @@ from titanlite.tools.model_runs import (
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import in_order, settle, tolerances
-from titanlite.transforms.registry import BrokenModule, Family, family_with, load_module
+from titanlite.transforms.overrides import overridden
+from titanlite.transforms.registry import BrokenModule, Family, load_module
 
 BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
 TABLES = (BUILT, "sharding", "initial")
@@ -104,7 +105,7 @@ def rows_of(
     flavors: checked on meta. small: the flavor that is trained; None where no flavor can be built. overrides: of dimensions, in
     every flavor.
     """
-    families, table = {flavor: family_with(name, module, flavor, overrides) for flavor in flavors}, Table()
+    families, table = {flavor: _family(name, module, flavor, overrides) for flavor in flavors}, Table()
 
     def on_meta(row: str, check: Callable[[Family], list[str]], of: dict[str, Family], *needs: str) -> Row:
         return table.row(row, partial(over_flavors, of, check), needs)
@@ -114,7 +115,7 @@ def rows_of(
         rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, ROUNDING, RESUME, RANDOM)
         yield from (table.row(row, list, [BUILT]) for row in rows)
         return
-    trained = {small: family_with(name, module, small, overrides)}
+    trained = {small: _family(name, module, small, overrides)}
     # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
     divided = families | trained if len(families) == 1 else trained
     yield on_meta("sharding", model_facts.table_faults, families)
@@ -256,6 +257,11 @@ def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str
     return [fault if len(of) == len(families) else f"{', '.join(of)}: {fault}" for fault, of in owners.items()]
 
 
+def _family(name: str, module: ModuleType, flavor: str, overrides: dict[str, Any] | None) -> Family:
+    """A flavor of a loaded module. Raises UserError for wrong overrides."""
+    return Family(module, overridden(module.FLAVORS[flavor], overrides or {}, list(module.FLAVORS.values()), name))
+
+
 def choose_small(name: str, module: ModuleType, flavors: list[str], overrides: dict[str, Any] | None = None) -> str | None:
     """The flavor to train: the one the user named, or "debug", or the smallest; None where no flavor can be built.
 
@@ -264,7 +270,7 @@ def choose_small(name: str, module: ModuleType, flavors: list[str], overrides: d
     sizes = {}
     for flavor in module.FLAVORS:
         with contextlib.suppress(Exception):  # the row "built on meta" reports it
-            sizes[flavor] = size_of(family_with(name, module, flavor, overrides))
+            sizes[flavor] = size_of(_family(name, module, flavor, overrides))
     if not sizes:
         return None
     smallest = min(sizes, key=sizes.__getitem__)
@@ -301,7 +307,7 @@ def main() -> None:
             raise UserError(f"{model}: {name} has the flavors {', '.join(module.FLAVORS) or '(none)'}")
         flavors = [flavor] if flavor else list(module.FLAVORS)
         for each in flavors:
-            family_with(name, module, each, overrides)  # refuses wrong overrides before the first line of the table
+            _family(name, module, each, overrides)  # refuses wrong overrides before the first line of the table
         small = choose_small(name, module, flavors, overrides)
     except BrokenModule as error:
         print(f"{'imported':<20} FAILED    {error}")

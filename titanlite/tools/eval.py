@@ -19,8 +19,8 @@ import torch
 
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.inference.load import open_model
 from titanlite.tools.generate import inference_parser, model_source
+from titanlite.tools.open_model import open_model
 from titanlite.tools.options import at_least
 from titanlite.tools.ranks import on_ranks
 
@@ -74,7 +74,7 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
-    from titanlite.inference.harness import Harness
+    from titanlite.tools.harness import Harness
 
     opened = open_model(source, device, options.dtype, options.tokenizer, options.model)
     model = Harness(opened, options.max_length or opened.seq_len, options.batch_size)

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from titanlite.errors import UserError
-from titanlite.hf.folder import find_weights, recognise
+from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
-from titanlite.inference.load import is_hf_folder, open_model
 from titanlite.tools.checkpoint import checkpoints
+from titanlite.tools.open_model import is_hf_folder, open_model, recognise
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.dtypes import DTYPES

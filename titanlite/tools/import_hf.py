@@ -23,11 +23,12 @@ from titanlite.checkpoint.save import cause
 from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.errors import UserError
-from titanlite.hf.folder import find_weights, recognise
+from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.hf.output import start_output
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
+from titanlite.tools.open_model import recognise
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 

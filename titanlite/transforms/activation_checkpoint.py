@@ -106,7 +106,5 @@ def faults(config: Config) -> Iterator[str]:
     """A memory budget without the compiler that keeps it."""
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend != "eager"
     if config.activation_checkpoint.mode == "memory_budget" and not compiled:
-        yield (
-            'activation_checkpoint.mode = "memory_budget": the compiler chooses what to keep; it needs compile.enable = true '
-            'with "model" among compile.components, and a compile.backend other than "eager"'
-        )
+        needs = 'compile.enable = true, "model" among compile.components, and a compile.backend other than "eager"'
+        yield f'activation_checkpoint.mode = "memory_budget": the compiler chooses what to keep; it needs {needs}'

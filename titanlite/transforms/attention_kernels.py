@@ -58,15 +58,11 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
     for each in modules:
         if name != "auto":
             if device.type == "cuda" and not _able(name, each, precision, device, warn=True):
-                raise UserError(
-                    f'model.attention = "{name}": {torch.cuda.get_device_name(device)} cannot run it with head_dim = '
-                    f"{each.head_dim} in {precision}; the warnings above say why"
-                )
+                why = f"cannot run it with head_dim = {each.head_dim} in {precision}; the warnings above say why"
+                raise UserError(f'model.attention = "{name}": {torch.cuda.get_device_name(device)} {why}')
             if device.type == "cpu" and name == "flash" and each.value_dim != each.head_dim:
-                raise UserError(
-                    f'model.attention = "flash": on CPUs it needs values as wide as keys, and {config.model.name} has '
-                    f'{each.value_dim} and {each.head_dim}; use "math" or "auto"'
-                )
+                has = f'{config.model.name} has {each.value_dim} and {each.head_dim}; use "math" or "auto"'
+                raise UserError(f'model.attention = "flash": on CPUs it needs values as wide as keys, and {has}')
             each.backends = (KERNELS[name].backend, KERNELS[name].backend)
         elif each.softcap is not None:
             continue  # FlexAttention caps scores, and no other kernel
@@ -107,41 +103,27 @@ def faults(config: Config, family: Family) -> Iterator[str]:
             yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
-    fault = ""
     if device not in kernel.devices:
         there = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.devices)
-        fault = f"is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}"
-    elif name == "flash3":
-        fault = _flash3_fault()
-    if fault:
+        yield MachineFault(f"{key}: is not for {'CPUs' if device == 'cpu' else 'GPUs'}; there are {there}")
+    elif name == "flash3" and (fault := _flash3_fault()):
         yield MachineFault(f"{key}: {fault}")
     device = device if device in kernel.devices else kernel.devices[0]
     if kernel.half and device == "cuda" and config.training.mixed_precision_param == "float32":
         yield f'{key}: computes in 16 bits, and training.mixed_precision_param = "float32"; use "efficient" or "math"'
-    window = getattr(family.config, "window", None)
-    if device not in kernel.masks:
-        others = 'use "efficient", "math", or "auto", which takes FlexAttention there'
-        others = others if device == "cuda" else 'use "flash", "math" or "auto"'
-        if config.training.document_mask:
-            yield f"{key}: takes no mask, which training.document_mask = true makes; {others}"
-        if window is not None and window < config.training.seq_len:
-            yield f"{key}: takes no mask, which the window of {config.model.title} makes; {others}"
+    others = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.masks)
+    for mask in masks(config, family) if device not in kernel.masks else ():
+        yield f'{key}: takes no mask, which {mask} makes; use {others} or "auto"'
     if name != "math" and getattr(family.config, "attention_softcap", None) is not None:
         yield f'{key}: cannot cap scores, as {config.model.title} does; use "auto" or "math"'
 
 
-def unverified(config: Config, family: Family) -> Iterator[str]:
-    """What only a GPU can try."""
-    name, window = config.model.attention, getattr(family.config, "window", None)
-    if name in ("auto", "flash"):
-        yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
-    keys = {
-        "training.document_mask = true": config.training.document_mask,
-        f"the window of {config.model.name} {config.model.flavor}": window is not None and window < config.training.seq_len,
-        f"the capped scores of {config.model.name} {config.model.flavor}": getattr(family.config, "attention_softcap", None),
-    }
-    if name == "auto" and any(keys.values()):
-        yield f"{', '.join(key for key, used in keys.items() if used)}: FlexAttention"
+def masks(config: Config, family: Family) -> list[str]:
+    """What makes attention need a mask besides the causal one."""
+    window = getattr(family.config, "window", None)
+    windowed = window is not None and window < config.training.seq_len
+    makers = {"training.document_mask = true": config.training.document_mask, f"the window of {config.model.title}": windowed}
+    return [maker for maker, used in makers.items() if used]
 
 
 def _modules(model: nn.Module) -> list[AttentionCore]:

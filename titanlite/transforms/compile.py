@@ -88,17 +88,10 @@ def faults(config: Config) -> Iterator[str]:
         yield from compiler_faults('compile.backend = "inductor":', "compile.enable = false")
 
 
-def unverified(config: Config) -> Iterator[str]:
-    """What only a GPU can try."""
-    if config.compile.enable and config.compile.backend == "inductor":
-        yield 'compile.backend = "inductor": its kernels for GPUs'
-
-
 def compiler_faults(what: str, instead: str) -> Iterator[str]:
     """That `what`, which inductor compiles for the CPU, cannot be compiled; instead: a setting without it."""
     if not has_compiler():
-        why = "needs a C++ compiler on a CPU, and none is found"
-        yield MachineFault(f"{what} {why}; install g++ or clang, or set {instead}")
+        yield MachineFault(f"{what} needs a C++ compiler on a CPU, and finds none; install g++ or clang, or set {instead}")
 
 
 def has_compiler() -> bool:

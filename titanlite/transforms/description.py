@@ -5,13 +5,12 @@ unless it is in HARMLESS or has a value in NEUTRAL: it may change the mathematic
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from titanlite.errors import UserError
 from titanlite.outside import MIB, Contents, Number, Positive, read_json
 
 _LIMIT = 16 * MIB  # one with a million labels
@@ -27,21 +26,15 @@ encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores re
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 HARMLESS = frozenset(_HARMLESS.split())
+_SWITCHES = """
+attention_bias mlp_bias attention_dropout hidden_dropout residual_dropout embedding_dropout use_sliding_window
+use_bidirectional_attention is_encoder_decoder add_cross_attention tie_encoder_decoder
+"""
 # Values that change nothing of keys that a family does not read. So does null, which stands for a key that is not set.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "attention_dropout": (0,),
-    "hidden_dropout": (0,),
-    "residual_dropout": (0,),
-    "embedding_dropout": (0,),
-    "use_sliding_window": (False,),
-    "use_bidirectional_attention": (False,),
+    **dict.fromkeys(_SWITCHES.split(), (False,)),  # 0 is equal to it
     "partial_rotary_factor": (1,),
     "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "tie_encoder_decoder": (False,),
     "tie_last_hidden_states": (False, True),
     "pruned_heads": ({},),
     "quantization_config": (),
@@ -147,11 +140,6 @@ def read_description(folder: Path) -> Description:
     """The config.json of a folder in Hugging Face's format. Raises UserError, also for values of a wrong type."""
     path = folder / "config.json"
     return Description(read_json(path, _Model, _LIMIT), path)
-
-
-def raise_faults(description: Description, faults: Iterable[str]) -> None:
-    if lines := [f"{description.path}: {fault}" for fault in faults]:
-        raise UserError("\n".join(lines))
 
 
 def unused_keys(table: Description, family: str, above: str = "") -> Iterator[str]:

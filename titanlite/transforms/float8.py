@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
 from titanlite.errors import MachineFault, UserError
 from titanlite.transforms.libraries import silence_imports
@@ -82,51 +83,34 @@ def measure_weights(model: nn.Module) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 
+_GATHER = "float8.enable_fsdp_float8_all_gather = true"
+_CONFLICTS: tuple[Conflict, ...] = (
+    ("float8.enable = true", "lora.enable = true", "adapters do not multiply in float8; set one of them to false"),
+    ("parallelism.enable_async_tensor_parallel = true", "float8.enable = true", "not tested together; set one to false"),
+    ("float8.enable = true", 'float8.emulate = false and training.mixed_precision_param != "bfloat16"', 'use "bfloat16"'),
+    ("float8.enable = true", 'training.mixed_precision_param = "float16" and float8.emulate = true', 'use "bfloat16"'),
+    (_GATHER, 'float8.recipe_name != "tensorwise"', 'a row has no scale before the gather; use "tensorwise"'),
+    (_GATHER, "parallelism.tensor_parallel_degree > 1", "each rank would scale its own part of a weight; set it to false"),
+    (_GATHER, "parallelism.cpu_offload = true", "weights on the CPU are not cast; set one of them to false"),
+)
+
+
 def faults(config: Config) -> Iterator[str]:
     """What float8 needs of the machine, the precision and the batch, and options that exclude it."""
-    cfg, parallelism, precision = config.float8, config.parallelism, config.training.mixed_precision_param
+    cfg = config.float8
     if not cfg.enable:
         return
+    yield from conflicts(config, _CONFLICTS)
     if importlib.util.find_spec("torchao") is None:
         yield "float8.enable = true: needs torchao, which is not installed: pip install 'titanlite[float8]'"
-    if config.lora.enable:
-        yield "float8.enable = true: adapters (lora.enable = true) do not multiply in float8; set one of them to false"
-    if parallelism.enable_async_tensor_parallel:
-        yield (
-            "parallelism.enable_async_tensor_parallel = true: not tested together with float8.enable = true; set one of them "
-            "to false"
+    least = (8, 9) if cfg.recipe_name == "tensorwise" else (9, 0)
+    if not cfg.emulate and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= least):
+        yield MachineFault(
+            f'float8.recipe_name = "{cfg.recipe_name}": needs a GPU of compute capability {least[0]}.{least[1]} at least; '
+            "float8.emulate = true computes the same on any device, slowly"
         )
-    if not cfg.emulate:
-        least = (8, 9) if cfg.recipe_name == "tensorwise" else (9, 0)
-        if not torch.cuda.is_available() or torch.cuda.get_device_capability() < least:
-            yield MachineFault(
-                f'float8.recipe_name = "{cfg.recipe_name}": needs a GPU of compute capability {least[0]}.{least[1]} at least; '
-                "float8.emulate = true computes the same on any device, slowly"
-            )
-        if precision != "bfloat16":
-            yield f'float8.enable = true: needs training.mixed_precision_param = "bfloat16", not "{precision}"'
-    elif precision == "float16":
-        yield 'float8.enable = true: excludes training.mixed_precision_param = "float16"; use "bfloat16"'
     tokens = config.training.local_batch_size * config.training.seq_len
     if tokens % MULTIPLE:
-        yield (
-            f"training.local_batch_size x training.seq_len = {tokens}: float8 multiplies multiples of {MULTIPLE} tokens; "
-            "change one of them"
-        )
-    if cfg.enable_fsdp_float8_all_gather:
-        yield from _all_gather_faults(config)
-
-
-def _all_gather_faults(config: Config) -> Iterator[str]:
-    key, parallelism = "float8.enable_fsdp_float8_all_gather = true", config.parallelism
-    if config.float8.recipe_name != "tensorwise":
-        yield f'{key}: the scale of a row is unknown before the gather; float8.recipe_name must be "tensorwise"'
-    if (tensor := parallelism.tensor_parallel_degree) > 1:
-        yield (
-            f"{key}: each of parallelism.tensor_parallel_degree = {tensor} ranks would scale its own part of a weight, which "
-            "changes the mathematics; set it to false"
-        )
-    if isinstance(parallelism.fsdp_reshard_after_forward, int):
-        yield f'{key}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'
-    if parallelism.cpu_offload:
-        yield f"{key}: excludes parallelism.cpu_offload = true, which keeps weights where they are not cast"
+        yield f"training.local_batch_size x training.seq_len = {tokens}: must be a multiple of {MULTIPLE} for float8"
+    if cfg.enable_fsdp_float8_all_gather and isinstance(config.parallelism.fsdp_reshard_after_forward, int):
+        yield f'{_GATHER}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'

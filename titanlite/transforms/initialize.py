@@ -58,10 +58,8 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Distribut
             kinds = ", ".join(kind.__name__ for kind in get_args(Distribution))
             faults.append(f"initial: {every_layer(name)} has {distribution!r}; models/blocks.py offers {kinds}")
         elif not isinstance(tensor, nn.Parameter) and not isinstance(distribution, Constant | None):
-            faults.append(
-                f"initial: {every_layer(name)} is a buffer, and must be a Constant: a model is built on the meta device, which "
-                "loses what its constructor computes; compute it in forward"
-            )
+            lost = "the meta device loses what its constructor computes; compute it in forward"
+            faults.append(f"initial: {every_layer(name)} is a buffer, and must be a Constant: {lost}")
         elif tensor.ndim == 0 and isinstance(tensor, nn.Parameter):
             faults.append(f"initial: {every_layer(name)} has no dimension, which FSDP cannot shard; give it one of size 1")
         elif isinstance(distribution, Identity) and tensor.ndim < 2:
@@ -79,10 +77,7 @@ def _computed_faults(distribution: Computed, tensor: Tensor) -> Iterator[str]:
     if not together.isfinite().all():
         yield f"is Computed as {together.tolist()}, which is not finite"
     elif not torch.equal(together, apart):
-        yield (
-            "is Computed with another result for all positions together than for each alone; compute each value from its own "
-            "index, without random numbers"
-        )
+        yield "is Computed differently for several positions than for one; compute each value from its own index alone"
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -117,7 +112,7 @@ def fill(tensor: Tensor, name: str, distribution: Distribution, seed: int) -> No
 
 
 def _values_at(
-    distribution: Distribution, key: int, shape: tuple[int, ...], device: torch.device
+    distribution: Normal | Uniform | Identity | Computed, key: int, shape: tuple[int, ...], device: torch.device
 ) -> Callable[[Tensor], Tensor]:
     """The function from int64 positions in the flattened parameter to its values, float32."""
     if isinstance(distribution, Normal):
@@ -127,8 +122,6 @@ def _values_at(
         low, high = distribution
         # Separate operations, as in `_normal`; the clamp because low + (high - low) may be rounded to above high.
         return lambda index: _fraction(splitmix64(index, key)).mul_(high - low).add_(low).clamp_(low, high)
-    if isinstance(distribution, Constant):
-        return lambda index: torch.full(index.shape, distribution.value, device=device)
     if isinstance(distribution, Identity):
         rows, columns = shape[-2:]
         return lambda index: (index // columns % rows == index % columns) * distribution.scale

@@ -60,16 +60,14 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
         kinds = list(dict.fromkeys(every_layer(name) for name in linears))
         lines = [f'lora.modules: "{p}" matches no nn.Linear of the layers{suggest(every_layer(p), kinds)}' for p in unused]
         raise UserError("\n".join(lines))
-    sizes = {each: min(linears[each].weight.shape) for names in chosen.values() for each in names}
-    if cfg.rank > (least := min(sizes.values())):
-        kind = every_layer(min(sizes, key=lambda name: sizes[name]))
-        raise UserError(
-            f"lora.rank = {cfg.rank}: {kind} has no higher rank than {least} itself; lower it, or change lora.modules"
-        )
+    adapted = set().union(*chosen.values())
+    least, kind = min((min(linears[name].weight.shape), every_layer(name)) for name in adapted)
+    if cfg.rank > least:
+        raise UserError(f"lora.rank = {cfg.rank}: higher than that of {kind}, {least}; lower it, or change lora.modules")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(frozen)
-    for name in set().union(*chosen.values()):
+    for name in adapted:
         module = linears[name]
         module.__class__ = LoraLinear
         assert isinstance(module, LoraLinear)

@@ -10,6 +10,7 @@ from models.attention import SeqInfo
 from models.blocks import Flops
 from models.decoder import Decoder
 from titanlite.config.schema import Config
+from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import Family, tie
 
@@ -20,8 +21,6 @@ def on_meta(family: Family, config: Config) -> Decoder:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.training.dtype])
     if config.lora.enable:
-        from titanlite.transforms import lora
-
         lora.adapt(model, config.lora, DTYPES[config.training.mixed_precision_param])
     return model
 

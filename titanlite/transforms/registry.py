@@ -22,7 +22,7 @@ import models
 from models.decoder import Decoder
 from titanlite.config.schema import Config, Model
 from titanlite.errors import UserError, is_users
-from titanlite.transforms.description import Description, raise_faults, read_description, unused_keys
+from titanlite.transforms.description import Description, read_description, unused_keys
 from titanlite.transforms.overrides import overridden
 
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
@@ -79,11 +79,6 @@ def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, A
     return Family(module, overridden(config, overrides or {}, [*module.FLAVORS.values(), config], name))
 
 
-def family_with(name: str, module: ModuleType, flavor: str, overrides: dict[str, Any] | None) -> Family:
-    """A family that is loaded already, in a flavour of FLAVORS with overrides. Raises UserError for wrong overrides."""
-    return Family(module, overridden(module.FLAVORS[flavor], overrides or {}, list(module.FLAVORS.values()), name))
-
-
 def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
     """The dimensions of a flavour."""
     if flavor == FROM_ASSETS:
@@ -94,10 +89,7 @@ def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
         flavor = next((name for name in module.FLAVORS if name.lower() == flavor.lower()), flavor)
     if flavor not in module.FLAVORS:
         have = ", ".join(module.FLAVORS) or "(none)"
-        raise UserError(
-            f'model.flavor = {flavor!r}: {name} has the flavours {have}; "{FROM_ASSETS}" stands for the dimensions of the '
-            "config.json in model.hf_assets_path"
-        )
+        raise UserError(f'model.flavor = {flavor!r}: {name} has the flavours {have}; "{FROM_ASSETS}": as model.hf_assets_path')
     return module.FLAVORS[flavor]
 
 
@@ -142,13 +134,10 @@ def load_module(name: str) -> ModuleType:
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
     except (Exception, SystemExit) as error:  # the user's module can raise anything
         raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
-    lacking = [part for part in OFFERS if not hasattr(module, part)]
-    if lacking:
+    if lacking := [part for part in OFFERS if not hasattr(module, part)]:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
-        raise BrokenModule(
-            f'model.name = {name!r}: its flavour "{FROM_ASSETS}" needs another name; this one stands for config.json'
-        )
+        raise BrokenModule(f'model.name = {name!r}: rename its flavour "{FROM_ASSETS}", which stands for a config.json')
     return module
 
 
@@ -167,7 +156,8 @@ def described(module: ModuleType, description: Description) -> Any:
         raise UserError(f"{description.path}: has no {error}, which {module.__name__} needs") from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{description.path}: {module.__name__} cannot be built from it: {error}") from None
-    raise_faults(description, unused_keys(description, module.__name__))
+    if faults := [f"{description.path}: {fault}" for fault in unused_keys(description, module.__name__)]:
+        raise UserError("\n".join(faults))
     return config
 
 

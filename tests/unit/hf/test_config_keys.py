@@ -14,7 +14,8 @@ from models import gemma3, llama3, olmo2, qwen3
 from models.attention import SeqInfo
 from tests.hf_folders import their_model
 from titanlite.errors import UserError
-from titanlite.hf.folder import recognise, their_name
+from titanlite.hf.folder import their_name
+from titanlite.tools.open_model import recognise
 from titanlite.transforms.initialize import materialize
 from titanlite.transforms.registry import Family
 

@@ -22,7 +22,7 @@ from titanlite.files import split
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.hf.export import Item, write_file
-from titanlite.hf.folder import recognise
+from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import Family, load_family
 
 

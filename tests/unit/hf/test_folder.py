@@ -15,7 +15,9 @@ from tests import tiny
 from tests.hf_folders import CASES, NORM, change, change_json, one_file, read, remove, replace, tensors_of
 from titanlite.errors import UserError
 from titanlite.hf import folder as folders
-from titanlite.hf.folder import recognise, their_names
+from titanlite.hf.folder import their_names
+from titanlite.tools import open_model
+from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
 
 # ------------------------------------------------------------------------------------------------------------- recognising
@@ -63,7 +65,7 @@ def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
 
 
 def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "family_names", lambda: ["llama3", "tests.tiny"])
+    monkeypatch.setattr(open_model, "family_names", lambda: ["llama3", "tests.tiny"])
     with pytest.raises(UserError, match=r"llama3 and tests.tiny both read model_type 'llama'; name one with --model"):
         recognise(describe(tmp_path, llama3.FLAVORS["1b"]))
 
@@ -81,7 +83,7 @@ def test_the_flavour_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypa
     with pytest.raises(UserError, match=r"config.json: is missing"):
         load_family("llama3", "hf", str(tmp_path))
     monkeypatch.setitem(tiny.FLAVORS, "hf", tiny.FLAVORS["plain"])
-    with pytest.raises(UserError, match='its flavour "hf" needs another name'):
+    with pytest.raises(UserError, match='rename its flavour "hf"'):
         load_family("tests.tiny", "plain")
 
 

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, processors
 
 from tests.hf_folders import write
-from titanlite.inference.harness import Harness
-from titanlite.inference.load import open_model
+from titanlite.tools.harness import Harness
+from titanlite.tools.open_model import open_model
 
 LENGTH = 32  # tokens that the models read at once
 # Contexts and answers of unequal lengths, an empty context, one that spells out the bos_token, one longer than LENGTH.

@@ -10,7 +10,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from titanlite.inference.generate import Sampling, generate, score
-from titanlite.inference.load import LoadedModel
+from titanlite.tools.open_model import LoadedModel
 
 _Pair = tuple[Any, list[int], list[int]]  # (cache key of lm-eval or None, context, continuation)
 

@@ -15,7 +15,7 @@ from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
 from titanlite.errors import UserError, listed, phase
-from titanlite.hf.folder import find_weights, recognise
+from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
@@ -24,10 +24,18 @@ from titanlite.transforms.description import read_description
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import FROM_ASSETS, Family, family_of, trusted
+from titanlite.transforms.registry import FROM_ASSETS, Family, described, family_names, family_of, load_module, trusted
 from titanlite.transforms.source import warn_of_changes
 
 _DEFAULT_LENGTH = 2048  # of lm-eval, for a config.json without max_position_embeddings
+
+
+class Recognised(NamedTuple):
+    """A model as the [model] section of a configuration names it."""
+
+    name: str
+    flavor: str  # one of the family's FLAVORS, or "hf" if none has these dimensions
+    family: Family
 
 
 class LoadedModel(NamedTuple):
@@ -42,6 +50,30 @@ class LoadedModel(NamedTuple):
 def is_hf_folder(source: Path) -> bool:
     """Whether a folder is in Hugging Face's format."""
     return os.path.lexists(source / "config.json")
+
+
+def recognise(folder: Path, model: str = "") -> Recognised:
+    """The model that a folder's config.json describes.
+
+    model: a family of models/ or a dotted module name; empty: the family of models/ that reads this model_type. Raises
+    UserError if there is none, or if it does not support what config.json sets.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    description = read_description(folder)
+    if not model:
+        kind = description["model_type"]
+        readers = {name: getattr(load_module(name), "HF_TYPES", ()) for name in family_names()}
+        names = [name for name, kinds in readers.items() if kind in kinds]
+        if len(names) != 1:
+            have = "; ".join(f"{name}: {', '.join(kinds)}" for name, kinds in readers.items() if kinds)
+            fault = f"{' and '.join(names)} both read" if names else f"no family of models/ ({have}) reads"
+            raise UserError(f"{folder / 'config.json'}: {fault} model_type {kind!r}; name one with --model")
+        model = names[0]
+    module = load_module(model)
+    config = described(module, description)
+    flavor = next((name for name, dimensions in module.FLAVORS.items() if dimensions == config), FROM_ASSETS)
+    return Recognised(model, flavor, Family(module, config))
 
 
 @phase("opening the model")
