@@ -43,12 +43,13 @@ class Packing:
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """(first token in the file, tokens) of each piece of a row. Raises UserError for pieces outside of the file."""
-        begin, end = self._table.read(_HEADER + row, _HEADER + row + 2).tolist()
+        table = self._table.checked()
+        begin, end = table[_HEADER + row : _HEADER + row + 2].tolist()
         start = _HEADER + self.rows + 1 + begin
-        starts, lengths = (self._table.read(at, at + end - begin).tolist() for at in (start, start + self._pieces))
-        if self.stored.has_sums:
-            return list(zip(starts, lengths, strict=True))
-        if not starts or min(starts) < 0 or min(lengths) < 1 or max(map(operator.add, starts, lengths)) > self._tokens:
+        starts, lengths = (table[at : at + end - begin].tolist() for at in (start, start + self._pieces))
+        if not self.stored.has_sums and (
+            not starts or min(starts) < 0 or min(lengths) < 1 or max(map(operator.add, starts, lengths)) > self._tokens
+        ):
             raise UserError(f"{self.path}: is damaged: row {row} is not of pieces of its file; remove it, and it is made again")
         return list(zip(starts, lengths, strict=True))
 
