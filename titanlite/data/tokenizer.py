@@ -106,10 +106,10 @@ def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {error}") from None
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text without special tokens. Raises ValueError."""
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """The ids of texts without special tokens. Raises ValueError."""
     with refusing(ValueError, "the tokenizer cannot encode it"):
-        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def parse_tokenizer(path: Path) -> Tokenizer:
