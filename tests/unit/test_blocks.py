@@ -70,9 +70,9 @@ def test_each_process_verifies_a_block_once(tmp_path, written, monkeypatch):
 def test_slices_of_a_file_are_those_of_a_plain_array_once_all_of_it_is_verified(tmp_path, written):
     array = _array(tmp_path, written)
     assert array.checked() is array
-    array.read(0, 1), array.read(BLOCK, BLOCK + 1)
+    _ = array[0:1], array[BLOCK : BLOCK + 1]
     assert array.checked() is array
-    array.read(BLOCK // 2, BLOCK // 2 + 1)
+    _ = array[BLOCK // 2 : BLOCK // 2 + 1]
     assert array.checked() is array.numbers
     assert isinstance(pickle.loads(pickle.dumps(array)).checked(), Array)
 
