@@ -67,6 +67,16 @@ def test_each_process_verifies_a_block_once(tmp_path, written, monkeypatch):
     assert reads == 2 * [0, BLOCK, 2 * BLOCK]
 
 
+def test_slices_of_a_file_are_those_of_a_plain_array_once_all_of_it_is_verified(tmp_path, written):
+    array = _array(tmp_path, written)
+    assert array.checked() is array
+    _ = array[0:1], array[BLOCK : BLOCK + 1]
+    assert array.checked() is array
+    _ = array[BLOCK // 2 : BLOCK // 2 + 1]
+    assert array.checked() is array.numbers
+    assert isinstance(pickle.loads(pickle.dumps(array)).checked(), Array)
+
+
 def test_a_file_that_could_not_be_completed_has_no_checksums(tmp_path):
     with pytest.raises(RuntimeError), BlockWriter(tmp_path / "a.bin") as file:
         file.write(b"half")

@@ -28,6 +28,19 @@ def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def _dirty(monkeypatch):
+    """Memory that is not cleared holds what other batches have left there."""
+    empty = np.empty
+
+    def dirty(*about, **keys) -> np.ndarray:
+        array = empty(*about, **keys)
+        array.view(np.uint8)[...] = 0x55
+        return array
+
+    monkeypatch.setattr(np, "empty", dirty)
+
+
 def _config(policy: str = "pack", mask: bool = False, seq_len: int = _SEQ_LEN) -> Config:
     training = {"seq_len": seq_len, "document_policy": policy, "document_mask": mask}
     return Config.model_validate({"training": training})

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -57,13 +58,18 @@ class StepDataset(Dataset[Batch | UserError]):
         self.latest = torch.full((ahead + 1, 2), -1).share_memory_()
         self._block, self._located = -1, (np.zeros(0), np.zeros(0))
 
+    @cached_property
+    def _notes(self) -> np.ndarray:
+        """`latest`, in the process that reads."""
+        return self.latest.numpy()
+
     def __getitem__(self, step: int) -> Batch | UserError:
         """This rank's part of a step, (microbatches, local_batch, ...), or the fault in the data.
 
         The fault is returned, not raised, since the loader would wrap it in the traceback of a worker process.
         """
         sources, samples = self.located(step)
-        note = self.latest[step % len(self.latest)].numpy()  # which is faster to write row by row
+        note = self._notes[step % len(self._notes)]
         note[:] = step, -1
         try:
             return to_batch(self.data.read(sources, samples, note[1:]), self.local_batch)

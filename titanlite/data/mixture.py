@@ -18,7 +18,7 @@ from titanlite.data import origin
 from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
 from titanlite.data.origin import Origin
 from titanlite.data.prepare.cache import open_packing
-from titanlite.data.samples import Arrays, Rows, fill, rows_of
+from titanlite.data.samples import Arrays, Rows, fill, fill_with_padding, rows_of
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
 from titanlite.errors import UserError, listed, phase
@@ -156,19 +156,18 @@ class Data:
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
-        partly = self._padded or PADDING in numbers  # rows of "pack" have no padding: clearing them took as long as the check
-        arrays = Arrays(
-            (np.zeros if partly else np.empty)(shape, np.int64),
-            None if self._all_counted and PADDING not in numbers else np.zeros(shape, bool),
-            np.zeros((len(numbers), self.seq_len), np.int32) if self.mask else None,
+        arrays = Arrays(  # not cleared, since `fill` writes all of a row: that took as long as the check of the ids
+            np.empty(shape, np.int64),
+            None if self._all_counted and PADDING not in numbers else np.empty(shape, bool),
+            np.empty((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
             if sample == PADDING:
-                continue
-            rows, row = self.sources[source].locate(sample)
-            fill(arrays, at, rows, row)
+                fill_with_padding(arrays, at)
+            else:
+                fill(arrays, at, *self.sources[source].locate(sample))
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
             self._refuse_ids(arrays.tokens, sources, samples)
         return arrays

@@ -34,7 +34,8 @@ class Packing:
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         """(first token in the file, tokens) of each piece of a row."""
-        begin, end = self._table[_HEADER + row : _HEADER + row + 2].tolist()
+        table = self._table.checked()
+        begin, end = table[_HEADER + row : _HEADER + row + 2].tolist()
         start = _HEADER + self.rows + 1 + begin
-        starts, lengths = (self._table[at : at + end - begin].tolist() for at in (start, start + self._pieces))
+        starts, lengths = (table[at : at + end - begin].tolist() for at in (start, start + self._pieces))
         return list(zip(starts, lengths, strict=True))

@@ -71,17 +71,31 @@ class Arrays(NamedTuple):
 
 
 def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
-    """Copies one row of a file into row `at` of a batch that is all padding: tokens 0, counted False, documents 0."""
-    (tokens, counted, documents), file, place, number = batch, rows.file, 0, 0
+    """Writes all of row `at` of a batch: one row of a file, then padding, with token 0 and no labels."""
+    file, place, number = rows.file, 0, 0
+    tokens, counted, documents = (None if array is None else array[at] for array in batch)
+    assert tokens is not None
+    ids, loss = file.ids.checked(), None if counted is None or file.loss is None else file.loss.checked()
     for number, (first, length) in enumerate(rows.pieces(row), 1):
         end = place + length
-        tokens[at, place:end] = file.ids[first : first + length]
+        tokens[place:end] = ids[first : first + length]
         if counted is not None:
-            counted[at, place:end] = True if file.loss is None else file.loss[first : first + length]
+            counted[place:end] = True if loss is None else loss[first : first + length]
         if documents is not None:
-            documents[at, place:end] = number
+            documents[place:end] = number
             if counted is not None:
-                counted[at, place] = False
+                counted[place] = False
         place = end
     if documents is not None:
-        documents[at, place:] = number + 1
+        documents[place:] = number + 1
+    if place < len(tokens):
+        tokens[place:] = 0
+        if counted is not None:
+            counted[place:] = False
+
+
+def fill_with_padding(batch: Arrays, at: int) -> None:
+    """Writes all of row `at` of a batch: a row without labels."""
+    for array in batch:
+        if array is not None:
+            array[at] = 0

@@ -106,6 +106,12 @@ def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {error}") from None
 
 
+def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """The ids of texts without special tokens. Raises ValueError."""
+    with refusing(ValueError, "the tokenizer cannot encode it"):
+        return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
 def parse_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a tokenizer.json. Raises UserError."""
     text = read_text(path, _LIMIT)

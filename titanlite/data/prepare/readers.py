@@ -332,7 +332,7 @@ def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
     pyarrow, parquet = need("pyarrow", part.path), need("pyarrow.parquet", part.path)
     with open_bytes(part.path) as file:
         try:
-            table = parquet.ParquetFile(file)
+            table = parquet.ParquetFile(file, page_checksum_verification=True)  # where the file has checksums
             names = table.schema_arrow.names
         except (pyarrow.ArrowException, OSError) as error:
             yield _damage(None, "not a Parquet file, or truncated", error)
@@ -344,11 +344,13 @@ def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
             return
         sizes = [table.metadata.row_group(group).num_rows for group in range(part.end)]
         for group in range(part.begin, part.end):
-            row = sum(sizes[:group])
+            first = row = sum(sizes[:group])
             try:
                 for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns):
                     yield from _rows(batch, row, text_key)
                     row += batch.num_rows
+                if row - first != sizes[group]:
+                    yield Bad(None, f"damaged: row group {group} must have {sizes[group]:,} rows, and holds {row - first:,}")
             except (pyarrow.ArrowException, OSError) as error:
                 yield _damage(row, f"rows {row} to {sum(sizes[: group + 1]) - 1} cannot be read", error)
 
@@ -370,9 +372,10 @@ def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
     try:
         for row, entry in enumerate(batch.to_pylist(), first):
             yield _document(row, entry, text_key)
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:  # of text, or of a date that Python does not have
         if batch.num_rows == 1:
-            yield Bad(first, f"not UTF-8 text: {error}")
+            what = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+            yield Bad(first, f"{what}: {error}")
         else:  # in one of the rows
             for number in range(batch.num_rows):
                 yield from _rows(batch.slice(number, 1), first + number, text_key)
