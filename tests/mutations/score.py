@@ -28,7 +28,7 @@ from tests.mutations.faults import Fault, with_fault
 from tests.mutations.run import HERE, ROOT, Copy, _read, judge
 
 HISTORY, SCORE = HERE / "history.json", HERE / "score.json"
-_MESHES = ("1", "dp_shard=2", "tp=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2")
+_MESHES = ("1", "dp_shard=2", "tp=2", "cp=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2")
 _VERIFY = (
     "verify train_configs/llama_debug.toml --steps 3 --model.name tests.tiny --model.flavor large --training.seq_len 32 "
     "--training.local_batch_size 2 --training.global_batch_size 8 "

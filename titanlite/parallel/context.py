@@ -5,7 +5,6 @@ made from the whole sequence before it is split (loop/loss.py), and `AttentionCo
 """
 
 from collections.abc import Iterator
-from typing import TypeGuard
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,15 +24,11 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
     ranks, method = config.parallelism.context_parallel_degree, config.parallelism.context_parallel_method
     if ranks == 1:
         return
-    key = f"parallelism.context_parallel_degree = {ranks}"
-    cores = {name: [*filter(_communicates, block.modules())] for name, block in model.layers.items()}
-    if without := [name for name, found in cores.items() if not found]:
-        yield (
-            f"{key}: layers.{', layers.'.join(without)} of {config.model.name} do not use AttentionCore.core of "
-            "models/attention.py, which alone gets what one token reads of another from the rank that has it; set it to 1"
-        )
+    if reason := unsplittable(model):
+        yield f"parallelism.context_parallel_degree = {ranks}: in {config.model.name}, {reason}; set it to 1"
     tensor = config.parallelism.tensor_parallel_degree
-    heads = {count for found in cores.values() for each in found for count in (each.n_heads, each.n_kv_heads)}
+    cores = [each for each in model.modules() if isinstance(each, AttentionCore)]
+    heads = {count for each in cores for count in (each.n_heads, each.n_kv_heads)}
     if method == "ulysses" and (undivided := sorted(count for count in heads if count % (tensor * ranks))):
         yield (
             f'parallelism.context_parallel_method = "ulysses": {tensor} x {ranks} ranks (tensor x context parallel) do not '
@@ -43,5 +38,21 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
         yield 'model.attention = "tiles": has no mask, which parallelism.context_parallel_method = "gather" needs; use "auto"'
 
 
-def _communicates(module: nn.Module) -> TypeGuard[AttentionCore]:
-    return isinstance(module, AttentionCore) and type(module).core is AttentionCore.core
+def unsplittable(model: Decoder) -> str:
+    """Why a model's sequences cannot be split; "" if they can. Each block must have the attention that communicates.
+
+    A block that mixes tokens elsewhere too is not found here; it differs in `titanlite check-model`.
+    """
+
+    def communicates(block: nn.Module) -> bool:
+        cores = (type(each).core for each in block.modules() if isinstance(each, AttentionCore))
+        return any(core is AttentionCore.core for core in cores)
+
+    without = [f"layers.{name}" for name, block in model.layers.items() if not communicates(block)]
+    if not without:
+        return ""
+    verb = "does" if len(without) == 1 else "do"
+    return (
+        f"{', '.join(without)} {verb} not use AttentionCore.core of models/attention.py, which alone gets what a token reads "
+        "of another from the rank that has it"
+    )

@@ -24,6 +24,7 @@ from torch import Tensor
 from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
+from titanlite.parallel.context import unsplittable
 from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import MESHES, compare
 from titanlite.tools.model_facts import SMALL, size_of
@@ -210,6 +211,8 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
         assert alone is not None and alone.stored is not None
+        if "cp" in degrees and (reason := unsplittable(family.on_meta())):
+            raise NotRun(f"{reason}; context parallelism refuses this model")
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)
         meshes.append(mesh)
