@@ -314,7 +314,6 @@ class AttentionCore(nn.Module):
         if seq.mask is not None:
             return attend(q, k, v, seq.mask, self.scale, self.softcap, masked).transpose(1, 2)
         if causal in (None, SDPBackend.FLASH_ATTENTION) and self.softcap is None and self.value_dim == self.head_dim:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             return attend_by_parts(q, k, v, split, self.scale).transpose(1, 2)
         mask = split.places[:, None] >= torch.arange(split.length, device=q.device)
         return attend(q, k, v, mask, self.scale, self.softcap, causal).transpose(1, 2)

@@ -78,7 +78,7 @@ class _AllToAll(torch.autograd.Function):
 def attend_by_parts(q: Tensor, k: Tensor, v: Tensor, split: Split, scale: float | None) -> Tensor:
     """Causal attention of this rank's two parts of the queries over all keys, on CPUs, without a mask.
 
-    q: (batch, heads, seq / ranks, head_dim). k, v: (batch, heads, seq, head_dim), in the order of the sequence.
+    q: (batch, heads, seq / ranks, head_dim). k, v: (batch, kv heads, seq, head_dim), in the order of the sequence.
     """
     size = q.shape[2] // 2
     return torch.cat(
@@ -91,7 +91,7 @@ def attend_by_parts(q: Tensor, k: Tensor, v: Tensor, split: Split, scale: float 
 
 
 class _CausalAtTheEnd(torch.autograd.Function):
-    """Attention of queries that have the last places of the keys; shapes (batch, heads, tokens, head_dim).
+    """Attention of queries that have the last places of the keys; shapes (batch, heads or kv heads, tokens, head_dim).
 
     The CPU's flash kernel aligns its causal mask with the first key. So it computes the keys before the queries without a mask,
     the queries' own with one, and both are merged by their log-sum-exps, as blocks are within the kernel (Dao et al.,
@@ -103,7 +103,7 @@ class _CausalAtTheEnd(torch.autograd.Function):
         outs, sums = [], []
         for keys, causal in _blocks(q, k):
             out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k[:, :, keys], v[:, :, keys], 0.0, causal, scale=scale
+                q, _for_each_head(k[:, :, keys], q), _for_each_head(v[:, :, keys], q), 0.0, causal, scale=scale
             )
             outs.append(out)
             sums.append(logsumexp)
@@ -117,15 +117,23 @@ class _CausalAtTheEnd(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp = ctx.saved_tensors
-        of_q, of_k, of_v = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32)), [], []
+        of_q = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        of_k: list[Tensor] = []
+        of_v: list[Tensor] = []
         for keys, causal in _blocks(q, k):
+            wide = (_for_each_head(x[:, :, keys], q) for x in (k, v))
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k[:, :, keys], v[:, :, keys], out, logsumexp, 0.0, causal, scale=ctx.scale
+                grad, q, *wide, out, logsumexp, 0.0, causal, scale=ctx.scale
             )
             of_q += parts[0]
-            of_k.append(parts[1])
-            of_v.append(parts[2])
+            for found, gradient in zip((of_k, of_v), parts[1:], strict=True):
+                found.append(gradient.unflatten(1, (k.shape[1], -1)).sum(2))
         return of_q.type_as(q), torch.cat(of_k, dim=2), torch.cat(of_v, dim=2), None
+
+
+def _for_each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, repeated for the queries that share them: the kernel knows no groups."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[slice, bool]]:

@@ -41,9 +41,9 @@ def test_with_heads_exchanged_the_ranks_have_the_sequence_in_order():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_without_a_mask_and_its_gradients_are_those_of_the_whole_sequence(ranks, dtype):
     torch.manual_seed(0)
-    whole = [torch.randn(2, 3, LENGTH, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
-    slope = torch.randn(2, 3, LENGTH, 16, dtype=dtype)
-    expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=0.3)
+    whole = [torch.randn(2, heads, LENGTH, 16, dtype=dtype, requires_grad=True) for heads in (6, 2, 2)]
+    slope = torch.randn(2, 6, LENGTH, 16, dtype=dtype)
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=0.3, enable_gqa=True)
     gradients = torch.autograd.grad(expected, whole, slope)
     found = [torch.zeros_like(each) for each in gradients]
     for split in splits(ranks, "gather"):
