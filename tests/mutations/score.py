@@ -185,7 +185,10 @@ def table(history: list[Past], known: dict[str, Any]) -> str:
         named += any(result.get(name, {}).get("named") for name in ("verify", "check-model"))
         cells.append("not run" if tests is None else "found" if tests["caught"] else "**missed**")
         lines.append(f"| {past.fault.id} | {past.fault.why} [report]({past.source}) | {' | '.join(cells)} |")
-    total = f"{found} of {len(history)} are found by one of the two commands, {named} of them named"
+    asked = sum("verify" in known.get(past.fault.id, {}) for past in history)
+    total = (
+        f"Of {len(history)} faults, {asked} were scored: {found} are found by one of the two commands, {named} of them named"
+    )
     return "\n".join([f"{total}; the tests find {caught} of the {ran} for which they have run.", "", *lines])
 
 
