@@ -143,7 +143,7 @@ def test_heads_that_two_ranks_cannot_share_are_named_and_only_meshes_with_tensor
     rows = table("tests.forks.undivided_heads")
     assert failed(rows) == {"tp 2 divides": ["2 ranks of tensor parallelism cannot share n_heads = 3, n_kv_heads = 3"]}
     assert not_run(rows) == ["2 x 2", "tp 2"]
-    assert rows[CHECKPOINT].texts == ["one process -> shard 2 -> replicate 2"]
+    assert rows[CHECKPOINT].texts == ["one process -> shard 2 -> replicate 2 -> context 2"]
 
 
 def test_of_flavours_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
@@ -177,6 +177,7 @@ def test_a_wrong_style_of_the_right_shape_is_told_by_the_parameter_whose_gradien
         assert re.search(r"gradient of layers\.\d\.attention\.head_scale\.weight differs by", rows[mesh].texts[0])
     assert rows["shard 2"].verdict == "passed"
     assert rows[CHECKPOINT].texts == ["one process -> 2 x 2 -> tp 2 -> shard 2 -> replicate 2"]
+    assert "not use AttentionCore.core" in rows["context 2"].texts[0]  # the fork has a core of its own
 
 
 # ------------------------------------------------------------------------------------------------------------- other faults
@@ -250,6 +251,9 @@ def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_c
         "on replicate 2: spread differs between ranks",
         "on replicate 2: tokens differs by 5.0e-01 of its change in 3 steps",
         "on replicate 2: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
+        "on context 2: spread differs between ranks",
+        "on context 2: tokens differs by 5.0e-01 of its change in 3 steps",
+        "on context 2: layers.*.calls differs by 3.0e+00 of its change in 3 steps",
     ]
 
 
@@ -368,7 +372,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert "sharding             FAILED    sharding: no pattern matches layers.*.ffn_norm" in out
     assert "compile              not run   needs sharding" in out
     assert "tp 2                 not run   needs loss and gradients" in out
-    assert out[-1] == "1 of 23 checks failed"
+    assert out[-1] == "1 of 24 checks failed"
 
 
 def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):

@@ -25,6 +25,7 @@ from titanlite.config.schema import Checkpoint, Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
+from titanlite.parallel.context import unsplittable
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of
 from titanlite.tools.compare import (
     DEGREES,
@@ -42,6 +43,7 @@ from titanlite.tools.model_runs import describe
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
+from titanlite.transforms.registry import family_of
 
 
 def main() -> None:
@@ -148,8 +150,14 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
         optimizer={"rounding": Optimizer().rounding},
         model={"attention": Model().attention},
     )
-    meshes = [{}, *MESHES.values()] if known.mesh is None else [_degrees(text) for text in known.mesh]
+    meshes = _default_meshes(config) if known.mesh is None else [_degrees(text) for text in known.mesh]
     return known.config, meshes, config.model_copy(update={"checkpoint": Checkpoint()})
+
+
+def _default_meshes(config: Config) -> list[dict[str, int]]:
+    """One process, and the meshes of check-model on which the model can run."""
+    whole = unsplittable(family_of(config.model).on_meta())
+    return [{}, *(degrees for degrees in MESHES.values() if "cp" not in degrees or not whole)]
 
 
 def _degrees(text: str) -> dict[str, int]:
