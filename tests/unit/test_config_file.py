@@ -64,6 +64,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "data_parallel_replicate_degree": 2,
         "data_parallel_shard_degree": 4,
         "tensor_parallel_degree": 8,
+        "context_parallel_degree": 2,
+        "context_parallel_method": "ulysses",
         "fsdp_reshard_after_forward": 2,
         "fsdp_prefetch": 3,
         "reduce_every_microbatch": False,
@@ -294,12 +296,13 @@ def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
     for word in instead_of:
         section, _, name = word.partition(".")
         tables.setdefault(section, []).append(name or "enable")
-    on = ("checkpoint.enable", "profiling.enable_profiling")
+    on = {"checkpoint.enable": "true", "profiling.enable_profiling": "true", "parallelism.context_parallel_degree": "9"}
     text = "".join(f"[{section}]\n" + "".join(f"{name} = 9\n" for name in names) for section, names in tables.items())
-    for section, name in (key.split(".") for key in on):
-        text = text.replace(f"[{section}]\n", f"[{section}]\n{name} = true\n")
+    for key, value in on.items():
+        section, _, name = key.partition(".")
+        text = text.replace(f"[{section}]\n", f"[{section}]\n{name} = {value}\n")
     words = [word for section, names in tables.items() for name in names for word in (f"--{section}.{name}", "9")]
-    switched_on = [word for key in on for word in (f"--{key}", "true")]
+    switched_on = [word for key, value in on.items() for word in (f"--{key}", value)]
     in_file = refusal(write(tmp_path, text)).splitlines()[1:]
     in_options = refusal(write(tmp_path, ""), *words, *switched_on).splitlines()[1:]
     assert len(in_file) == len(in_options) == len(INSTEAD)
