@@ -120,7 +120,7 @@ def own(tmp_path, monkeypatch) -> Callable[[], ModuleType]:
     forget()
 
 
-ZOO = ["models", "models.attention", "models.blocks", "models.decoder", "models.head", "models.split", "models.llama3"]
+ZOO = ["models", "models.attention", "models.blocks", "models.decoder", "models.head", "models.llama3", "models.split"]
 MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.parts.norms"]
 
 
