@@ -96,6 +96,7 @@ CASES = [
     (4, {TP: 4, "training.seq_len": 30}, [f"{TP} = 4", "training.seq_len = 30"], {"training.seq_len": 32}),
     (4, {RESHARD: 3}, [f"{RESHARD} = 3", "data_parallel_shard_degree = 4"], {RESHARD: 2}),
     (4, {RESHARD: 4}, [f"{RESHARD} = 4", "smaller"], {RESHARD: "always"}),
+    (8, {RESHARD: 2, TP: 2}, [f"{RESHARD} = 2", "tensor_parallel_degree = 2 splits"], {TP: 1}),
     (4, {RESHARD: 2, TP: 2}, [f"{RESHARD} = 2", "data_parallel_shard_degree = 2"], {TP: 1}),
     (2, {CP: 2, "training.seq_len": 30}, [f"{CP} = 2", "seq_len = 30 must be a multiple of 2 x 2 x"], {"training.seq_len": 32}),
     (4, {CP: 2, TP: 2, "training.seq_len": 36}, [f"{CP} = 2", "= 8, the equal parts"], {"training.seq_len": 40}),

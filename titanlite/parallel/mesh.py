@@ -127,6 +127,11 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
             f"parallelism.fsdp_reshard_after_forward = {reshard}: must be smaller than {among} "
             'and divide it, or be "default", "always" or "never"'
         )
+    elif isinstance(reshard, int) and tensor > 1:
+        yield (
+            f"parallelism.fsdp_reshard_after_forward = {reshard}: FSDP2 does not reshard over fewer ranks what "
+            f'tensor_parallel_degree = {tensor} splits; use "default", "always" or "never"'
+        )
     one_pass, batch = training.local_batch_size * parts, config.global_batch(parts)
     if batch % one_pass:
         yield (
