@@ -12,8 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.hostile.judge import Case
-from tests.unit.test_limits import EXPLODING, TEMPLATE, assets, chat
+from tests.unit.test_limits import AT_LOAD, AT_USE, EXCESS, EXPLODING, TEMPLATE, assets, chat
 from titanlite.data.prepare import limits
+from titanlite.data.prepare.chat import load_template
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.launch import layout, process
 
 # What no whole number of the environment may be. 010 is 8 for a shell; other scripts have digits too.
@@ -63,6 +65,7 @@ def cases(seed: int) -> Iterator[Case]:
     for number, variables in enumerate(RIGHT):
         yield Case("launch", f"right {number}", _within(variables, layout.read_layout), "-", right=True)
     yield from _documents()
+    yield from _prompts()
 
 
 def _documents() -> Iterator[Case]:
@@ -73,6 +76,31 @@ def _documents() -> Iterator[Case]:
         yield Case(
             "tokenizer", pattern, _tokenizing({"pattern": pattern}, {"text": "a" * 60 + "!"}), r"a\.jsonl, line 2: .*tokenizer"
         )
+
+
+def _prompts() -> Iterator[Case]:
+    """Tokenizers and templates that never load, and texts that they never encode; the file must be named, and the text."""
+    for name, write in AT_LOAD.items():
+        yield Case("tokenizer", name, _loading(write, None), rf"loading: .*{EXCESS}.*\(assets/tokenizer(_config)?\.json\)")
+    for name, (write, text, says) in AT_USE.items():
+        names = rf"the text '{text[:5]}.*{says}.*\(assets/tokenizer\.json\)"
+        yield Case("tokenizer", f"{name} for a prompt", _loading(write, text), names)
+
+
+def _loading(write: Callable[[Path], object], text: str | None) -> Callable[[Path], Callable[[], object]]:
+    """Loads a tokenizer's folder, and encodes a text."""
+
+    def make(folder: Path) -> Callable[[], object]:
+        write(folder / "assets")
+
+        def act() -> None:
+            with patch.object(limits, "DOCUMENT", limits.Limits(seconds=0.3, bytes=2**28)):
+                load_template("assets")
+                load_tokenizer("assets").tokenizer.encode(text or "")
+
+        return act
+
+    return make
 
 
 def _tokenizing(about: dict[str, str], entry: dict[str, Any]) -> Callable[[Path], Callable[[], object]]:

@@ -102,7 +102,7 @@ def test_the_ranks_of_a_mesh_show_parts_of_the_same_batch(config, capsys, monkey
 def test_stats_counts_tokens_documents_lengths_epochs_and_waste(config, capsys, monkeypatch):
     text = output(capsys, monkeypatch, "stats", str(config))
     tokenizer = open_tokenizer("assets").tokenizer
-    lengths = [len(tokenizer.encode(TEXTS[name]).ids) + 1 for name in sorted(TEXTS)]
+    lengths = [len(tokenizer.encode(TEXTS[name])) + 1 for name in sorted(TEXTS)]
     samples = (sum(lengths) - 1) // 16
     assert f"tokens      {sum(lengths):,} in 1 files" in text
     assert "documents   8, " in text

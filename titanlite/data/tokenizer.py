@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config
+from titanlite.data.prepare.limited import LimitedTokenizer, decoded_vocabulary, try_out
 from titanlite.errors import UserError
 from titanlite.outside import MIB, Absent, Contents, read_json, read_text
 
@@ -46,13 +47,12 @@ class _Settings(Contents):
 class LoadedTokenizer(NamedTuple):
     """A tokenizer with the facts that training and inference need."""
 
-    tokenizer: Tokenizer
+    tokenizer: LimitedTokenizer
     end_of_text: int  # the id that ends every document
     vocabulary: int  # one more than the largest id
     bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
     add_bos: bool = False  # whether they begin every document and prompt
     bos_token: int | None = None  # the id that tokenizer_config.json calls so, also where the post-processor adds another
-    source: str = ""  # its file; empty: titanlite's own tokenizer
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class LoadedTokenizer(NamedTuple):
 
     def spelled(self, ids: Iterable[int]) -> str:
         """These ids of special tokens, for messages."""
-        return " ".join(self.tokenizer.id_to_token(number) or str(number) for number in ids) or "no BOS"
+        return " ".join(self.tokenizer.unlimited.id_to_token(number) or str(number) for number in ids) or "no BOS"
 
 
 def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bool | None = None) -> LoadedTokenizer:
@@ -75,16 +75,19 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     """
     path = Path(folder) / "tokenizer.json"
     try:
-        tokenizer = parse_tokenizer(path)
+        text = read_text(path, _LIMIT)
     except Absent:
         raise UserError(f'{key} "{folder}": there is no tokenizer.json in it') from None
+    try_out("tokenizer", text, str(path))
+    tokenizer = _parse(text, path)
     # the file may ask for the lengths of another model's batches, which would truncate or pad documents
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = read_settings(Path(folder))
     loaded = describe(tokenizer, _token_text(settings.get("eos_token")), str(path))
+    loaded = loaded._replace(tokenizer=LimitedTokenizer(tokenizer, str(path)))
     with refusing(UserError, f"{path}: cannot encode an empty text"):
-        loaded = _with_bos(loaded, _token_text(settings.get("bos_token")))._replace(source=str(path))
+        loaded = _with_bos(loaded, _token_text(settings.get("bos_token")))
     if add_bos and not loaded.bos:
         raise UserError(
             f"{path}: has no beginning-of-text token, which add_bos = true needs: its post-processor adds none, and "
@@ -112,9 +115,12 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def parse_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises UserError."""
-    text = read_text(path, _LIMIT)
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file of titanlite's own, which is not tried out. Raises UserError."""
+    return _parse(read_text(path, _LIMIT), path)
+
+
+def _parse(text: str, path: Path) -> Tokenizer:
     with refusing(UserError, f"{path}: not a tokenizer"):
         return Tokenizer.from_str(text)
 
@@ -124,8 +130,8 @@ def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
 
     name: "bos_token" of tokenizer_config.json, which counts where the post-processor adds nothing before a text.
     """
-    named = None if name is None else loaded.tokenizer.token_to_id(name)
-    encoding = loaded.tokenizer.encode("")  # nothing but what the post-processor adds, before and after a text
+    named = None if name is None else loaded.tokenizer.unlimited.token_to_id(name)
+    encoding = loaded.tokenizer.unlimited.encode("")  # nothing but what the post-processor adds, before and after a text
     added = [number for number, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if special]
     if added[-1:] == [loaded.end_of_text] and (len(added) > 1 or named != loaded.end_of_text):
         added.pop()
@@ -144,7 +150,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def tokenizer_digest(loaded: LoadedTokenizer) -> str:
     """32 hex digits; equal ones mean equal ids for equal texts."""
-    return digest(loaded.tokenizer.to_str())
+    return digest(loaded.tokenizer.unlimited.to_str())
 
 
 def digest(*texts: str) -> str:
@@ -163,7 +169,7 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
     if (largest := max(vocabulary.values())) >= _LARGEST:
         raise UserError(f"{source}: has the id {largest:,}; ids must be below {_LARGEST:,}")
     tokenizer.encode_special_tokens = True  # text that spells the token out does not end a document
-    return LoadedTokenizer(tokenizer, ids[0], largest + 1)
+    return LoadedTokenizer(LimitedTokenizer(tokenizer), ids[0], largest + 1)
 
 
 def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
@@ -172,15 +178,13 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
     They are what the id adds to a decoded text. A word that begins a text counts the space that it has elsewhere. A part of a
     character is counted by its bytes: in a byte-level vocabulary each character of an entry is one, in others "<0x0A>" is one.
     """
-    tokenizer = loaded.tokenizer
+    tokenizer = loaded.tokenizer.unlimited
     lengths = np.zeros(loaded.vocabulary, np.int64)
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
     byte_level = any(b'"ByteLevel"' in part.__getstate__() for part in parts if part)
-    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-    vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if not added.get(token)}
-    first = next(iter(vocabulary.values()))
-    before = len(tokenizer.decode([first], skip_special_tokens=False).encode())
-    after = tokenizer.decode_batch([[first, number] for number in vocabulary.values()], skip_special_tokens=False)
+    with refusing(UserError, f"{loaded.tokenizer.source}: cannot decode its vocabulary"):
+        vocabulary, added, first, after = decoded_vocabulary(tokenizer)
+    before = len(first.encode())
     for (token, number), text in zip(vocabulary.items(), after, strict=True):
         if byte_level:
             lengths[number] = len(token.encode()) if token in added else len(token)

@@ -35,12 +35,11 @@ def continue_texts(
 ) -> list[str]:
     """Each text with at most `tokens` more tokens. A text begins as a document in training, an empty one with its first token.
 
-    The tokenizer recognises special tokens. Raises UserError if
-    it gives ids that the model does not have.
+    The tokenizer recognises special tokens. Raises UserError if it gives ids that the model does not have, and for a text that
+    it cannot encode within its limits.
     """
     tokenizer, end = loaded.tokenizer, loaded.end_of_text
-    tokenizer.encode_special_tokens = False
-    prompts = [loaded.begun(tokenizer.encode(text, add_special_tokens=False).ids) or [end] for text in texts]
+    prompts = [loaded.begun(tokenizer.encode(text)) or [end] for text in texts]
     if (largest := max(max(ids) for ids in prompts)) >= (vocabulary := model.config.vocab_size):
         raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {vocabulary}")
     new = generate(model, prompts, tokens, end, sampling, tp)

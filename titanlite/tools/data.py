@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from titanlite.checkpoint import manifest
@@ -25,6 +24,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, MixtureSource, open_data
 from titanlite.data.origin import Origin, continued
+from titanlite.data.prepare.limited import LimitedTokenizer
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError, listed
@@ -115,7 +115,9 @@ def _show(words: list[str]) -> Iterator[str]:
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
 
 
-def _show_sample(data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: Tokenizer) -> Iterator[str]:
+def _show_sample(
+    data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: LimitedTokenizer
+) -> Iterator[str]:
     rows, row = mixed.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {mixed.source.name}, {rows.file.prefix}.bin, row {row:,}"
     for first, length in rows.pieces(row):

@@ -25,7 +25,6 @@ class Harness(TemplateLM):
         super().__init__()
         self._loaded, self._max_length, self._batch_size = loaded, max_length, batch_size
         self._tokenizer = loaded.tokenizer.tokenizer
-        self._tokenizer.encode_special_tokens = False
 
     @property
     def eot_token_id(self) -> int:
@@ -38,10 +37,9 @@ class Harness(TemplateLM):
         return self.eot_token_id if named is None else named
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        prefix = self._tokenizer.id_to_token(self.prefix_token_id)
-        assert prefix is not None
+        prefix = self._loaded.tokenizer.spelled([self.prefix_token_id])
         special = not string.startswith(prefix) if add_special_tokens is None else add_special_tokens
-        ids = self._tokenizer.encode(string, add_special_tokens=False).ids
+        ids = self._tokenizer.encode(string)
         return self._loaded.tokenizer.begun(ids) if special else ids
 
     def _loglikelihood_tokens(self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
@@ -93,7 +91,8 @@ class Harness(TemplateLM):
             return self._tokenizer.decode(new)
 
         def is_done(new: list[int]) -> bool:
-            return any(stop in text_of(new) for stop in stops)
+            text = text_of(new) if stops else ""
+            return any(stop in text for stop in stops)
 
         prompts = [context[-(self._max_length - tokens) :] for context in contexts]
         new = generate(self._loaded.model, prompts, tokens, self.eot_token_id, sampling, self._loaded.tp, is_done)

@@ -25,7 +25,7 @@ from titanlite.data.tokenizer import (
     LoadedTokenizer,
     describe,
     digest,
-    parse_tokenizer,
+    read_tokenizer,
     tokenizer_digest,
 )
 from titanlite.errors import UserError
@@ -109,7 +109,7 @@ def default_tokenizer() -> LoadedTokenizer:
 
     stamps = (f"{file} {(stat := file.stat()).st_size} {stat.st_mtime_ns}" for file in files)
     path = cache_folder() / f"tokenizer-{digest(_VERSION, *stamps)}.json"
-    return describe(_cached(path, make, parse_tokenizer), None, str(path))
+    return describe(_cached(path, make, read_tokenizer), None, str(path))
 
 
 def _cached(path: Path, make: Callable[[Path], object], read: Callable[[Path], Cached]) -> Cached:

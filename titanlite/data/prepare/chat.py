@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, processors
 
+from titanlite.data.prepare.limited import try_out
 from titanlite.data.tokenizer import load_tokenizer, read_settings, refusing
 from titanlite.errors import UserError
 from titanlite.outside import MIB, Absent, read_text
@@ -235,7 +236,7 @@ def load_template(folder: str) -> ChatTemplate | None:
     settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
-    tokenizer = load_tokenizer(folder).tokenizer
+    tokenizer = load_tokenizer(folder).tokenizer.unlimited
     try:
         try:
             template = read_text(path, _LIMIT)
@@ -247,6 +248,7 @@ def load_template(folder: str) -> ChatTemplate | None:
             return None
         if not isinstance(template, str):
             raise ValueError('none of its templates is called "default"')
+        try_out("template", template, str(path))
         return ChatTemplate(template, variables, tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None

@@ -158,8 +158,8 @@ def _refuse_changed(plan: dict[str, Any], inputs: list[Input]) -> None:
 def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: bool, chat: "ChatTemplate | None") -> Job:
     return Job(
         folder=work / "units",
-        tokenizer=tokenizer.tokenizer.to_str(),
-        source=tokenizer.source,
+        tokenizer=tokenizer.tokenizer.unlimited.to_str(),
+        source=tokenizer.tokenizer.source,
         beginning=plan["beginning of text"],
         end_of_text=plan["end of text"],
         dtype=smallest_type(tokenizer.vocabulary).name,
