@@ -1,12 +1,11 @@
-"""What several model families share: normalisation, rotary positions, SwiGLU. See also attention.py and head.py.
+"""What several model families share: normalisation, rotation, SwiGLU. See also rope.py, attention.py and head.py.
 
 Tensors have shape (batch, seq, ...). Under tensor parallelism, a module's inputs are plain local tensors (this rank's heads,
 this rank's slice of the sequence) and its parameters are DTensors. `local_weight` converts a DTensor for local arithmetic.
 """
 
-import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -109,48 +108,6 @@ class RMSNorm(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------------------- positions
-
-
-class RopeScaling(NamedTuple):
-    """Llama 3.1's extension of rotary wavelengths to longer contexts (Llama 3, arXiv:2407.21783, section 3.4)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-def hf_rope(json: dict[str, Any]) -> tuple[dict[str, Any], str, float]:
-    """(table of RoPE, its type, its base) in a config.json of Hugging Face, with their defaults; not for Gemma 3.
-
-    As in transformers, rope_scaling, the older name, replaces rope_parameters, and a base in the table the one outside of it.
-    """
-    table = json.get("rope_scaling") or json.get("rope_parameters") or {}
-    outside = json.get("rope_theta", 10_000.0)
-    return table, table.get("rope_type", table.get("type", "default")), float(table.get("rope_theta", outside))
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angular frequency of each pair of head dimensions: (head_dim / 2,) float32 (Su et al., arXiv:2104.09864).
-
-    `scaling` multiplies wavelengths above original_max_positions / low_freq_factor by `factor`, keeps those below
-    original_max_positions / high_freq_factor, and interpolates the frequency between the two.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    frequencies = 1.0 / theta**exponents
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)  # rotations within the original context
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
-
-
-def rope_tables(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions (batch, seq): two float32 tensors (batch, seq, 1, head_dim), both halves equal."""
-    angles = positions[..., None].float() * frequencies
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,9 +13,20 @@ from torch import Tensor, nn
 
 from models import attention, blocks
 from models.attention import SeqInfo, with_mask
-from models.blocks import Constant, Flops, Normal, hf_rope, local_weight, rope_frequencies, rope_tables, transformer_flops
+from models.blocks import Constant, Flops, Normal, local_weight, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
+from models.rope import (
+    DynamicScaling,
+    LinearScaling,
+    RopeScaling,
+    YarnScaling,
+    check_scaling,
+    rope_from_hf,
+    rotation,
+    scaling_from_hf,
+    scaling_to_hf,
+)
 
 
 @dataclass(frozen=True)
@@ -33,13 +44,31 @@ class Config:
     norm_eps: float = 1e-6
     query_scalar: int = 256  # scores are divided by its square root
     rope_theta: float = 1_000_000.0  # global layers
-    rope_factor: float = 1.0  # multiplies the RoPE wavelengths of global layers
+    rope_factor: float = 1.0  # multiplies the RoPE wavelengths of global layers: a linear scaling
+    rope_scaling: RopeScaling | None = None  # of global layers, if it is not linear
     local_rope_theta: float = 10_000.0
     global_every: int = 6  # every sixth layer is global, the others are local
     tied_embeddings: bool = True
     qk_norm: bool = True  # False: Gemma 2
     attention_softcap: float | None = None  # Gemma 2
     logits_softcap: float | None = None  # Gemma 2
+
+    def __post_init__(self) -> None:
+        check_scaling(self.rope_scaling, self.head_dim, self.rope_theta)
+        match self.rope_scaling:
+            case LinearScaling():
+                raise ValueError("rope_scaling: Gemma's linear scaling is rope_factor")
+            case DynamicScaling() | YarnScaling(truncate=False):
+                raise ValueError(
+                    "rope_scaling: transformers' Gemma takes no dynamic scaling, and no YaRN with truncate = false"
+                )
+        if self.rope_scaling is not None and self.rope_factor != 1.0:
+            raise ValueError(f"rope_factor = {self.rope_factor}: must be 1 beside another rope_scaling")
+
+    @property
+    def global_scaling(self) -> RopeScaling | None:
+        """The RoPE scaling of global layers; local layers have none."""
+        return self.rope_scaling if self.rope_factor == 1.0 else LinearScaling(self.rope_factor)
 
     def window_of(self, layer: int) -> int | None:
         """The attention window of a layer; None: the layer is global."""
@@ -141,9 +170,8 @@ class Model(Decoder):
             x = self.embed(x)
             x = x * x.new_full((), c.dim**0.5)  # the factor has x's precision, as in the training of the published weights
         local_seq, global_seq = with_mask(seq, c.window), with_mask(seq)
-        local_rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.local_rope_theta, None, x.device))
-        frequencies = rope_frequencies(c.head_dim, c.rope_theta, None, x.device) / c.rope_factor
-        global_rope = rope_tables(seq.positions, frequencies)
+        local_rope = rotation(seq, c.head_dim, c.local_rope_theta)
+        global_rope = rotation(seq, c.head_dim, c.rope_theta, c.global_scaling)
         for number, layer in self.layers.items():
             local = c.window_of(int(number)) is not None
             x = layer(x, local_rope if local else global_rope, local_seq if local else global_seq)
@@ -223,7 +251,7 @@ def from_hf(json: dict[str, Any]) -> Config:
     cap = json.get("attn_logit_softcapping", 50.0 if older else None)
     if cap and not older:
         raise ValueError(f"Gemma 3 has no softcap on scores, but config.json sets attn_logit_softcapping = {cap}")
-    theta, local_theta, factor = _rope_of(json, older)
+    theta, local_theta, scaling = _rope_of(json, older)
     return Config(
         dim=json["hidden_size"],
         n_layers=json["num_hidden_layers"],
@@ -236,7 +264,8 @@ def from_hf(json: dict[str, Any]) -> Config:
         norm_eps=json["rms_norm_eps"],
         query_scalar=json["query_pre_attn_scalar"],
         rope_theta=theta,
-        rope_factor=factor,
+        rope_factor=float(scaling.factor) if isinstance(scaling, LinearScaling) else 1.0,
+        rope_scaling=None if isinstance(scaling, LinearScaling) else scaling,
         local_rope_theta=local_theta,
         global_every=_pattern_of(json, older),
         tied_embeddings=json.get("tie_word_embeddings", True),
@@ -246,26 +275,23 @@ def from_hf(json: dict[str, Any]) -> Config:
     )
 
 
-def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, float]:
-    """(RoPE base of global layers, RoPE base of local layers, wavelength factor of global layers), from newer or older keys.
+def _rope_of(json: dict[str, Any], older: bool) -> tuple[float, float, RopeScaling | None]:
+    """(RoPE base of global layers, RoPE base of local layers, scaling of global layers), from newer or older keys.
 
     As in transformers, a base in rope_parameters replaces the one outside of it.
     """
     if older:
-        table, kind, theta = hf_rope(json)
-        if kind != "default":
-            raise ValueError(f"Gemma 2 does not scale RoPE, but config.json sets {table}")
-        return theta, theta, 1.0
+        theta, scaling = rope_from_hf(json)
+        if scaling is not None:
+            raise ValueError(f"Gemma 2 does not scale RoPE, but config.json sets {scaling}")
+        return theta, theta, None
     both = json.get("rope_parameters") or {}
     local_rope, global_rope = both.get(_LOCAL) or {}, both.get(_GLOBAL) or json.get("rope_scaling") or {}
-    local_kind, kind = (part.get("rope_type", part.get("type", "default")) for part in (local_rope, global_rope))
-    if local_kind != "default" or kind not in ("default", "linear"):
-        raise ValueError(
-            f"In Gemma only global layers scale RoPE, linearly, but config.json sets {local_rope} and {global_rope}"
-        )
+    if scaling_from_hf(local_rope, json) is not None:
+        raise ValueError(f"In Gemma only global layers scale RoPE, but config.json sets {local_rope} for local ones")
     theta, local_theta = json.get("rope_theta", 1e6), json.get("rope_local_base_freq", 1e4)
-    factor = float(global_rope["factor"]) if kind == "linear" else 1.0
-    return float(global_rope.get("rope_theta", theta)), float(local_rope.get("rope_theta", local_theta)), factor
+    scaling = scaling_from_hf(global_rope, json)
+    return float(global_rope.get("rope_theta", theta)), float(local_rope.get("rope_theta", local_theta)), scaling
 
 
 def _pattern_of(json: dict[str, Any], older: bool) -> int:
@@ -283,11 +309,14 @@ def _pattern_of(json: dict[str, Any], older: bool) -> int:
 def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' Gemma3TextConfig or Gemma2Config reads it."""
     c, older = config, not config.qk_norm
-    if older and (c.rope_theta != c.local_rope_theta or c.rope_factor != 1.0):
-        raise ValueError("Gemma 2 has one RoPE base for all layers: set rope_theta = local_rope_theta and rope_factor = 1")
+    if older and (c.rope_theta != c.local_rope_theta or c.global_scaling is not None):
+        raise ValueError(
+            "Gemma 2 has one RoPE base for all layers, and no scaling: set rope_theta = local_rope_theta, rope_factor = 1 and "
+            "rope_scaling = None"
+        )
     if not older and c.attention_softcap is not None:
         raise ValueError("Hugging Face's Gemma 3 has no softcap on scores: set attention_softcap = None")
-    scaled = {"rope_type": "linear", "factor": c.rope_factor} if c.rope_factor != 1.0 else {"rope_type": "default"}
+    scaled = scaling_to_hf(c.global_scaling) or {"rope_type": "default"}
     plain = {"rope_type": "default", "rope_theta": c.local_rope_theta}
     return {
         "architectures": ["Gemma2ForCausalLM" if older else "Gemma3ForCausalLM"],

@@ -6,20 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from models.attention import Attention, SeqInfo, with_mask
-from models.blocks import (
-    Constant,
-    Flops,
-    Normal,
-    RMSNorm,
-    RopeScaling,
-    SwiGLU,
-    hf_rope,
-    rope_frequencies,
-    rope_tables,
-    transformer_flops,
-)
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
+from models.rope import Llama3Scaling, RopeScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
 
 
 @dataclass(frozen=True)
@@ -38,9 +28,12 @@ class Config:
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
 
+    def __post_init__(self) -> None:
+        check_scaling(self.rope_scaling, self.head_dim, self.rope_theta)
 
-_SCALING_3_1 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-_SCALING_3_2 = RopeScaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+
+_SCALING_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+_SCALING_3_2 = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
 # Published dimensions: 1b and 3b are Llama 3.2, the larger ones Llama 3.1; debugmodel is torchtitan's.
 # fmt: off
@@ -89,7 +82,7 @@ class Model(Decoder):
         if self.embed is not None:
             x = self.embed(x)
         seq = with_mask(seq)  # once for all layers; AttentionCore.core uses it
-        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
+        rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():
             x = layer(x, rope, seq)
         return x
@@ -156,17 +149,12 @@ HF: dict[str, str] = {
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
-    rope, kind, theta = hf_rope(json)
     act = json.get("hidden_act", "silu")
-    if json.get("model_type") not in HF_TYPES or act != "silu" or kind not in ("default", "llama3"):
-        raise ValueError(f"not a Llama 3: model_type {json.get('model_type')!r}, activation {act!r}, RoPE {kind!r}")
+    if json.get("model_type") not in HF_TYPES or act != "silu":
+        raise ValueError(f"not a Llama 3: model_type {json.get('model_type')!r}, activation {act!r}")
     if json.get("attention_bias") or json.get("mlp_bias"):
         raise ValueError("Llama 3 has no biases, but config.json sets attention_bias or mlp_bias")
-    scaling = None
-    if kind == "llama3":
-        scaling = RopeScaling(
-            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-        )
+    theta, scaling = rope_from_hf(json)
     heads = json["num_attention_heads"]
     return Config(
         dim=json["hidden_size"],
@@ -185,10 +173,6 @@ def from_hf(json: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """The config.json of this configuration, as transformers' LlamaConfig reads it."""
-    scaling = None
-    if config.rope_scaling is not None:
-        numbers = config.rope_scaling._asdict()
-        scaling = {"rope_type": "llama3", "original_max_position_embeddings": numbers.pop("original_max_positions"), **numbers}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -201,8 +185,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "intermediate_size": config.ffn_dim,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        **rope_to_hf(config.rope_theta, config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
         "mlp_bias": False,

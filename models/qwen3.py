@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from models import attention
 from models.attention import SeqInfo, with_mask
-from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, hf_rope, rope_frequencies, rope_tables, transformer_flops
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, transformer_flops
 from models.decoder import Decoder
 from models.head import Head
+from models.rope import RopeScaling, check_scaling, rope_from_hf, rope_to_hf, rotation
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,12 @@ class Config:
     vocab_size: int = 151_936
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     qkv_bias: bool = False  # Qwen 2: biases on queries, keys and values; no norms on queries and keys
+
+    def __post_init__(self) -> None:
+        check_scaling(self.rope_scaling, self.head_dim, self.rope_theta)
 
 
 # Published dimensions. Names with "2.5-" are Qwen 2.5.
@@ -101,7 +106,7 @@ class Model(Decoder):
         if self.embed is not None:
             x = self.embed(x)
         seq = with_mask(seq)
-        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, None, x.device))
+        rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():
             x = layer(x, rope, seq)
         return x
@@ -175,16 +180,16 @@ HF: dict[str, str] = {
 
 def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
-    _, kind, theta = hf_rope(json)
     act = json.get("hidden_act", "silu")
-    if json.get("model_type") not in HF_TYPES or act != "silu" or kind != "default":
-        raise ValueError(f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {act!r}, RoPE {kind!r}")
+    if json.get("model_type") not in HF_TYPES or act != "silu":
+        raise ValueError(f"not a Qwen 2 or 3: model_type {json.get('model_type')!r}, activation {act!r}")
     if json["model_type"] == "qwen3" and json.get("attention_bias"):
         raise ValueError("Qwen 3 has no biases, but config.json sets attention_bias")
     if json.get("use_sliding_window") or {*(json.get("layer_types") or [])} - {"full_attention"}:
         raise ValueError("Qwen's sliding windows are not supported, but config.json sets use_sliding_window")
     for key in ("sliding_window", "max_window_layers"):
         json.get(key)  # no effect without use_sliding_window
+    theta, scaling = rope_from_hf(json)
     heads = json["num_attention_heads"]
     older = json["model_type"] == "qwen2"
     return Config(
@@ -197,6 +202,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         vocab_size=json["vocab_size"],
         norm_eps=json["rms_norm_eps"],
         rope_theta=theta,
+        rope_scaling=scaling,
         tied_embeddings=json.get("tie_word_embeddings", False),
         qkv_bias=older,
     )
@@ -216,7 +222,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "intermediate_size": config.ffn_dim,
         "vocab_size": config.vocab_size,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
+        **rope_to_hf(config.rope_theta, config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
         "use_sliding_window": False,
         "attention_bias": False,

@@ -12,6 +12,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from models import gemma3, llama3, olmo2, qwen3
+from models.rope import LongRopeScaling, YarnScaling
 from tests.token_files import write_file
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
@@ -109,13 +110,22 @@ CONFIGURATIONS = [
 # ------------------------------------------------------------------------------------------------------------ Hugging Face
 
 _SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 96, "vocab_size": 512}
-_SCALING = llama3.RopeScaling(8.0, 1.0, 4.0, 16)
+_SCALING = llama3.Llama3Scaling(8.0, 1.0, 4.0, 16)
+_BY_LENGTH = LongRopeScaling((1.0,) * 8, (2.0,) * 8, 16, factor=4.0)
 _FAMILIES = {
     "llama": (llama3, llama3.Config(**_SMALL, rope_scaling=_SCALING)),
     "qwen3": (qwen3, qwen3.Config(**_SMALL)),
     "gemma3": (gemma3, gemma3.Config(**_SMALL, window=4, query_scalar=16, global_every=2)),
     "olmo2": (olmo2, olmo2.Config(**_SMALL)),
+    "llama with YaRN": (llama3, llama3.Config(**_SMALL, rope_scaling=YarnScaling(4.0, 16, mscale=1.0, mscale_all_dim=0.5))),
+    "llama with longrope": (
+        llama3,
+        llama3.Config(**_SMALL, rope_scaling=_BY_LENGTH),
+    ),
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0,
+             "original_max_position_embeddings": 16}  # fmt: skip
 _MODEL_CONTRADICTIONS = {
     "head_dim of 15": _set("head_dim", value=15),
     "3 kv heads for 4 heads": _set("num_key_value_heads", value=3),
@@ -133,6 +143,14 @@ _MODEL_CONTRADICTIONS = {
     "a key that nobody reads": _set("embedding_multiplier", value=3.0),
     "an activation that nobody has": _set("hidden_act", value="swish"),
     "biases": _set("attention_bias", value=True),
+    "YaRN that keeps less than it divides": _set("rope_scaling", value=_YARN | {"beta_fast": 1, "beta_slow": 32}),
+    "YaRN by a text": _set("rope_scaling", value=_YARN | {"factor": "4"}),
+    "YaRN that removes attention": _set("rope_scaling", value=_YARN | {"attention_factor": 0}),
+    "half of two mscales": _set("rope_scaling", value=_YARN | {"mscale": 1.0}),
+    "longrope of 2 factors": _set("rope_scaling", value=_LONGROPE | {"short_factor": [1.0] * 2}),
+    "longrope of a factor of 0": _set("rope_scaling", value=_LONGROPE | {"long_factor": [0.0] * 8}),
+    "a scaling that nobody has": _set("rope_scaling", value=_YARN | {"rope_type": "su"}),
+    "a dynamic scaling that shrinks": _set("rope_scaling", value={"rope_type": "dynamic", "factor": 0.5}),
 }
 
 

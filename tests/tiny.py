@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from models.blocks import RopeScaling
 from models.llama3 import HF, HF_TYPES, Config, Model, flops, from_hf, initial, sharding, to_hf
+from models.rope import Llama3Scaling
 
 __all__ = ["FLAVORS", "HF", "HF_TYPES", "Config", "Model", "flops", "from_hf", "initial", "sharding", "to_hf"]
 
 _PLAIN = Config(64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=96, vocab_size=512, rope_theta=10_000.0)
 # Short enough for a test's sequence to reach all three ranges of wavelengths.
-_SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16)
+_SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16)
 
 FLAVORS: dict[str, Config] = {
     "plain": _PLAIN,

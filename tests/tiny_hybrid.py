@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import Attention, SeqInfo, with_mask
-from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU, rope_frequencies, rope_tables
+from models.blocks import Constant, Flops, Normal, RMSNorm, SwiGLU
 from models.decoder import Decoder
 from models.head import Head
+from models.rope import rotation
 
 _HEAD = 8
 
@@ -63,7 +64,7 @@ class Model(Decoder):
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
         x = self.embed(x)
-        rope = rope_tables(seq.positions, rope_frequencies(_HEAD, 1e4, None, x.device))
+        rope = rotation(seq, _HEAD, 1e4)
         whole, window = with_mask(seq), with_mask(seq, 5)
         for number, layer in self.layers.items():
             x = layer(x, rope, window if self.config.pattern[int(number)] == "w" else whole)

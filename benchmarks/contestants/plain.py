@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contestants.job import Job, load
 from models import llama3
-from models.blocks import rope_frequencies
+from models.rope import rope_frequencies
 
 
 class Norm(nn.Module):
@@ -78,7 +78,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         c = self.config
-        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, tokens.device)
+        frequencies, _ = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, tokens.new_full((1,), tokens.shape[1]))
         angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequencies
         angles = torch.cat([angles, angles], dim=-1)
         cos, sin = angles.cos(), angles.sin()

@@ -120,7 +120,7 @@ class WithKeywords(llama3.Model):
     def forward(self, x: Tensor, seq: Any) -> Tensor:
         x = self.norm(self.embed(x))
         c = self.config
-        rope = llama3.rope_tables(seq.positions, llama3.rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
+        rope = llama3.rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():
             x = layer(x, rope=rope, seq=seq)
         return x

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from models.attention import SeqInfo
-from models.blocks import rope_frequencies, rope_tables
+from models.rope import rotation
 from tests.repetitions import slow_but
 from tests.tiny import FLAVORS, Model
 from titanlite.config.read import read_config
@@ -97,7 +97,7 @@ def tiny(**sections: dict) -> Config:
 def test_activations_are_those_that_a_block_really_saves():
     shape = FLAVORS["plain"]
     seq = SeqInfo(torch.arange(512).expand(2, 512))
-    rope = rope_tables(seq.positions, rope_frequencies(shape.head_dim, shape.rope_theta, None, torch.device("cpu")))
+    rope = rotation(seq, shape.head_dim, shape.rope_theta)
     block = Model(shape).layers["0"]
     elsewhere = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *rope)}
     saved = {}

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from models import llama3
 from models.attention import Attention, SeqInfo, with_mask
-from models.blocks import Constant, Flops, apply_rope, local_weight, rope_frequencies, rope_tables
+from models.blocks import Constant, Flops, apply_rope, local_weight
+from models.rope import rotation
 from tests.tiny import FLAVORS, Config
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
@@ -62,7 +63,7 @@ class Model(llama3.Model):
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
         c = self.config
         start, first, seq = self.embed(x), None, with_mask(seq)
-        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
+        rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         x = start[:, :, None].expand(-1, -1, STREAMS, -1)
         for layer in self.layers.values():
             x, values = layer(x, start, first, rope, seq)

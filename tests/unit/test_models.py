@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import models
 from models import gemma3, llama3, olmo2, qwen3
 from models.attention import Cache, SeqInfo, with_mask
-from models.blocks import RopeScaling, apply_rope, rope_frequencies, rope_tables
+from models.blocks import apply_rope
+from models.rope import Llama3Scaling, TextCache, rope_frequencies, rope_tables
 from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
 from titanlite.transforms.registry import Family
 
@@ -170,17 +171,17 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
     [
         (llama3, "debug", {"model_type": "mistral"}, "mistral"),
         (llama3, "debug", {"hidden_act": "gelu"}, "gelu"),
-        (llama3, "debug", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (llama3, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (llama3, "debug", {"attention_bias": True}, "attention_bias"),
         (llama3, "debug", {"mlp_bias": True}, "mlp_bias"),
         (qwen3, "debug", {"model_type": "qwen3_moe"}, "qwen3_moe"),
         (qwen3, "debug", {"hidden_act": "gelu"}, "gelu"),
-        (qwen3, "debug", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (qwen3, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (qwen3, "debug", {"attention_bias": True}, "attention_bias"),
         (qwen3, "2.5-7b", {"use_sliding_window": True}, "use_sliding_window"),
         (qwen3, "debug", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding"),
         (olmo2, "debug", {"model_type": "olmo"}, "olmo"),
-        (olmo2, "debug", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        (olmo2, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (olmo2, "debug", {"attention_bias": True}, "attention_bias"),
         (gemma3, "debug", {"model_type": "gemma3"}, "with vision"),
         (gemma3, "debug", {"model_type": "gemma"}, "'gemma'"),
@@ -189,8 +190,15 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
         (gemma3, "debug", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (gemma3, "debug", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         (gemma3, "debug", {"layer_types": ["full_attention", *["sliding_attention"] * 5]}, "layer_types"),
-        (gemma3, "debug", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "yarn"),
+        (gemma3, "debug", {"rope_parameters": {"full_attention": {"rope_type": "ntk"}}}, "ntk"),
         (gemma3, "debug", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "only global"),
+        (
+            gemma3,
+            "debug",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}, "max_position_embeddings": 8},
+            "no dynamic",
+        ),
+        (gemma3, "2-2b", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "Gemma 2 does not scale"),
     ],
 )
 def test_what_the_family_does_not_have_is_refused(module, flavor, changes, word):
@@ -204,6 +212,7 @@ def test_what_the_family_does_not_have_is_refused(module, flavor, changes, word)
         ("debug", {"attention_softcap": 50.0}, "attention_softcap"),
         ("2-2b", {"local_rope_theta": 500.0}, "one RoPE base"),
         ("2-2b", {"rope_factor": 8.0}, "rope_factor"),
+        ("2-2b", {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 16)}, "rope_scaling = None"),
     ],
 )
 def test_what_hugging_faces_gemma_does_not_have_is_not_exported(flavor, changes, word):
@@ -283,7 +292,7 @@ def test_a_cache_gives_what_the_whole_sequence_gives_however_it_is_cut(module, f
     torch.manual_seed(1)
     tokens = torch.randint(512, (2, 20))
     expected = model(tokens, SeqInfo(torch.arange(20).expand(2, 20)))
-    cache = Cache()
+    cache = TextCache(torch.tensor([20, 20]))
     starts, found = torch.tensor([0, 0]), torch.zeros_like(expected)
     for width, advance in ((7, (7, 4)), (1, (1, 1)), (5, (5, 5)), (1, (1, 1)), (6, (6, 6)), (3, (0, 3))):
         positions = starts[:, None] + torch.arange(width)
@@ -321,7 +330,7 @@ def test_only_the_distance_of_positions_matters():
 
 
 def test_rope_rotates_pairs_half_a_head_apart():
-    frequencies = rope_frequencies(8, 10_000.0, None, torch.device("cpu"))
+    frequencies, _ = rope_frequencies(8, 10_000.0, None, torch.tensor([6]))
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]))
     positions = torch.tensor([[0, 1, 5]])
     x = torch.randn(1, 3, 2, 8)
@@ -333,9 +342,9 @@ def test_rope_rotates_pairs_half_a_head_apart():
 
 
 def test_rope_scaling_stretches_long_wavelengths_only():
-    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
-    plain = rope_frequencies(128, 500_000.0, None, torch.device("cpu"))
-    scaled = rope_frequencies(128, 500_000.0, scaling, torch.device("cpu"))
+    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    (plain, _), (scaled, factor) = (rope_frequencies(128, 500_000.0, each, torch.tensor([9])) for each in (None, scaling))
+    assert factor == 1.0
     wavelengths = 2 * torch.pi / plain
     short, long = wavelengths < 8192 / 4, wavelengths > 8192
     assert torch.equal(scaled[short], plain[short])
@@ -350,7 +359,7 @@ def test_rope_scaling_stretches_long_wavelengths_only():
 def test_models_import_torch_the_standard_library_and_themselves_only():
     allowed = {"torch", "models", *sys.stdlib_module_names}
     files = sorted(Path(models.__file__).parent.rglob("*.py"))
-    shared = {"__init__.py", "attention.py", "blocks.py", "decoder.py", "head.py", "split.py"}
+    shared = {"__init__.py", "attention.py", "blocks.py", "decoder.py", "head.py", "rope.py", "split.py"}
     families = {f"{module.__name__.split('.')[1]}.py" for module in FAMILIES}
     assert {file.name for file in files} == shared | families
     for file in files:

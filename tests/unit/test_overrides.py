@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from models import llama3
-from models.blocks import RopeScaling
+from models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from tests import tiny
 from titanlite.config.read import Faults, read_config, to_toml
 from titanlite.config.schema import Config
@@ -64,8 +64,10 @@ def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
     [
         ("8b", {"factor": 16}, SCALED._replace(factor=16.0)),
         ("8b", "none", None),
-        ("debug", SCALED._asdict(), SCALED),
-        ("debug", list(SCALED), SCALED),
+        ("8b", {"rope_type": "llama3", "factor": 16}, SCALED._replace(factor=16.0)),
+        ("debug", {"rope_type": "llama3", **SCALED._asdict()}, SCALED),
+        ("debug", {"rope_type": "linear", "factor": 4}, LinearScaling(4.0)),
+        ("8b", {"rope_type": "yarn", "factor": 4, "original_max_positions": 8192}, YarnScaling(4.0, 8192)),
     ],
 )
 def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, value, expected):
@@ -85,13 +87,27 @@ def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, val
         ({"dim": "none"}, 'model.overrides.dim = "none": must be a valid integer'),
         ({"tied_embeddings": 1}, "model.overrides.tied_embeddings = 1: must be a valid boolean"),
         ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
-        ({"rope_scaling": 8}, "model.overrides.rope_scaling = 8: must be an array or an object"),
-        ({"rope_scaling": {"factr": 8}}, "rope_scaling.factr = 8: RopeScaling has no such dimension; did you mean"),
-        ({"rope_scaling": {"factor": "8"}}, 'model.overrides.rope_scaling.factor = "8": must be a valid number'),
-        ({"rope_scaling": {"factor": -8.0}}, "model.overrides.rope_scaling.factor = -8.0: must be greater than 0"),
+        ({"rope_scaling": 8}, 'rope_scaling = 8: must be "none", or a table whose rope_type is one of linear, dynamic, yarn'),
+        ({"rope_scaling": {"factor": 8}}, 'rope_scaling = {"factor": 8}: must be "none", or a table whose rope_type is'),
+        ({"rope_scaling": {"rope_type": "ntk"}}, 'rope_scaling = {"rope_type": "ntk"}: must be "none", or a table whose'),
+        ({"rope_scaling": {"rope_type": "linear", "factr": 8}}, "factr = 8: LinearScaling has no such dimension; did you mean"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, 'rope_scaling.factor = "8": must be a valid number'),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -8.0}}, "rope_scaling.factor = -8.0: must be greater than 0"),
         (
-            {"rope_scaling": {"factor": 8}},
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
             "rope_scaling: has no low_freq_factor, high_freq_factor, original_max_positions; the",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1, 1, 1],
+                    "long_factor": [1, 1, 1, 1],
+                    "original_max_positions": 16,
+                    "factor": 2,
+                }
+            },
+            "short_factor: has 3 numbers, must have head_dim / 2 = 4",
         ),
     ],
 )
@@ -176,8 +192,10 @@ def test_an_estimate_is_that_of_a_flavour_with_these_dimensions(monkeypatch):
 
 
 def test_the_manifests_architecture_has_the_overridden_dimensions():
-    family = load_family("tests.tiny", "plain", overrides={"dim": 128, "rope_scaling": SCALED._asdict()})
+    family = load_family(
+        "tests.tiny", "plain", overrides={"dim": 128, "rope_scaling": {"rope_type": "llama3", **SCALED._asdict()}}
+    )
     assert family.dimensions() == json.loads(
         json.dumps({**tiny.FLAVORS["plain"].__dict__, "dim": 128, "rope_scaling": [*SCALED]})
     )
-    assert isinstance(family.config.rope_scaling, RopeScaling)
+    assert isinstance(family.config.rope_scaling, Llama3Scaling)

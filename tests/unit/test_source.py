@@ -120,7 +120,16 @@ def own(tmp_path, monkeypatch) -> Callable[[], ModuleType]:
     forget()
 
 
-ZOO = ["models", "models.attention", "models.blocks", "models.decoder", "models.head", "models.llama3", "models.split"]
+ZOO = [
+    "models",
+    "models.attention",
+    "models.blocks",
+    "models.decoder",
+    "models.head",
+    "models.llama3",
+    "models.rope",
+    "models.split",
+]
 MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.parts.norms"]
 
 

@@ -20,7 +20,9 @@ from benchmarks.figures import aligned, disagreements, figures, least_bytes, mar
 from benchmarks.processes import Left, Process, base_environment
 from benchmarks.throughput import Fault, Session, dimensions, line_up, parse, training_flops, write_config
 from models import llama3
-from models.blocks import apply_rope, rope_frequencies, rope_tables
+from models.attention import SeqInfo
+from models.blocks import apply_rope
+from models.rope import rotation
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.registry import Family
 
@@ -187,10 +189,10 @@ def test_interleaved_rows_rotate_neighbours_to_the_same_scores():
     generator = torch.Generator().manual_seed(0)
     wq, wk = (torch.randn(heads * size, dim, generator=generator) for _ in range(2))
     x = torch.randn(1, seq, dim, generator=generator)
-    frequencies = rope_frequencies(size, 100.0, None, torch.device("cpu"))
-    tables = rope_tables(torch.arange(seq)[None], frequencies)
+    tables = rotation(SeqInfo(torch.arange(seq)[None]), size, 100.0)
     q, k = (apply_rope((x @ w.T).unflatten(-1, (heads, size)), *tables) for w in (wq, wk))
 
+    frequencies = 100.0 ** -(torch.arange(0, size, 2) / size)
     turns = torch.polar(torch.ones(seq, size // 2), torch.arange(seq)[:, None] * frequencies)[None, :, None]
 
     def neighbours(w: torch.Tensor) -> torch.Tensor:

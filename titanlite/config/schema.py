@@ -87,7 +87,8 @@ class Model(Section):
     overrides: Annotated[dict[str, JsonValue], ALWAYS] = {}
     """Dimensions that differ from the flavor's, as a table: overrides = { dim = 512, n_layers = 8 }, or the option
     --model.overrides.dim 512. The names are the fields of Config in the family's file; a field with a table of its own takes
-    one, such as rope_scaling = { factor = 16.0 }, and "none" where it may be None. All others keep the flavor's values."""
+    one, such as rope_scaling = { rope_type = "linear", factor = 4.0 }, and "none" where it may be None. Without rope_type, the
+    table changes the flavor's own scaling. All others keep the flavor's values."""
     hf_assets_path: Annotated[bounds.Text, ALWAYS] = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.attention import Cache, SeqInfo
 from models.decoder import Decoder
+from models.rope import TextCache
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.errors import UserError, phase
 from titanlite.parallel.fsdp import evaluating
@@ -68,7 +69,7 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     active = set(range(len(prompts)))
     real = (torch.arange(tp) == 0).expand(len(prompts), -1)
-    cache = _open_cache(model)
+    cache = _open_cache(model, [len(prompt) + tokens - 1 for prompt in prompts])  # the last token is not read
     # a compiled block would be recompiled for every shape of a prompt and of the cache
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         _prefill(model, [prompt[:-1] for prompt in prompts], cache, tp)
@@ -97,7 +98,7 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
     position = torch.tensor([[len(context) - 1] for context, _ in pairs])
     sums = torch.zeros(len(pairs), dtype=torch.float64)
     greedy = torch.ones(len(pairs), dtype=torch.bool)
-    cache = _open_cache(model)
+    cache = _open_cache(model, [len(context) + len(new) - 1 for context, new in pairs])
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         _prefill(model, [context[:-1] for context, _ in pairs], cache, tp)
         for columns in _parts(inputs.shape[1], tp):
@@ -111,11 +112,11 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
     return list(zip(sums.tolist(), greedy.tolist(), strict=True))
 
 
-def _open_cache(model: Decoder) -> Cache:
-    """An empty cache. Raises UserError for a model that cannot generate."""
+def _open_cache(model: Decoder, lengths: Sequence[int]) -> Cache:
+    """An empty cache. lengths: tokens of each row, at most. Raises UserError for a model that cannot generate."""
     if not getattr(model, "generates", True):
         raise UserError(f"{_family_of(model)}: its Model has generates = False: it keeps no state between forward passes")
-    return Cache()
+    return TextCache(torch.tensor(lengths, device=next(model.parameters()).device))
 
 
 def _family_of(model: Decoder) -> str:

@@ -5,6 +5,7 @@ that neither the mesh nor accumulation changes it.
 """
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from models.decoder import Decoder
 from models.head import IGNORE, Head
+from models.rope import DynamicScaling
 from models.split import split_sequence
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
@@ -50,9 +52,16 @@ def sequence_of(inputs: Tensor, documents: Tensor | None) -> SeqInfo:
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """A z-loss that the model's head does not compute."""
+    """A z-loss that the model's head does not compute; a RoPE scaling by the length of the text."""
     if config.training.z_loss and not isinstance(model.head, Head):
         yield (
             f"training.z_loss = {config.training.z_loss:g}: the head of {config.model.name} is not models.head.Head, which "
             "computes it; set it to 0"
         )
+    for name in [field.name for field in fields(model.config)]:
+        if isinstance(getattr(model.config, name), DynamicScaling):
+            yield (
+                f'model: {config.model.title} has {name} with rope_type = "dynamic", which follows the length of the text at '
+                "hand, so the loss of a document would depend on what is packed beside it; it is for generation and "
+                f'evaluation: to train, set model.overrides.{name} to "none" or to another rope_type, such as "yarn"'
+            )

@@ -45,6 +45,7 @@ _Heads = Annotated[int, Field(gt=0, le=2**14)]
 _Width = Annotated[int, Field(gt=0, le=2**22)]
 _Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
 _Positive = Annotated[Number, Field(gt=0)]
+_Factors = Annotated[list[_Positive], Field(max_length=2**21)]  # of a head of the largest width
 _UNSET: Any = None  # of a key that may be absent, and not null
 
 
@@ -58,6 +59,14 @@ class _Rope(Contents):
     low_freq_factor: _Positive = _UNSET
     high_freq_factor: _Positive = _UNSET
     original_max_position_embeddings: Positive = _UNSET
+    attention_factor: _Positive | None = None
+    beta_fast: _Positive = _UNSET
+    beta_slow: _Positive = _UNSET
+    mscale: _Positive | None = None
+    mscale_all_dim: _Positive | None = None
+    truncate: bool = _UNSET
+    short_factor: _Factors = _UNSET
+    long_factor: _Factors = _UNSET
     full_attention: "_Rope | None" = None
     sliding_attention: "_Rope | None" = None
 

@@ -1,7 +1,7 @@
 """`model.overrides`: a flavour with other dimensions. Names, types and bounds are those of the family's own Config.
 
-Tables reach into nested dataclasses and NamedTuples, such as Llama's rope_scaling. TOML has no null, so "none" stands for None
-in a field that can be None.
+Tables reach into nested dataclasses and NamedTuples, such as Llama's rope_scaling, whose rope_type chooses one of several. TOML
+has no null, so "none" stands for None in a field that can be None.
 """
 
 import inspect
@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
+from models.rope import SCALINGS
 from titanlite.config.read import suggest
 from titanlite.errors import UserError
 
@@ -46,9 +47,12 @@ def _changed(
             hint = suggest(name, list(parameters), f"{key}.")
             faults.append(f"{inside} = {json.dumps(value)}: {owner} has no such dimension{hint}")
             continue
-        known = [getattr(flavor, name) for flavor in flavors if flavor is not None]
-        structure = next(filter(_is_structure, _alternatives(hints[name])), None)
-        if structure and isinstance(value, dict):
+        known = [getattr(flavor, name) for flavor in flavors if isinstance(flavor, kind)]
+        structures = [each for each in _alternatives(hints[name]) if _is_structure(each)]
+        if len(structures) > 1 and str(value).lower() != "none":
+            values[name] = _chosen(structures, values.get(name), value, known, inside, faults)
+        elif structures and isinstance(value, dict):
+            [structure] = structures
             values[name] = _changed(structure, values.get(name), value, known, inside, structure.__name__, faults)
         else:
             values[name] = _validated(hints[name], value, known, inside, faults)
@@ -61,6 +65,18 @@ def _changed(
     except (ValueError, TypeError, AssertionError) as error:  # of the family's __post_init__
         faults.append(f"{key}: {owner} refuses these dimensions: {error!r}")
         return None
+
+
+def _chosen(structures: Sequence[Any], base: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
+    """One of several structures: that of the table's rope_type, or of `base`, with the other values of the table."""
+    kinds = {name: kind for name, kind in SCALINGS.items() if kind in structures}
+    table = dict(value) if isinstance(value, dict) else {"rope_type": value}
+    named = table.pop("rope_type", next((name for name, kind in kinds.items() if isinstance(base, kind)), None))
+    if not isinstance(named, str) or named not in kinds:
+        faults.append(f'{key} = {json.dumps(value)}: must be "none", or a table whose rope_type is one of {", ".join(kinds)}')
+        return None
+    kind = kinds[named]
+    return _changed(kind, base if isinstance(base, kind) else None, table, known, key, kind.__name__, faults)
 
 
 def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:

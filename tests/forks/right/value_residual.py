@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from models import attention, llama3
 from models.attention import SeqInfo, with_mask
-from models.blocks import Distribution, Flops, Identity, apply_rope, local_weight, rope_frequencies, rope_tables
+from models.blocks import Distribution, Flops, Identity, apply_rope, local_weight
+from models.rope import rotation
 from tests.tiny import FLAVORS, Config
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
@@ -46,7 +47,7 @@ class Model(llama3.Model):
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
         c, first = self.config, None
         x, seq = self.embed(x), with_mask(seq)
-        rope = rope_tables(seq.positions, rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling, x.device))
+        rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():
             x, values = layer(x, rope, seq, first)
             first = values if first is None else first

@@ -21,7 +21,7 @@ from titanlite.transforms.registry import Family
 
 _SMALL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 64}
 _GEMMA = {**_SMALL, "window": 4, "query_scalar": 16}
-_SCALING = llama3.RopeScaling(8.0, 1.0, 4.0, 16)
+_SCALING = llama3.Llama3Scaling(8.0, 1.0, 4.0, 16)
 FAMILIES = {
     "llama": Family(llama3, llama3.Config(**_SMALL, rope_theta=5e3)),
     "llama scaled": Family(llama3, llama3.Config(**_SMALL, rope_scaling=_SCALING)),
@@ -37,6 +37,17 @@ _TABLES = [
     {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
     for kind in ("default", "linear", "llama3", "dynamic", "yarn")
 ]
+_LENGTH = {"original_max_position_embeddings": 8}
+_TABLES += [
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, **_LENGTH, "beta_fast": 2.0, "beta_slow": 0.5, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, **_LENGTH, "mscale": 1.0, "mscale_all_dim": 0.5},
+    {"rope_type": "yarn", "factor": 4.0, **_LENGTH, "mscale": 1.0},
+    {"rope_type": "longrope", "short_factor": [1, 1.5, 2, 3], "long_factor": [2, 4, 8, 9.0], **_LENGTH},
+    {"rope_type": "longrope", "short_factor": [1, 1.5, 2, 3], "long_factor": [2, 4, 8, 9.0], **_LENGTH, "attention_factor": 2},
+    {"rope_type": "longrope", "short_factor": [1, 1.5, 2], "long_factor": [2, 4, 8, 9.0], **_LENGTH, "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+]
 _MORE = {
     "rope_theta": [10.0, 500000, "1e4"],
     "rope_local_base_freq": [10.0, 33],
@@ -48,6 +59,7 @@ _MORE = {
     "sliding_window_pattern": [2, 3],
     "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2],
     "use_sliding_window": [True],
+    "max_position_embeddings": [4, 16, 64],
     "max_window_layers": [0, 2],
     "original_max_position_embeddings": [4],
     "attn_logit_softcapping": [0.1],

@@ -1,0 +1,291 @@
+"""RoPE scalings: tables and logits of transformers, the way through config.json, and what refuses which values."""
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from models import gemma3, llama3, olmo2, qwen3
+from models.attention import Cache, SeqInfo
+from models.rope import DynamicScaling, LongRopeScaling, RopeScaling, TextCache, YarnScaling, check_scaling, rotation
+from models.split import Split
+from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
+from tests.hf_folders import their_model
+from titanlite.config.read import Faults
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.hf.folder import their_name
+from titanlite.inference.generate import Sampling, generate, score
+from titanlite.loop.checks import check
+from titanlite.tools.open_model import recognise
+from titanlite.transforms.initialize import materialize
+from titanlite.transforms.registry import Family, load_family
+
+_HEAD, _ORIGINAL = 64, 4096
+_SHORT, _LONG = [1.0 + 0.01 * i for i in range(_HEAD // 2)], [1.0 + 0.3 * i for i in range(_HEAD // 2)]
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": _ORIGINAL}
+_LONGROPE = {"rope_type": "longrope", "short_factor": _SHORT, "long_factor": _LONG}
+_LONGROPE |= {"original_max_position_embeddings": _ORIGINAL}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": _ORIGINAL}
+TABLES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": _LLAMA3,
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": _YARN,
+    "yarn, betas": {**_YARN, "beta_fast": 16, "beta_slow": 2.5},
+    "yarn, not truncated": {**_YARN, "truncate": False},
+    "yarn, attention_factor": {**_YARN, "attention_factor": 1.37},
+    "yarn, mscales": {**_YARN, "mscale": 0.9, "mscale_all_dim": 0.4},
+    "yarn, factor of 1": {**_YARN, "factor": 1.0},
+    "longrope": {**_LONGROPE, "factor": 8.0},
+    "longrope, attention_factor": {**_LONGROPE, "attention_factor": 1.21},
+    "longrope, factor of the lengths": _LONGROPE,
+}
+
+
+def _json(table: dict, **values: object) -> dict:
+    """A config.json of a Llama with heads of 64, whose positions reach 8 times the original length."""
+    c = llama3.Config(dim=128, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=_HEAD, ffn_dim=64, vocab_size=64)
+    length = _ORIGINAL if table["rope_type"] == "dynamic" else 8 * _ORIGINAL
+    return {**llama3.to_hf(c), "rope_scaling": table, "max_position_embeddings": length, **values}
+
+
+def _their_tables(description: dict, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    description = copy.deepcopy(description)  # transformers changes it
+    config = AutoConfig.for_model(description.pop("model_type"), **description)
+    return LlamaRotaryEmbedding(config)(torch.empty(1), positions)
+
+
+@pytest.mark.parametrize("length", [7, _ORIGINAL, _ORIGINAL + 1, 3 * _ORIGINAL, 8 * _ORIGINAL])
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_are_those_of_transformers(name, length):
+    description = _json(TABLES[name])
+    config = llama3.from_hf(description)
+    positions = torch.arange(length)[None]
+    found = rotation(SeqInfo(positions), _HEAD, config.rope_theta, config.rope_scaling)
+    for ours, theirs in zip(found, _their_tables(description, positions), strict=True):
+        assert ours.dtype == theirs.dtype == torch.float32
+        # llama3 and dynamic are computed in another order: a rounding of a frequency, times the position
+        tolerance = 1e-6 * (1 if name not in ("llama3", "dynamic") else max(1, length / 64))
+        torch.testing.assert_close(ours[:, :, 0], theirs, rtol=0, atol=tolerance)
+
+
+def test_scaled_tables_differ_from_plain_ones():
+    """So that the comparison above compares something."""
+    seq = SeqInfo(torch.arange(2 * _ORIGINAL)[None])
+    plain = rotation(seq, _HEAD, 5e5)[0]
+    for name, table in TABLES.items():
+        config = llama3.from_hf(_json(table))
+        differs = (rotation(seq, _HEAD, 5e5, config.rope_scaling)[0] - plain).abs().max().item()
+        assert differs > 0.05 or name == "yarn, factor of 1"
+
+
+@pytest.mark.parametrize("table", [{**_YARN, "attention_factor": 0.9}, {**_LONGROPE, "factor": 8.0}, _LLAMA3])
+def test_gemmas_global_layers_have_the_tables_of_transformers_and_local_ones_are_plain(table):
+    base = gemma3.Config(128, 2, 2, 2, _HEAD, 64, window=8, vocab_size=64, rope_theta=5e5, global_every=2)
+    parameters = {
+        "full_attention": {"rope_theta": 5e5, **table},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    description = {**gemma3.to_hf(base), "rope_parameters": parameters, "max_position_embeddings": 8 * _ORIGINAL}
+    config = gemma3.from_hf(copy.deepcopy(description))
+    rotary = Gemma3RotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(description)))
+    positions = torch.arange(2 * _ORIGINAL)[None]
+    for layer, theta, scaling in (("full_attention", 5e5, config.global_scaling), ("sliding_attention", 1e4, None)):
+        found = rotation(SeqInfo(positions), _HEAD, theta, scaling)
+        for ours, theirs in zip(found, rotary(torch.empty(1), positions, layer), strict=True):
+            torch.testing.assert_close(ours[:, :, 0], theirs, rtol=0, atol=1e-4 if table is _LLAMA3 else 1e-6)
+    exported = gemma3.to_hf(config)["rope_parameters"]
+    assert gemma3.from_hf({**description, "rope_parameters": exported}) == config
+    assert exported["full_attention"].items() >= parameters["full_attention"].items()
+
+
+# -------------------------------------------------------------------------------------------------------------- logits
+
+_SMALL_ORIGINAL = 16
+_SCALINGS: dict[str, RopeScaling] = {
+    "yarn": YarnScaling(4.0, _SMALL_ORIGINAL),
+    "longrope": LongRopeScaling((1.0, 1.1, 1.2, 1.3), (1.5, 3.0, 5.0, 7.0), _SMALL_ORIGINAL, factor=4.0),
+    "dynamic": DynamicScaling(4.0, _SMALL_ORIGINAL),
+}
+_FAMILIES = {"llama": tiny, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3, "olmo2": tiny_olmo2}
+
+
+def _both(module, scaling: RopeScaling):
+    """Our model and transformers', with the same weights."""
+    plain = module.FLAVORS["plain"]
+    if isinstance(scaling, LongRopeScaling):
+        repeats = plain.head_dim // 8
+        scaling = scaling._replace(short_factor=scaling.short_factor * repeats, long_factor=scaling.long_factor * repeats)
+    changes = {"rope_factor": 1.0} if module is tiny_gemma3 else {}
+    family = Family(module, dataclasses.replace(plain, rope_scaling=scaling, **changes))
+    theirs = their_model(family).eval()
+    weights, model = theirs.state_dict(), family.on_meta()
+    materialize(model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[their_name(module, name)])
+    return model.eval(), theirs
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [pair for pair in itertools.product(_FAMILIES, _SCALINGS) if pair != ("gemma3", "dynamic")]
+)
+def test_logits_are_those_of_transformers_within_and_beyond_the_original_length(family, name):
+    model, theirs = _both(_FAMILIES[family], _SCALINGS[name])
+    for length in (_SMALL_ORIGINAL, 3 * _SMALL_ORIGINAL):
+        tokens = torch.arange(2 * length).reshape(2, length) * 7 % 512
+        with torch.no_grad():
+            expected = theirs(tokens).logits
+            found = model.head(model(tokens, SeqInfo(torch.arange(length).expand(2, length))))
+        assert expected.std() > 0.01
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["longrope", "dynamic"])
+def test_generation_rotates_a_text_by_the_length_that_it_may_reach_whatever_is_beside_it(name):
+    """A batch of a short and a long prompt, whose logits are those of one pass over the whole text."""
+    model, _ = _both(tiny, _SCALINGS[name])
+    prompts, new = [[5, 6, 7], [i * 11 % 512 for i in range(30)]], 6
+    together = generate(model, prompts, new, None, Sampling(temperature=0))
+    for prompt, continued in zip(prompts, together, strict=True):
+        assert generate(model, [prompt], new, None, Sampling(temperature=0)) == [continued]
+        text = torch.tensor([[*prompt, *continued[:-1]]])
+        with torch.no_grad():
+            logits = model.head(model(text, SeqInfo(torch.arange(text.shape[1])[None])))
+        assert logits[0, len(prompt) - 1 :].argmax(-1).tolist() == continued
+        [(sum_of_logs, greedy)] = score(model, [(prompt, continued)])
+        assert greedy
+        chosen = logits[0, len(prompt) - 1 :].log_softmax(-1).gather(-1, torch.tensor(continued)[:, None])
+        assert sum_of_logs == pytest.approx(chosen.sum().item(), abs=1e-4)
+
+
+def test_rows_of_other_lengths_have_other_tables():
+    cache = TextCache(torch.tensor([_SMALL_ORIGINAL, 3 * _SMALL_ORIGINAL]))
+    seq = SeqInfo(torch.full((2, 1), 9), cache=cache)
+    for name in ("longrope", "dynamic"):
+        cos, _ = rotation(seq, 8, 1e4, _SCALINGS[name])
+        assert cos.shape == (2, 1, 1, 8) and not torch.equal(cos[0], cos[1])
+    with pytest.raises(AssertionError, match="TextCache"):
+        rotation(seq._replace(cache=Cache()), 8, 1e4, _SCALINGS["dynamic"])
+
+
+# ---------------------------------------------------------------------------------------------------------- config.json
+
+
+@pytest.mark.parametrize("module", [llama3, qwen3, olmo2])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_scaling_survives_the_way_through_config_json(module, name):
+    plain = dataclasses.replace(module.FLAVORS["debug"], head_dim=_HEAD)
+    description = {**module.to_hf(plain), "rope_scaling": TABLES[name], "max_position_embeddings": 8 * _ORIGINAL}
+    config = module.from_hf(json.loads(json.dumps(description)))
+    exported = json.loads(json.dumps(module.to_hf(config)))
+    assert exported["rope_scaling"].items() >= TABLES[name].items()
+    assert module.from_hf({**description, **exported, "max_position_embeddings": 8 * _ORIGINAL}) == config
+    if name == "dynamic":  # it follows from the length outside of the table
+        assert exported["max_position_embeddings"] == 8 * _ORIGINAL
+
+
+def test_an_original_length_outside_of_the_table_counts_and_so_does_the_greatest_one():
+    """As in Phi 3's files; without any, transformers takes max_position_embeddings."""
+    without = {name: value for name, value in _YARN.items() if name != "original_max_position_embeddings"}
+    found = llama3.from_hf(_json(_YARN, original_max_position_embeddings=77)).rope_scaling
+    assert found == YarnScaling(8.0, 77)
+    assert llama3.from_hf(_json(without)).rope_scaling == YarnScaling(8.0, 8 * _ORIGINAL)
+    for description in (_json(_YARN, original_max_position_embeddings=512), _json(without)):
+        positions = torch.arange(100)[None]
+        config = llama3.from_hf(description)
+        ours = rotation(SeqInfo(positions), _HEAD, config.rope_theta, config.rope_scaling)[0]
+        torch.testing.assert_close(ours[:, :, 0], _their_tables(description, positions)[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ({**_YARN, "factor": 0}, "rope_scaling.factor = 0: must be greater than 0"),
+        ({**_YARN, "factor": "4"}, 'rope_scaling.factor = "4": must be a valid number'),
+        ({**_YARN, "factor": None}, "rope_scaling.factor = null: must be"),
+        ({**_YARN, "beta_fast": 1.0}, "beta_slow = 1.0: must be less than beta_fast = 1.0"),
+        ({**_YARN, "beta_slow": -1}, "rope_scaling.beta_slow = -1: must be greater than 0"),
+        ({**_YARN, "attention_factor": 0.0}, "rope_scaling.attention_factor = 0.0: must be greater than 0"),
+        ({**_YARN, "truncate": 1}, "rope_scaling.truncate = 1: must be a valid boolean"),
+        ({**_YARN, "mscale": 1.0}, "mscale = 1.0 and mscale_all_dim = None: one has no effect without the other"),
+        ({**_YARN, "low_freq_factor": 1.0}, "rope_scaling.low_freq_factor = 1.0: models.llama3 does not read this key"),
+        ({**_YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings = 0: must be greater than 0"),
+        ({"rope_type": "yarn"}, "rope_type = 'yarn': has no factor"),
+        ({"rope_type": "linear"}, "rope_type = 'linear': has no factor"),
+        ({"rope_type": "dynamic"}, "has no 'factor'"),
+        ({"rope_type": "dynamic", "factor": 0.5}, "a dynamic scaling needs factor >= 1"),
+        ({"rope_type": "llama3", "factor": 2.0}, "has no low_freq_factor, high_freq_factor"),
+        ({"rope_type": "su", "factor": 2.0}, "rope_type = 'su': must be default, linear, dynamic, yarn, longrope, llama3"),
+        ({**_LONGROPE, "short_factor": _SHORT[1:]}, "short_factor: has 31 numbers, must have head_dim / 2 = 32"),
+        ({**_LONGROPE, "long_factor": [*_LONG, 1.0]}, "long_factor: has 33 numbers, must have head_dim / 2 = 32"),
+        ({**_LONGROPE, "long_factor": [0.0, *_LONG[1:]]}, "rope_scaling.long_factor.0 = 0.0: must be greater than 0"),
+        ({**_LONGROPE, "long_factor": 4.0}, "rope_scaling.long_factor = 4.0: must be a valid list"),
+        ({**_LONGROPE, "short_factor": ["1", *_SHORT[1:]]}, 'rope_scaling.short_factor.0 = "1": must be a valid number'),
+        ({**_LONGROPE, "original_max_position_embeddings": 1}, "original_max_positions = 1: must be at least 2"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_name(tmp_path: Path, table, expected):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_json(table)))
+    with pytest.raises(UserError) as caught:
+        recognise(tmp_path)
+    assert str(caught.value).startswith(f"{path}: ") and expected in str(caught.value)
+
+
+@pytest.mark.parametrize("scaling", [YarnScaling(math.nan, 16), YarnScaling(math.inf, 16), YarnScaling(2.0, -1)])
+def test_values_that_no_file_can_hold_are_refused_too(scaling):
+    with pytest.raises(ValueError, match="must be finite and greater than 0"):
+        check_scaling(scaling, 8, 1e4)
+    with pytest.raises(ValueError, match="needs rope_theta > 1"):
+        check_scaling(_SCALINGS["yarn"], 8, 1.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- training
+
+
+def _configuration(tmp_path: Path, scaling: dict) -> Config:
+    model = {"name": "tests.tiny", "flavor": "large", "overrides": {"rope_scaling": scaling}}
+    return Config.model_validate({"job": {"dump_folder": str(tmp_path)}, "model": model, "training": {"seq_len": 64}})
+
+
+def test_a_scaling_by_the_length_of_the_text_is_refused_for_training_only(tmp_path):
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "max_positions": 16}
+    with pytest.raises(Faults) as caught:
+        check(_configuration(tmp_path, scaling), "run.toml", 1)
+    message = str(caught.value)
+    assert "1 fault" in message and 'rope_scaling with rope_type = "dynamic"' in message
+    assert "packed beside it" in message and "model.overrides.rope_scaling" in message
+    check(_configuration(tmp_path, {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 16}), "run.toml", 1)
+    model = load_family("tests.tiny", "large", overrides={"rope_scaling": scaling}).on_meta()
+    assert model.generates
+
+
+def test_in_training_the_length_of_the_samples_chooses_the_factors_of_longrope_whatever_is_packed():
+    """A document has the same rotation alone in a row and beside others, in short and in long samples."""
+    scaling = _SCALINGS["longrope"]
+    for length in (_SMALL_ORIGINAL, 2 * _SMALL_ORIGINAL):
+        alone = torch.arange(length)[None]
+        packed = torch.cat([torch.arange(6), torch.arange(length - 6)])[None]
+        tables = [rotation(SeqInfo(positions), 8, 1e4, scaling)[0] for positions in (alone, packed)]
+        assert torch.equal(tables[0][0, :6], tables[1][0, :6])
+        assert torch.equal(tables[0][0, : length - 6], tables[1][0, 6:])
+
+
+def test_a_rank_that_has_half_of_a_sequence_has_the_factors_of_the_whole():
+    scaling, positions = _SCALINGS["longrope"], torch.arange(2 * _SMALL_ORIGINAL)[None]
+    places = torch.arange(_SMALL_ORIGINAL) + 4
+    split = Split(SimpleNamespace(size=lambda: 2), "gather", (0, 3), places)
+    whole = rotation(SeqInfo(positions), 8, 1e4, scaling)[0]
+    assert torch.equal(rotation(SeqInfo(positions[:, places], split=split), 8, 1e4, scaling)[0], whole[:, places])
