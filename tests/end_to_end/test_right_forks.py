@@ -20,7 +20,8 @@ every_fork = pytest.mark.parametrize("fork", FORKS)
 @every_fork
 def test_a_right_fork_passes_every_row(fork):
     rows = table(f"tests.forks.right.{fork}")
-    assert failed(rows) == {} and not_run(rows) == []
+    own_attention = ["context 2"] if fork == "linear_attention" else []  # whose sequences cannot be split
+    assert failed(rows) == {} and [*not_run(rows)] == own_attention
 
 
 @every_fork
