@@ -255,10 +255,18 @@ def compiled_on_cpu(seq_len: int, precision: str, **keys: Any) -> Config:
     return config.model_copy(update={"compile": config.compile.model_copy(update={"enable": True} | keys)})
 
 
+def split(config: Config, method: str) -> Config:
+    """The same, with sequences split over two ranks."""
+    parallelism = config.parallelism.model_copy(update={"context_parallel_degree": 2, "context_parallel_method": method})
+    return config.model_copy(update={"parallelism": parallelism})
+
+
 @pytest.mark.parametrize(
     ("config", "backend"),
     [
         (compiled_on_cpu(512, "bfloat16"), TILES),
+        (split(compiled_on_cpu(512, "bfloat16"), "ulysses"), TILES),
+        (split(compiled_on_cpu(512, "bfloat16"), "gather"), None),  # tiles take no mask
         (compiled_on_cpu(513, "bfloat16"), None),
         (compiled_on_cpu(512, "float32"), None),
         (compiled_on_cpu(512, "bfloat16", enable=False), None),
@@ -277,6 +285,29 @@ def test_layers_that_cap_scores_are_left_to_flex_attention_on_a_gpu(monkeypatch)
     model = model_of(config)
     choose_attention(model, config, torch.device("cuda"))
     assert all(layer.attention.backends == (None, None) for layer in model.layers.values())
+    assert attention_sentence(model, config) == "FlexAttention"
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "flash3"])
+def test_a_gpu_needs_a_mask_where_keys_are_gathered_and_refuses_kernels_that_take_none(monkeypatch, kernel):
+    fake_gpu(monkeypatch, 9, {"cudnn", "flash"})
+    monkeypatch.setattr(attention, "_flash3_fault", lambda: "")
+    config = split(config_of(kernel, mixed_precision_param="bfloat16"), "gather")
+    assert [fault.split(";")[0] for fault in attention.faults(config, family_of(config.model))] == [
+        f'model.attention = "{kernel}": takes no mask, which parallelism.context_parallel_method = "gather" makes'
+    ]
+    config = split(config, "ulysses")
+    assert not [*attention.faults(config, family_of(config.model))]
+
+
+def test_heads_too_narrow_for_flex_attention_are_refused_with_what_needs_it(monkeypatch):
+    fake_gpu(monkeypatch, 9, {"cudnn"})
+    config = split(config_of(document_mask=True), "gather")
+    assert [fault.split(" has no")[0] for fault in attention.faults(config, family_of(config.model))] == [
+        "training.document_mask = true: FlexAttention",
+        'parallelism.context_parallel_method = "gather": FlexAttention',
+    ]
+    choose_attention(model := model_of(config), config, torch.device("cuda"))
     assert attention_sentence(model, config) == "FlexAttention"
 
 

@@ -104,6 +104,7 @@ CASES = [
     (8, {CP: 8, METHOD: "ulysses"}, [f'{METHOD} = "ulysses"', "do not divide 4 heads of llama3 debug"], {METHOD: "gather"}),
     (4, {CP: 4, RESHARD: 4}, [f"{RESHARD} = 4", "context_parallel_degree = 4"], {RESHARD: 2}),
     (2, {CP: 2, ATTENTION: "tiles"}, [f'{ATTENTION} = "tiles"', f'{METHOD} = "gather"'], {METHOD: "ulysses"}),
+    (2, {CP: 2, ATTENTION: "tiles"}, ["takes no mask", 'use "flash", "math" or'], {ATTENTION: "flash"}),
     (2, {CP: 2, NAME: HYBRID, FLAVOR: "plain", TOKENIZER: "fits"}, [f"in {HYBRID}, layers.1 does not"], {CP: 1}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
     (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),

@@ -39,6 +39,8 @@ def failures(noted: list[tuple[int, int, int]]) -> dict[int, ProcessFailure]:
         ([(0, 1, 50), (1, 2, 50)], 1),  # rank 1 has said what is wrong
         ([(0, 1, 50), (1, 1, 50)], 0),
         ([(1, 1, 50), (0, ABORT, 60)], 1),  # the watchdog of a survivor
+        ([(0, ABORT, 50), (1, KILL, 50)], 1),  # gloo has aborted rank 0, whose connection was lost
+        ([(0, 1, 50), (1, ABORT, 50)], 1),
         ([(1, TERM, 50), (0, TERM, 50)], 1),  # somebody has ended rank 1
     ],
 )

@@ -36,6 +36,10 @@ from titanlite.launch.rendezvous import Rendezvous
 # ended.
 _TOGETHER = 1  # seconds
 
+# A rank that loses its connection may be gone before the kernel has cleared away the one that was killed, which counts as
+# running until its last thread is. So others that are ending get this long before they are ended.
+_CLEARED = 0.5  # seconds
+
 # How long the other ranks may run after one has ended with stop.EXIT_CODE; all have saved together by then.
 _LEAVING = 60.0  # seconds
 
@@ -49,15 +53,16 @@ def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFail
     """(rank, failure) that most likely made the others fail.
 
     Among the earliest failures, in this order: a rank that was ended by a signal, since its neighbours lose the connection to
-    it and then end with an exit code; a rank that has reported a fault and ended with 2; any other exit code; and last a rank
-    that got SIGTERM, which somebody sent.
+    it and then end with an exit code; by SIGABRT, which gloo may do to such a neighbour; a rank that has reported a fault and
+    ended with 2; any other exit code; and last a rank that got SIGTERM, which somebody sent.
     """
     earliest = min(failure.timestamp for failure in failures.values())
     candidates = [item for item in failures.items() if item[1].timestamp <= earliest + _TOGETHER]
 
     def order(item: tuple[int, ProcessFailure]) -> int:
         code = item[1].exitcode
-        return 3 if code == -signal.SIGTERM else 0 if code < 0 else 1 if code == _FAULT else 2
+        special = {-signal.SIGABRT: 1, _FAULT: 2, -signal.SIGTERM: 4}
+        return special.get(code, 0 if code < 0 else 3)
 
     return min(candidates, key=order)  # of equals, the one that was noted first
 
@@ -192,7 +197,9 @@ class Ranks(SubprocessContext):
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         """Ends the remaining ranks. By SIGKILL: a rank would finish its step at SIGTERM, and no checkpoint is lost."""
-        running = self.running()
+        cleared = time.monotonic() + (_CLEARED if self._failures else 0)
+        while (running := self.running()) and time.monotonic() < cleared:
+            time.sleep(0.01)
         self.ended_here |= running.keys()
         # the agent passes SIGTERM for every reason but a signal to itself
         if running and death_sig == signal.SIGTERM and not self.launcher.end_now and (why := self._why_ended()):

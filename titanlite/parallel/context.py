@@ -23,7 +23,7 @@ def apply_context_parallel(model: Decoder, config: Config, cp: DeviceMesh) -> No
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """Models whose sequences cannot be split: blocks with another attention, heads that do not divide, forced tiles."""
+    """Models whose sequences cannot be split: blocks with another attention, heads that do not divide."""
     ranks, method = config.parallelism.context_parallel_degree, config.parallelism.context_parallel_method
     if ranks == 1:
         return
@@ -37,8 +37,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
             f'parallelism.context_parallel_method = "ulysses": {tensor} x {ranks} ranks (tensor x context parallel) do not '
             f'divide {" and ".join(map(str, undivided))} heads of {config.model.title}; use "gather"'
         )
-    if method == "gather" and config.model.attention == "tiles":
-        yield 'model.attention = "tiles": has no mask, which parallelism.context_parallel_method = "gather" needs; use "auto"'
 
 
 def unsplittable(model: Decoder) -> str:

@@ -72,14 +72,13 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
 
 def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
     """What a sound configuration does on GPUs alone."""
-    from titanlite.transforms.attention_kernels import masks
+    from titanlite.transforms.attention_kernels import flex_users
     from titanlite.transforms.registry import family_of
 
     name, family = config.model.attention, family_of(config.model)
     if name in ("auto", "flash"):
         yield f'model.attention = "{name}": the kernel on a GPU' + (", cuDNN on Hopper" if name == "auto" else "")
-    capped = [f"the capped scores of {config.model.title}"] if getattr(family.config, "attention_softcap", None) else []
-    if name == "auto" and (special := masks(config, family) + capped):
+    if name == "auto" and (special := flex_users(config, family)):
         yield f"{', '.join(special)}: FlexAttention"
     if config.compile.enable and config.compile.backend == "inductor":
         yield 'compile.backend = "inductor": its kernels for GPUs'

@@ -44,6 +44,7 @@ _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "e
 # Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
 # sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
 _LONGEST_FOR_TILES = 512
+_NARROWEST_FOR_FLEX = 16  # head_dim
 
 
 def choose_attention(model: nn.Module, config: Config, device: torch.device) -> None:
@@ -88,6 +89,8 @@ def attention_sentence(model: nn.Module, config: Config) -> str:
     if backend in (None, TILES):
         return backend or ("FlexAttention" if torch.cuda.is_available() else "flash")
     name = next(name for name in _ORDER_ON_HOPPER if KERNELS[name].backend == backend)
+    if _gathers(config):
+        return "FlexAttention"
     return f"{name}, and FlexAttention where masked or capped"
 
 
@@ -98,9 +101,9 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     """
     name, device = config.model.attention, "cuda" if torch.cuda.is_available() else "cpu"
     if name == "auto":
-        head_dim = getattr(family.config, "head_dim", 16)
-        if config.training.document_mask and device == "cuda" and head_dim < 16:
-            yield f"training.document_mask = true: FlexAttention has no kernel for head_dim = {head_dim}; it takes 16 or more"
+        head_dim = getattr(family.config, "head_dim", _NARROWEST_FOR_FLEX)
+        for user in flex_users(config, family) if device == "cuda" and head_dim < _NARROWEST_FOR_FLEX else ():
+            yield f"{user}: FlexAttention has no kernel for head_dim = {head_dim}; it takes {_NARROWEST_FOR_FLEX} or more"
         return
     key, kernel = f'model.attention = "{name}"', KERNELS[name]
     if device not in kernel.devices:
@@ -112,18 +115,33 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     if kernel.half and device == "cuda" and config.training.mixed_precision_param == "float32":
         yield f'{key}: computes in 16 bits, and training.mixed_precision_param = "float32"; use "efficient" or "math"'
     others = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.masks)
-    for mask in masks(config, family) if device not in kernel.masks else ():
+    for mask in masks(config, family, device) if device not in kernel.masks else ():
         yield f'{key}: takes no mask, which {mask} makes; use {others} or "auto"'
     if name != "math" and getattr(family.config, "attention_softcap", None) is not None:
         yield f'{key}: cannot cap scores, as {config.model.title} does; use "auto" or "math"'
 
 
-def masks(config: Config, family: Family) -> list[str]:
-    """What makes attention need a mask besides the causal one."""
+def masks(config: Config, family: Family, device: str) -> list[str]:
+    """What makes attention need a mask besides the causal one. Where keys are gathered, only the CPU's flash needs none."""
     window = getattr(family.config, "window", None)
-    windowed = window is not None and window < config.training.seq_len
-    makers = {"training.document_mask = true": config.training.document_mask, f"the window of {config.model.title}": windowed}
+    makers = {
+        "training.document_mask = true": config.training.document_mask,
+        f"the window of {config.model.title}": window is not None and window < config.training.seq_len,
+        'parallelism.context_parallel_method = "gather"': _gathers(config)
+        and (device == "cuda" or config.model.attention not in ("auto", "flash")),
+    }
     return [maker for maker, used in makers.items() if used]
+
+
+def flex_users(config: Config, family: Family) -> list[str]:
+    """What makes model.attention = "auto" use FlexAttention on a GPU."""
+    capped = getattr(family.config, "attention_softcap", None) is not None
+    return [*masks(config, family, "cuda"), *([f"the capped scores of {config.model.title}"] if capped else [])]
+
+
+def _gathers(config: Config) -> bool:
+    parallelism = config.parallelism
+    return parallelism.context_parallel_degree > 1 and parallelism.context_parallel_method == "gather"
 
 
 def _modules(model: nn.Module) -> list[AttentionCore]:
@@ -134,7 +152,7 @@ def _tiles_win(config: Config) -> bool:
     """Whether tiles are faster for this training on a CPU."""
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
     narrow = config.training.mixed_precision_param == "bfloat16"
-    return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES
+    return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES and not _gathers(config)
 
 
 def _able(name: str, attention: AttentionCore, precision: str, device: torch.device, warn: bool) -> bool:
