@@ -6,13 +6,13 @@ Keys carry the names that torchtitan's TOML files (0.2) use wherever the meaning
 
 import functools
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from titanlite.config import bounds, effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
-from titanlite.errors import LAST_READ
+from titanlite.config.tables import KEYS, Section, Table
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
     f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"
@@ -34,32 +34,6 @@ _WITH_OVERLAP = EffectiveWhen(
 _WITH_PROFILES = EffectiveWhen("profiling.enable_profiling = true or profiling.enable_memory_snapshot = true")
 _WITH_SNAPSHOTS = EffectiveWhen("profiling.enable_memory_snapshot = true", CUDA)
 _AMONG_RANKS, _WITH_DECAY = EffectiveWhen(RANKS), EffectiveWhen(DECAY)
-
-
-_KEYS: dict[tuple[type, str], str] = {}  # (section, field) -> "section.key"; filled below
-
-
-class Table(BaseModel):
-    """Of all tables: unknown keys are refused, types are not converted, values do not change after reading."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-    if not TYPE_CHECKING:  # where it would give every attribute the type Any
-
-        def __getattribute__(self, name: str) -> Any:
-            """Notes the key for the report of an exception."""
-            if key := _KEYS.get((type(self), name)):
-                LAST_READ["key"] = key
-            return super().__getattribute__(name)
-
-
-class Section(Table):
-    """Of all sections: every key says when it has an effect."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for field in cls.model_fields.values():
-            effects.effective_when(field)
 
 
 class Job(Section):
@@ -505,4 +479,4 @@ class Config(Table):
 
 
 for _name, _field in Config.model_fields.items():
-    _KEYS |= {(type(_field.default), key): f"{_name}.{key}" for key in type(_field.default).model_fields}
+    KEYS |= {(type(_field.default), key): f"{_name}.{key}" for key in type(_field.default).model_fields}
