@@ -9,6 +9,9 @@ MESHES: dict[str, dict[str, int]] = {
     "FSDP 8": {"dp_shard": 8},
     "FSDP 4 x TP 2": {"dp_shard": 4, "tp": 2},
     "HSDP 2 x 4": {"dp_replicate": 2, "dp_shard": 4},
+    "CP 8, gather": {"cp": 8},
+    "FSDP 2 x CP 2 x TP 2, gather": {"dp_shard": 2, "cp": 2, "tp": 2},
+    "FSDP 2 x CP 2 x TP 2, ulysses": {"dp_shard": 2, "cp": 2, "tp": 2},
 }
 
 
@@ -26,6 +29,7 @@ _MASKED: Sections = {"training": {"document_mask": True}}
 _COMPILED: Sections = {"compile": {"enable": True, "backend": "aot_eager"}}
 _GEMMA: Sections = {"model": {"name": "tests.tiny_gemma3"}}
 _FLOAT8: Sections = {"float8": {"enable": True}}
+_OFFLOADED = ("a copy of 3 dimensions from cuda to cpu", "a copy of 3 dimensions from cpu to cuda")
 _SCALED = ("aten._scaled_mm.default",)
 
 
@@ -50,6 +54,10 @@ VARIANTS: dict[str, Variant] = {
     "per operation": Variant(_recompute(mode="selective", selective_ac_option="op")),
     "full, compiled": Variant(_recompute(mode="full") | _COMPILED),
     "per operation, compiled": Variant(_recompute(mode="selective", selective_ac_option="op") | _COMPILED),
+    "full, by chunks": Variant(_recompute(mode="full", sequence_chunks=3)),
+    "full, by chunks, compiled": Variant(_recompute(mode="full", sequence_chunks=3) | _COMPILED),
+    "full, offload": Variant(_recompute(mode="full", offload=True), _OFFLOADED),
+    "full, offload, compiled": Variant(_recompute(mode="full", offload=True) | _COMPILED, _OFFLOADED),
     "memory_budget": Variant(_recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED),
     "document_mask": Variant(_MASKED, attention=("flex",)),
     "document_mask, compiled": Variant(_MASKED | _COMPILED, attention=("flex",)),
@@ -82,10 +90,17 @@ class Cell(NamedTuple):
         return 1 if self.mesh == "1 rank" else 8
 
     @property
+    def attention(self) -> tuple[str, ...]:
+        """The kernels of attention that its step must run: over gathered keys, only FlexAttention has the mask."""
+        return ("flex",) if "gather" in self.mesh else VARIANTS[self.variant].attention
+
+    @property
     def sections(self) -> Sections:
         """The sections of its configuration, with the degrees of its mesh: two microbatches a step."""
-        replicate, shard, tensor = (self.degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp"))
-        parallelism = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
+        replicate, shard, context, tensor = (self.degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp", "tp"))
+        parallelism: dict[str, Any] = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
+        if context > 1:
+            parallelism |= {"context_parallel_degree": context, "context_parallel_method": self.mesh.split(", ")[1]}
         training = {"global_batch_size": 16, "local_batch_size": 8 // (replicate * shard), "mixed_precision_param": "bfloat16"}
         sections = VARIANTS[self.variant].sections
         return sections | {
@@ -95,9 +110,19 @@ class Cell(NamedTuple):
         }
 
 
-CELLS = {
-    f"{mesh}, {variant}": Cell(mesh, variant)
-    for mesh in MESHES
-    for variant in VARIANTS
-    if mesh != "HSDP 2 x 4" or "compiled" not in variant  # replicas are outside of what is compiled
-}
+# What context parallelism changes: attention, its mask, and what is recomputed or compiled with them.
+_OF_CONTEXT = (
+    *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
+    *("document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
+)
+
+
+def _says_something(mesh: str, variant: str) -> bool:
+    if "TP" in mesh and "by chunks" in variant:
+        return False  # refused
+    if "CP" in mesh:
+        return variant in _OF_CONTEXT
+    return mesh != "HSDP 2 x 4" or "compiled" not in variant  # replicas are outside of what is compiled
+
+
+CELLS = {f"{mesh}, {variant}": Cell(mesh, variant) for mesh in MESHES for variant in VARIANTS if _says_something(mesh, variant)}

@@ -107,18 +107,23 @@ def install(inductor: bool = False) -> None:
     torch.version.cuda = torch.version.cuda or "13.0"
     FakeTensorMode.avoid_device_init = property(lambda mode: True)  # there is nothing to initialise
     torch.Tensor.record_stream = lambda tensor, stream: None
-    concatenate = DeviceMesh._concatenate
-
-    def on_real_numbers(*args: Any) -> DeviceMesh:  # FSDP2 makes a mesh of meshes, whose ranks are read on the host
-        with unset_fake_temporarily():
-            return concatenate(*args)
-
-    DeviceMesh._concatenate = staticmethod(on_real_numbers)
+    DeviceMesh._concatenate = staticmethod(_on_real_numbers(DeviceMesh._concatenate))
+    DeviceMesh._flatten = _on_real_numbers(DeviceMesh._flatten)
     F.scaled_dot_product_attention = torch.compiler.allow_in_graph(_attention)
     for name in _ATTENTION:
         setattr(torch.backends.cuda, f"can_use_{name}_attention", _check_of(name))
     if not inductor:
         torch.compile = _with_aot_eager(torch.compile)
+
+
+def _on_real_numbers(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
+    """A function that makes a mesh of others, whose ranks it reads on the host."""
+
+    def made(*args: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            return make(*args)
+
+    return made
 
 
 def _with_aot_eager(compile: Any) -> Any:

@@ -24,7 +24,7 @@ from tests.cuda_shim import pretend
 pretend.install()
 
 from tests import tiny, tiny_gemma3  # noqa: E402  # after install
-from tests.cuda_shim.cells import CELLS, VARIANTS, Cell, Variant  # noqa: E402
+from tests.cuda_shim.cells import CELLS, VARIANTS, Cell  # noqa: E402
 from tests.cuda_shim.planted import PLANTED  # noqa: E402
 from tests.cuda_shim.watch import Fault, Watch  # noqa: E402
 from tests.distributed.scenarios import config_of, learnable_data  # noqa: E402
@@ -124,13 +124,13 @@ def run(config: Config, ranks: int) -> set[str]:
         return watch.operations
 
 
-def judge(operations: set[str], variant: Variant) -> None:
+def judge(operations: set[str], cell: Cell) -> None:
     """Raises Fault where a step has not run the kernels that it should."""
-    expected = {_KERNELS[name].format(part) for name in variant.attention for part in ("", "_backward")}
+    expected = {_KERNELS[name].format(part) for name in cell.attention for part in ("", "_backward")}
     found = {name for name in operations if "attention" in name}
     if found != expected:
         raise Fault(f"wrong kernels of attention: {sorted(found)} instead of {sorted(expected)}")
-    if missing := set(variant.runs) - operations:
+    if missing := set(VARIANTS[cell.variant].runs) - operations:
         raise Fault(f"missing kernels: {sorted(missing)}")
 
 
@@ -143,7 +143,7 @@ def outcome(name: str) -> dict[str, Any]:
             stack.enter_context(mock.patch.object(*PLANTED[name]))
         config = config_of(cell.degrees, "cell", accumulation=2, **cell.sections)
         try:
-            judge(run(config, cell.ranks), VARIANTS[cell.variant])
+            judge(run(config, cell.ranks), cell)
         except Exception as error:  # every cell runs, and its test reports what failed
             fault = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     return {"cell": name, "fault": fault, "seconds": round(time.perf_counter() - begin, 1)}

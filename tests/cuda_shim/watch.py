@@ -111,6 +111,7 @@ class Watch:
         if source.device.type == result.device.type or not source.numel():
             return
         to_host = result.device.type == "cpu"
+        self.operations.add(f"a copy of {source.ndim} dimensions from {source.device.type} to {result.device.type}")
         if not options.get("non_blocking"):
             if not (to_host and self._offloaded):
                 self._forbid(operation, f"host sync: a blocking copy from {source.device.type} to {result.device.type}")

@@ -30,6 +30,7 @@ GLOBAL_BATCH = 8
 MODES = {
     "none": {"mode": "none"},
     "full": {"mode": "full"},
+    "full by chunks": {"mode": "full", "sequence_chunks": 3},
     "every second layer": {"mode": "selective", "selective_ac_option": 2},
     "per operation": {"mode": "selective", "selective_ac_option": "op"},
     "budget": {"mode": "memory_budget", "memory_budget": 0.3},

@@ -47,6 +47,7 @@ HOLDS: dict[str, dict[str, str]] = {
     "profiling.enable_memory_snapshot = true": {"profiling.enable_memory_snapshot": "true"},
     "profiling.enable_profiling = true or profiling.enable_memory_snapshot = true": {"profiling.enable_profiling": "true"},
     'training.dtype = "bfloat16"': {"training.dtype": '"bfloat16"'},
+    'activation_checkpoint.mode = "full"': {"activation_checkpoint.mode": '"full"'},
     'activation_checkpoint.mode = "selective"': {"activation_checkpoint.mode": '"selective"'},
     'activation_checkpoint.mode = "memory_budget"': {"activation_checkpoint.mode": '"memory_budget"'},
 }

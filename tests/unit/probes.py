@@ -110,7 +110,7 @@ def layout(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch) -> objec
         parts = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         seen += [mesh.shape, attention_sentence(model, config), getattr(model.head, "z_loss", 0.0)]
         seen.append(model.context and model.context[1])
-    seen += [(type(block).__name__, type(block.forward).__name__) for block in model.layers.values()]
+    seen += [(type(part).__name__, type(part.forward).__name__) for part in model.layers.modules()]
     seen.append(partitioner.activation_memory_budget)
     if not isinstance(model, FSDPModule):
         return seen  # nothing is reduced
@@ -305,7 +305,8 @@ PROBES: dict[str, Callable[..., object]] = {
         " parallelism.context_parallel_degree parallelism.context_parallel_method"
         " parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch"
         " parallelism.enable_async_tensor_parallel parallelism.cpu_offload activation_checkpoint.mode"
-        " activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget compile.enable compile.components"
+        " activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget activation_checkpoint.sequence_chunks"
+        " activation_checkpoint.offload compile.enable compile.components"
         " compile.backend",
     ),
     **_of(

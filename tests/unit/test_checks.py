@@ -35,6 +35,7 @@ DUMP, SAVES = "job.dump_folder", "checkpoint.folder"
 TRACE, TRACES, SNAPSHOTS = "profiling.enable_profiling", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder"
 OFFLOAD, OVERLAP = "parallelism.cpu_offload", "parallelism.enable_async_tensor_parallel"
 SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
+CHUNKS = "activation_checkpoint.sequence_chunks"
 AC, BLOCKS = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 LAST = "parallelism.reduce_every_microbatch"
 COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
@@ -106,6 +107,8 @@ CASES = [
     (2, {CP: 2, ATTENTION: "tiles"}, [f'{ATTENTION} = "tiles"', f'{METHOD} = "gather"'], {METHOD: "ulysses"}),
     (2, {CP: 2, ATTENTION: "tiles"}, ["takes no mask", 'use "flash", "math" or'], {ATTENTION: "flash"}),
     (2, {CP: 2, NAME: HYBRID, FLAVOR: "plain", TOKENIZER: "fits"}, [f"in {HYBRID}, layers.1 does not"], {CP: 1}),
+    (2, {AC: "full", CHUNKS: 2, TP: 2}, [f"{CHUNKS} = 2 with {TP} = 2", "use context parallelism"], {TP: 1}),
+    (1, {CHUNKS: 2}, [f"{CHUNKS} = 2", f'has no effect unless {AC} = "full"'], {AC: "full"}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
     (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),
 

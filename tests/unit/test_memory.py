@@ -60,6 +60,7 @@ def test_the_rest_of_the_allocated_memory_is_activations(monkeypatch):
 
 
 AC, BATCH, SHARD = "activation_checkpoint.mode", "training.local_batch_size", "parallelism.data_parallel_shard_degree"
+CHUNKS, HOST = "activation_checkpoint.sequence_chunks = 8", "activation_checkpoint.offload = true"
 NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true"
 
 
@@ -72,7 +73,12 @@ NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true
             {"activation_checkpoint": {"mode": "memory_budget"}, "compile": {"enable": True}},
             [f'{AC} = "full"', BATCH, NARROW, SHARD],
         ),
-        ({"activation_checkpoint": {"mode": "full"}}, [BATCH, NARROW, SHARD]),
+        ({"activation_checkpoint": {"mode": "full"}}, [BATCH, CHUNKS, HOST, NARROW, SHARD]),
+        ({"activation_checkpoint": {"mode": "full", "sequence_chunks": 2, "offload": True}}, [BATCH, NARROW, SHARD]),
+        (
+            {"activation_checkpoint": {"mode": "full"}, "parallelism": {"tensor_parallel_degree": 2}},
+            [BATCH, HOST, NARROW, SHARD],
+        ),
         ({"training": {"local_batch_size": 9}}, [AC, f"{BATCH} = 3 ", NARROW, SHARD]),
         ({"training": {"local_batch_size": 1}}, [AC, NARROW, SHARD]),
         ({"training": {"local_batch_size": 1, "dtype": "bfloat16"}}, [AC, SHARD]),

@@ -93,8 +93,11 @@ SEVERAL = {  # keys of several ranks
 }
 
 
-# Only their absence shows on a CPU; tests/unit/test_profiling.py has the rest.
-NEED_A_GPU = ("profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder")
+# Only their absence shows on a CPU; test_profiling.py and test_offload.py have the rest.
+NEED_A_GPU = (
+    *("profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder"),
+    "activation_checkpoint.offload",
+)
 
 
 def test_every_key_has_a_probe():

@@ -20,6 +20,7 @@ _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
 )
 _WITH_LORA, _WITH_FLOAT8 = EffectiveWhen("lora.enable = true"), EffectiveWhen("float8.enable = true")
 _WITH_COMPILE = EffectiveWhen("compile.enable = true")
+_WITH_FULL = EffectiveWhen('activation_checkpoint.mode = "full"')
 _WITH_MUON = EffectiveWhen('optimizer.name = "Muon"')
 _WITH_CHECKPOINTS = EffectiveWhen("checkpoint.enable = true")
 _WITH_VALIDATION = EffectiveWhen("validation.enable = true")
@@ -242,6 +243,12 @@ class ActivationCheckpoint(Section):
     product, and recomputes the rest. A number n: every n-th block is recomputed as with "full"."""
     memory_budget: Annotated[bounds.Fraction, EffectiveWhen('activation_checkpoint.mode = "memory_budget"')] = 0.5
     """With mode "memory_budget": the share of activations that is kept. 0: inputs only; 1: the compiler's default."""
+    sequence_chunks: Annotated[bounds.Count, _WITH_FULL] = 1
+    """With mode "full": each feed-forward layer computes this many parts of the sequence one after another, and again in the
+    backward pass, so that only one part's results are there at a time. For long sequences."""
+    offload: Annotated[bool, _WITH_FULL.and_when(CUDA)] = False
+    """With mode "full": the inputs of blocks are kept in the host's memory between forward and backward pass, and copied while
+    the GPU computes. For long sequences."""
 
 
 class Compile(Section):

@@ -116,6 +116,12 @@ def remedies(config: Config, global_batch: int, training: bool = True) -> list[s
             f"training.local_batch_size = {smaller} with training.global_batch_size = {global_batch}: "
             "more microbatches a step, the same mathematics"
         )
+    if training and mode == "full":
+        cfg = config.activation_checkpoint
+        if cfg.sequence_chunks == 1 and parallelism.tensor_parallel_degree == 1:
+            ways.append("activation_checkpoint.sequence_chunks = 8: feed-forward layers hold a part of the sequence at a time")
+        if not cfg.offload:
+            ways.append("activation_checkpoint.offload = true: the inputs of blocks are kept in the host's memory")
     if training and not parallelism.reduce_every_microbatch:
         ways.append("parallelism.reduce_every_microbatch = true: sharded gradients between microbatches, more communication")
     if narrower(config) is not None:

@@ -30,7 +30,12 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     cfg = config.activation_checkpoint
-    detail = {"selective": f": {cfg.selective_ac_option}", "memory_budget": f": {cfg.memory_budget:g}"}.get(cfg.mode, "")
+    chunked = f", feed-forward layers in {cfg.sequence_chunks} parts" if cfg.sequence_chunks > 1 else ""
+    detail = {
+        "full": chunked + (", inputs of blocks in host memory" if cfg.offload else ""),
+        "selective": f": {cfg.selective_ac_option}",
+        "memory_budget": f": {cfg.memory_budget:g}",
+    }.get(cfg.mode, "")
     parts = ["blocks" if part == "model" else part for part in config.compile.components]
     compiled = f"{' and '.join(parts)} by {config.compile.backend}" if config.compile.enable else "nothing"
     float32_products = {"highest": "exact", "high": "TF32", "medium": "bfloat16"}[torch.get_float32_matmul_precision()]

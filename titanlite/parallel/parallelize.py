@@ -18,6 +18,7 @@ from titanlite.transforms.cast import cast_where_used
 from titanlite.transforms.compile import compile_model
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
+from titanlite.transforms.offload import Offload
 from titanlite.transforms.registry import Family
 
 
@@ -43,19 +44,22 @@ def parallelize(
     # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
     sharded = needs_fsdp(config, mesh.size())
     if not sharded:
-        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=cfg.mode == "none")
+        apart = recompute.feed_forward(model) if cfg.sequence_chunks > 1 else ()
+        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=cfg.mode == "none", apart=apart)
     # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
     option = {"full": 1, "selective": cfg.selective_ac_option}.get(cfg.mode)  # "op", every how many blocks, or None
     if option == "op":
         rank = config.lora.rank if config.lora.enable else None
         recompute.checkpoint_operations(model, getattr(family.module, "KEEP", ()), rank)
+    if cfg.sequence_chunks > 1:
+        recompute.chunk_feed_forward(model, cfg.sequence_chunks)
     if config.compile.enable:
         recompute.set_memory_budget(cfg)
         overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
         compile_model(model, config.compile)
     # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
     if isinstance(option, int):
-        recompute.checkpoint_blocks(model, option)
+        recompute.checkpoint_blocks(model, option, Offload(device) if cfg.offload and device.type == "cuda" else None)
     # Not earlier: what came before depends on the numbers of layers, and patterns can name one.
     for name in set(model.layers).difference(layers) if layers is not None else ():
         del model.layers[name]

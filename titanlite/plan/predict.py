@@ -55,6 +55,7 @@ class Prediction(NamedTuple):
     parameters: int  # of the whole model
     memory: Memory
     work: Work  # of one step
+    host: int  # bytes in the host's memory: inputs of blocks that activation_checkpoint.offload keeps there
 
 
 @phase("predicting a step")
@@ -71,7 +72,11 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         model = parallelize(family, config, mesh, torch.device("cpu"))
         microbatches = config.microbatches(data_degree(mesh))
         layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type)
-        activations, working = whole_memory(layers, measure_memory(setup, layers.few))
+        held, host = measure_memory(setup, layers.few), 0
+        if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
+            host, _ = whole_memory(layers, held)
+            held = offloaded(held)
+        activations, working = whole_memory(layers, held)
         passes = measure_work(setup, layers, microbatches)
         update = whole_update(layers, setup)
         masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
@@ -86,7 +91,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
     # Activations are gone when the optimizer begins.
     working = max(working, update.working - activations)
     work = combine(lambda *parts: sum(parts), passes, update.work)
-    return Prediction(parameters, Memory(*states, activations, working), work)
+    return Prediction(parameters, Memory(*states, activations, working), work, host)
 
 
 def as_measured(config: Config) -> Config:
@@ -99,6 +104,11 @@ def as_measured(config: Config) -> Config:
             "parallelism": config.parallelism.model_copy(update={"cpu_offload": False, "enable_async_tensor_parallel": False}),
         }
     )
+
+
+def offloaded(held: Held) -> Held:
+    """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of the next."""
+    return Held(dict.fromkeys(held.kept, 0), {place: peak + max(held.kept.values()) for place, peak in held.peaks.items()})
 
 
 def whole_memory(layers: Layers, held: Held) -> tuple[int, int]:

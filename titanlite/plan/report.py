@@ -12,6 +12,8 @@ RESERVE = 4 * GIB
 def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float) -> list[str]:
     memory = prediction.memory
     rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
+    if prediction.host:
+        rows["in the host's memory"] = prediction.host
     return [
         f"{config.model.title}, {prediction.parameters:,} parameters, on {ranks} ranks; this is rank 0",
         *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),

@@ -9,6 +9,7 @@ float8.py                 linear layers that multiply in float8
 attention_kernels.py      the kernel of attention
 cast.py                   mixed precision for one process
 activation_checkpoint.py  what the backward pass recomputes
+offload.py                what of that is kept in the host's memory
 compile.py                torch.compile
 shards.py                 this rank's part of a tensor, and the positions of its values
 initialize.py             initial weights by position

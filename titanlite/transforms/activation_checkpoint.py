@@ -1,9 +1,9 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping (Chen et al., "Training deep nets with
 sublinear memory cost", arXiv:1604.06174).
 
-There are two kinds. The compiler must see the selection of single operations, so that goes inside the compiled block. Whole
-blocks are checkpointed around their compiled form, since a DeviceMesh among the saved tensors of a compiled block fails.
-parallel/parallelize.py keeps that order.
+There are two kinds. The compiler must see the selection of single operations, so that goes inside the compiled block, and so do
+the parts of a feed-forward layer. Whole blocks are checkpointed around their compiled form, since a DeviceMesh among the saved
+tensors of a compiled block fails. parallel/parallelize.py keeps that order.
 """
 
 import functools
@@ -16,8 +16,11 @@ from torch import nn
 from torch._functorch import config as partitioner
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.blocks import SwiGLU
 from models.decoder import Decoder
+from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import ActivationCheckpoint, Config
+from titanlite.transforms.offload import Offload
 
 _aten, _c10d, _higher = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
 
@@ -47,11 +50,28 @@ def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | Non
         block.__class__ = _checkpointed_class(kind, (*KEPT_OPERATIONS, *kept), rank)
 
 
-def checkpoint_blocks(model: Decoder, every: int) -> None:
-    """Keeps only the input of every n-th block, beginning with the n-th; call it after compiling."""
+def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None) -> None:
+    """Keeps only the input of every n-th block, beginning with the n-th; call it after compiling. offload: of these inputs."""
     for number, block in enumerate(model.layers.values(), 1):
         if number % every == 0:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = forward if offload is None else offload.around(forward)
+
+
+def feed_forward(model: Decoder) -> list[nn.Module]:
+    """The layers that `chunk_feed_forward` changes."""
+    return [module for module in model.layers.modules() if isinstance(module, SwiGLU)]
+
+
+def chunk_feed_forward(model: Decoder, chunks: int) -> None:
+    """Feed-forward layers compute the sequence in parts, of which one is recomputed at a time; call it before compiling.
+
+    A block that is recomputed as a whole holds at its peak what its feed-forward layer keeps for the backward pass, several
+    tensors of (batch, seq, hidden). Tokens do not mix there, so it can do with those of one part (ALST, arXiv:2506.13996).
+    """
+    for module in feed_forward(model):
+        kind: Any = type(module)
+        module.__class__ = _chunked_class(kind, chunks)
 
 
 def set_memory_budget(cfg: ActivationCheckpoint) -> None:
@@ -76,6 +96,17 @@ def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...], rank: int
     return type(f"Checkpointed{block.__name__}", (block,), {"forward": forward})
 
 
+@functools.cache
+def _chunked_class(kind: type[nn.Module], chunks: int) -> type[nn.Module]:
+    """The class of feed-forward layers that compute in parts; all layers share it."""
+
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        parts = x.chunk(chunks, dim=1)
+        return torch.cat([checkpoint(kind.forward, self, part, use_reentrant=False) for part in parts], dim=1)
+
+    return type(f"Chunked{kind.__name__}", (kind,), {"forward": forward})
+
+
 def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
     """The policy of one forward pass. Matrix products are counted, separately in the recomputation.
 
@@ -96,14 +127,28 @@ def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
 
 
 def idle_faults(cfg: ActivationCheckpoint, model: Decoder) -> Iterator[str]:
-    """A number of blocks of which a model has fewer, so that none is recomputed."""
+    """A number of blocks of which a model has fewer, so that none is recomputed; parts of layers that a model does not have."""
     every = cfg.selective_ac_option
+    if cfg.sequence_chunks > 1 and not feed_forward(model):
+        yield (
+            f"activation_checkpoint.sequence_chunks = {cfg.sequence_chunks}: the model's blocks have no SwiGLU of "
+            "models/blocks.py, nor a class made from it; set it to 1"
+        )
     if cfg.mode == "selective" and isinstance(every, int) and every > len(model.layers):
         yield f"activation_checkpoint.selective_ac_option = {every}: the model has {len(model.layers)} blocks; lower it"
 
 
+_CONFLICTS: tuple[Conflict, ...] = (
+    (
+        *("activation_checkpoint.sequence_chunks > 1", "parallelism.tensor_parallel_degree > 1"),
+        "a part of the sequence would be split over the ranks once more; use context parallelism, or set it to 1",
+    ),
+)
+
+
 def faults(config: Config) -> Iterator[str]:
-    """A memory budget without the compiler that keeps it."""
+    """A memory budget without the compiler that keeps it; parts of a sequence that tensor parallelism splits."""
+    yield from conflicts(config, _CONFLICTS)
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend != "eager"
     if config.activation_checkpoint.mode == "memory_budget" and not compiled:
         needs = 'compile.enable = true, "model" among compile.components, and a compile.backend other than "eager"'

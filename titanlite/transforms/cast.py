@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from models.decoder import Decoder
 from models.head import Head
 
 
-def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool) -> None:
+def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iterable[nn.Module] = ()) -> None:
     """Makes a model compute in `dtype` without changing its parameters: FSDP2's mixed precision, for one process.
 
     Call it before recomputation and compilation, so that casts are recomputed, or fused into other kernels. Embeddings are cast
@@ -21,17 +22,19 @@ def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool) -> None:
     gradients arrive in the masters' precision.
 
     again: where nothing is compiled, repeat the cast in the backward pass, as FSDP2 repeats its gather, instead of keeping the
-    copy. Recomputation does so anyway.
+    copy. Recomputation does so anyway. apart: modules within blocks that cast their own parameters, because they are recomputed
+    by themselves.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    apart = set()
+    uncast = set()
     if type(model.embed) is nn.Embedding:
         model.embed.register_forward_hook(lambda module, args, out: out.to(dtype))
-        apart.add("embed.weight")
+        uncast.add("embed.weight")
     if model.head is not None and type(model.head).forward is Head.forward:
-        apart.add("head.output.weight")
-    left = {name for name, p in named.items() if p.dtype != dtype} - apart
-    units = {f"layers.{index}.": layer for index, layer in model.layers.items()}
+        uncast.add("head.output.weight")
+    left = {name for name, p in named.items() if p.dtype != dtype} - uncast
+    units = {f"{name}.": module for name, module in model.named_modules() if module in set(apart)}
+    units |= {f"layers.{index}.": layer for index, layer in model.layers.items()}
     if model.head is not None:
         units["head."] = model.head
     for prefix, unit in [*units.items(), ("", model)]:  # last the parameters outside of units, such as a table of positions

@@ -1,0 +1,104 @@
+"""Inputs of blocks in the host's memory: the same gradients, one block ahead on the device, and nothing left afterwards.
+
+The streams of a GPU are pretended here: every copy ends at once. tests/distributed/test_cuda_shim.py runs the program on a
+pretended GPU, and test_cuda.py on a real one.
+"""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titanlite.transforms import offload
+from titanlite.transforms.activation_checkpoint import checkpoint_blocks
+from titanlite.transforms.offload import Offload
+
+
+class Stream:
+    def __init__(self, device: torch.device):
+        self.waits = 0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits += 1
+
+
+@pytest.fixture(autouse=True)
+def host_copies(monkeypatch) -> list[weakref.ref]:
+    """A device whose copies to the host end at once; returns the copies."""
+    made: list[weakref.ref] = []
+    empty, stream = torch.empty, Stream(torch.device("cpu"))
+
+    def noted(*shape, pin_memory: bool = False, **options) -> Tensor:
+        tensor = empty(*shape, **options)
+        if pin_memory:
+            made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(offload.torch, "empty", noted)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    return made
+
+
+class Layers(nn.Module):
+    """Four blocks of a product and a nonlinearity."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({str(i): nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for i in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers.values():
+            x = block(x)
+        return x.square().sum()
+
+
+def gradients(model: Layers, times: int = 1) -> list[Tensor]:
+    for number in range(times):
+        model(torch.linspace(-1, number + 1, 24).view(3, 8)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def offloaded() -> Layers:
+    model = Layers()
+    checkpoint_blocks(model, 1, Offload(torch.device("cpu")))
+    return model
+
+
+def test_gradients_are_those_without_it_bit_for_bit_also_of_several_microbatches(host_copies):
+    assert all(map(torch.equal, gradients(offloaded(), 3), gradients(Layers(), 3)))
+    assert len(host_copies) == 3 * 4
+
+
+def test_the_backward_pass_fetches_one_block_ahead_and_the_host_keeps_nothing(host_copies, monkeypatch):
+    model, order = offloaded(), []
+    fetch = Offload._fetch
+
+    def noted(self, kept):
+        order.append(
+            (len(host_copies) - 1 - [ref() is kept.host for ref in host_copies][::-1].index(True), kept.fetched is None)
+        )
+        return fetch(self, kept)
+
+    monkeypatch.setattr(Offload, "_fetch", noted)
+    gradients(model)
+    # the last block's input is fetched when it is needed, each other one while the block after it is recomputed
+    assert order == [(3, True), (2, True), (2, False), (1, True), (1, False), (0, True), (0, False)]
+    gc.collect()
+    assert not [ref for ref in host_copies if ref() is not None]
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing_and_disturbs_no_later_one(host_copies):
+    model = offloaded()
+    model(torch.ones(3, 8))
+    with torch.no_grad():
+        model(torch.ones(3, 8))
+    gc.collect()
+    assert len(host_copies) == 4 and not [ref for ref in host_copies if ref() is not None]
+    assert all(map(torch.equal, gradients(model), gradients(Layers())))
