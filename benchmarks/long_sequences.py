@@ -1,7 +1,8 @@
 """Memory of a step on one long sequence, split over ranks: python -m benchmarks.long_sequences [--tokens 32768] [--ranks 1 2 4]
 
-Each rank takes a step (forward and backward pass) and reports how far its resident memory rose above that before the step, in
-the kernel's own count (VmHWM). The ranks share the processors, so times compare nothing.
+Each rank takes a step (forward and backward pass). Two columns have what the largest rank needed at its peak, above what it
+held before the step: the bytes of all tensors that were alive together, and what the process's resident memory rose by
+(VmHWM), which depends on the allocator. Times compare nothing: the ranks share the processors.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
+from titanlite.plan.record import Allocations
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of
 
@@ -27,19 +29,19 @@ def _resident(key: str) -> int:
 
 
 def step(device: torch.device, config: Config, degrees: dict[str, int]) -> tuple[list[int], float, float]:
-    """(bytes that each rank's memory rose by, seconds, loss) of the second of two steps."""
+    """([the most bytes of tensors, of resident memory] of the largest rank, seconds, loss) of the second of two steps."""
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1) | degrees, "cpu")
     model = build_model(family_of(config.model), config, mesh, device)
     tokens = torch.randint(512, (1, 1, config.training.seq_len + 1), generator=torch.Generator().manual_seed(0))
     forward_backward(model, Batch(tokens[..., :257]), mesh)  # gradients and buffers are there
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
-    before, begun = _resident("VmRSS"), time.monotonic()
-    loss = forward_backward(model, Batch(tokens), mesh)
-    seconds, risen = time.monotonic() - begun, torch.tensor([_resident("VmHWM") - before])
+    before, begun, allocations = _resident("VmRSS"), time.monotonic(), Allocations()
+    with allocations:  # begins at 0: it knows only what is made from now on
+        loss = forward_backward(model, Batch(tokens), mesh)
+    seconds, most = time.monotonic() - begun, torch.tensor([max(allocations.peaks.values()), _resident("VmHWM") - before])
     dist.all_reduce(loss)
-    every = [torch.zeros_like(risen) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, risen)
-    return [int(each) for each in every], seconds, loss.item()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.tolist(), seconds, loss.item()
 
 
 def main() -> None:
@@ -48,8 +50,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--recompute", choices=("none", "full"), default="full")
     words = parser.parse_args()
-    print("| method | ranks | MiB of the largest rank | of one rank's | seconds | loss |\n| - | - | - | - | - | - |")
-    one: float | None = None
+    print("| method | ranks | MiB of tensors | of one rank's | MiB resident | of one rank's | seconds | loss |")
+    print("|" + " - |" * 8)
+    ones: list[int] = []
     for method in ("gather", "ulysses"):
         for ranks in words.ranks if method == "gather" else [count for count in words.ranks if count > 1]:
             values: dict[str, Any] = {
@@ -59,12 +62,10 @@ def main() -> None:
                 "activation_checkpoint": {"mode": words.recompute},
             }
             run = functools.partial(on_ranks, timeout_seconds=3600, use_gpus=False)
-            risen, seconds, loss = run(ranks, step, Config.model_validate(values), {"cp": ranks})
-            one = one or max(risen)
-            print(
-                f"| {method} | {ranks} | {max(risen) / 2**20:,.0f} | {max(risen) / one:.2f} | {seconds:.0f} | {loss:.6f} |",
-                flush=True,
-            )
+            most, seconds, loss = run(ranks, step, Config.model_validate(values), {"cp": ranks})
+            ones = ones or most
+            sizes = " | ".join(f"{size / 2**20:,.0f} | {size / one:.2f}" for size, one in zip(most, ones, strict=True))
+            print(f"| {method} | {ranks} | {sizes} | {seconds:.0f} | {loss:.6f} |", flush=True)
 
 
 if __name__ == "__main__":

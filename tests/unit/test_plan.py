@@ -154,7 +154,7 @@ MORE: tuple[dict[str, object], ...] = ({}, {"sequence_chunks": 4}, {"offload": T
 
 
 def test_parts_of_the_sequence_and_the_memory_of_the_host_save_what_they_should(monkeypatch):
-    """The inputs of four blocks, 8 x 256 tokens of 64 float32 features each; on the device are at most two more than measured."""
+    """The inputs of four blocks, 8 x 256 tokens of 64 float32 features each, leave the device."""
     monkeypatch.setitem(tiny.FLAVORS, "wide", dataclasses.replace(tiny.FLAVORS["deep"], ffn_dim=2048))
     config, size = Case({}, "wide", training={"seq_len": 256}).config(), 8 * 256 * 64 * 4
     kinds = (config.activation_checkpoint.model_copy(update={"mode": "full"} | more) for more in MORE)
