@@ -27,6 +27,7 @@ class Case(NamedTuple):
         names = {
             "dp_replicate": "data_parallel_replicate_degree",
             "dp_shard": "data_parallel_shard_degree",
+            "cp": "context_parallel_degree",
             "tp": "tensor_parallel_degree",
         }
         return config_of(
@@ -41,6 +42,7 @@ class Case(NamedTuple):
         )
 
 
+HEADS = {"context_parallel_method": "ulysses"}
 LATE = {"reduce_every_microbatch": False}
 ALWAYS, NEVER = {"fsdp_reshard_after_forward": "always"}, {"fsdp_reshard_after_forward": "never"}
 SHARD, TP, BOTH, HYBRID = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
@@ -108,6 +110,16 @@ COUNTED = {
     "tp 2, weights of features": Case(TP, name="tests.tiny_olmo2"),
     "tp 2, float8": Case(TP, others=FLOAT8),
     "shard 2, gathers in float8": Case(SHARD, others=FLOAT8_GATHERS),
+    "context 2": Case({"cp": 2}),
+    "context 4, heads exchanged, bfloat16": Case({"cp": 4}, parallelism=HEADS, training=HALF),
+    "shard 2 x context 2, documents, full recomputation": Case(
+        {"dp_shard": 2, "cp": 2}, reduced="full", training={"document_mask": True}
+    ),
+    "replicate 2 x context 2, tied, accumulation": Case({"dp_replicate": 2, "cp": 2}, "tied", accumulation=2),
+    "context 2 x tp 2, windows and caps, recomputation by operation": Case(
+        {"cp": 2, "tp": 2}, "two", reduced="per operation", name="tests.tiny_gemma3"
+    ),
+    "context 2 x tp 2, heads exchanged": Case({"cp": 2, "tp": 2}, parallelism=HEADS),
 }
 
 # From shapes and degrees, on the CPU: collective, mesh dimensions, ranks -> calls and bytes of the whole tensors in a step.

@@ -35,6 +35,7 @@ _OPERATIONS = {
     "all_reduce": ("all-reduce", 0),
     "all_reduce_": ("all-reduce", 0),
     "alltoall_base_": ("all-to-all", 1),
+    "all_to_all_single": ("all-to-all", None),
 }
 _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 
@@ -99,10 +100,10 @@ def second_step(degrees: dict[str, int], config: Config) -> tuple[dict[Any, tupl
 def group_of_rank_0(degrees: dict[str, int], over: tuple[str, ...], ranks: int) -> tuple[int, ...]:
     """The first `ranks` of those that share all other dimensions of the mesh with rank 0; of these, tp changes the fastest."""
     strides, stride = {}, 1
-    for name in ("tp", "dp_shard", "dp_replicate"):
+    for name in ("tp", "cp", "dp_shard", "dp_replicate"):
         strides[name], stride = stride, stride * degrees.get(name, 1)
     members = [0]
-    for name in ("dp_replicate", "dp_shard", "tp"):
+    for name in ("dp_replicate", "dp_shard", "cp", "tp"):
         if name in over:
             members = [member + place * strides[name] for member in members for place in range(degrees[name])]
     return tuple(members[:ranks])
@@ -125,6 +126,8 @@ SHORT = [
     "2 x 2, Muon",
     "tp 2, weights of features",
     "shard 2, gathers in float8",
+    "shard 2 x context 2, documents, full recomputation",
+    "context 4, heads exchanged, bfloat16",
 ]
 
 
