@@ -2,7 +2,7 @@
 
 PART is one of
   cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (some 3,000)
-  kills      runs that are killed 20 times each, on two and on four ranks
+  kills      runs that are killed 20 times each, on two and on four ranks, 300 times in all
   elastic    runs that go on with other numbers of ranks
   two-hosts  two network namespaces and the cable between them
   mutants    faults in the code, each caught by some test: python -m tests.mutations.run
@@ -74,7 +74,7 @@ def cell_items() -> dict[str, Item]:
 
 
 def kill_items() -> dict[str, Item]:
-    meshes = {"2 shards": kill.Mesh(2, 1), "2 shards x tp 2": kill.Mesh(2, 2)}
+    meshes = {"2 shards": kill.Mesh(2, 1, 1), "2 shards x tp 2": kill.Mesh(2, 1, 2), "context 2": kill.Mesh(1, 2, 1)}
     return {
         f"{name}, seed {seed}": lambda folder, mesh=mesh, seed=seed: kill.campaign(folder, mesh, kills=20, seed=seed, at_once=2)
         for name, mesh in meshes.items()

@@ -1,6 +1,6 @@
 """Kills runs with SIGKILL, starts them again until they are done, and looks for what that has cost.
 
-    python -m tests.campaigns.kill [--ranks 2 | --mesh 2x2] [--kills 100] [--seed 0]
+    python -m tests.campaigns.kill [--ranks 2 | --mesh 2x1x2] [--kills 100] [--seed 0]
 
 A kill hits one rank, all ranks, or everything that the run has started. Half of the kills wait until a checkpoint is being
 written; the others come at any time of training. Checkpoints are written while training waits, or while it goes on. Of three
@@ -38,14 +38,15 @@ PATIENCE = 300.0  # seconds for a run to start, to come to its end, or to end af
 
 
 class Mesh(NamedTuple):
-    """Ranks: shards of the data parallel, times tensor parallel."""
+    """Ranks: shards of the data parallel, times context parallel, times tensor parallel."""
 
     shards: int
+    context: int
     tensor: int
 
     @property
     def ranks(self) -> int:
-        return self.shards * self.tensor
+        return self.shards * self.context * self.tensor
 
 
 class Plan(NamedTuple):
@@ -119,6 +120,7 @@ def begin(plan: Plan) -> Launch:
         "run.toml", "--training.steps", str(STEPS), "--metrics.enable_tensorboard", "false",
         "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", str(KEPT), "--checkpoint.async_mode", plan.async_mode,
         "--parallelism.data_parallel_shard_degree", str(plan.mesh.shards),
+        "--parallelism.context_parallel_degree", str(plan.mesh.context),
         "--parallelism.tensor_parallel_degree", str(plan.mesh.tensor),
         folder=plan.folder, NGPU=str(plan.mesh.ranks), OMP_NUM_THREADS="1", MAX_RESTARTS=str(plan.restarts),
     )  # fmt: skip
@@ -284,7 +286,7 @@ def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> R
     if counts["kills"] < kills // 2:
         tally.broken.append(f"only {counts['kills']} of {kills} kills came before the end of their run")
     figures = {
-        "mesh": f"{mesh.shards} x {mesh.tensor}",
+        "mesh": " x ".join(map(str, mesh)),
         "kills": counts["kills"],
         "    of one rank, all ranks, everything": " ".join(str(counts[w]) for w in ("one rank", "all ranks", "everything")),
         "    while a checkpoint was written": counts["while writing"],
@@ -305,12 +307,12 @@ def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks")
-    parser.add_argument("--mesh", help="in place of ranks: SHARDSxTENSOR, such as 2x2")
+    parser.add_argument("--mesh", help="in place of ranks: SHARDSxCONTEXTxTENSOR, such as 2x1x2")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     words = parser.parse_args()
-    mesh = Mesh(*map(int, words.mesh.split("x"))) if words.mesh else Mesh(words.ranks, 1)
+    mesh = Mesh(*map(int, words.mesh.split("x"))) if words.mesh else Mesh(words.ranks, 1, 1)
     folder = Path(tempfile.mkdtemp(prefix="kill-"))
     report = campaign(folder, mesh, words.kills, words.seed, words.at_once)
     code = report.show()
