@@ -1,4 +1,4 @@
-"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); .kill, .elastic, .two_hosts run alone too.
+"""Long proofs, run by hand: `make campaign PART=...` writes a table (__main__.py); the other modules run alone too.
 
 Each of these starts runs through run_train.sh as a user does, does them harm, prints a table of figures, and exits with 1
 where a promise of the README was broken. tests/end_to_end/test_campaigns.py runs small ones.

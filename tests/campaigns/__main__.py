@@ -3,6 +3,7 @@
 PART is one of
   cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (some 3,000)
   kills      runs that are killed 20 times each, on two and on four ranks, 300 times in all
+  damage     runs that stop, get one damaged file, and go on; 200 times
   elastic    runs that go on with other numbers of ranks
   two-hosts  two network namespaces and the cable between them
   mutants    faults in the code, each caught by some test: python -m tests.mutations.run
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from tests.campaigns import Report, elastic, kill, two_hosts
+from tests.campaigns import Report, damage, elastic, kill, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
 
@@ -82,6 +83,10 @@ def kill_items() -> dict[str, Item]:
     }
 
 
+def damage_items() -> dict[str, Item]:
+    return {f"seed {seed}": lambda folder, seed=seed: damage.campaign(folder, cases=20, seed=seed) for seed in range(10)}
+
+
 def elastic_items() -> dict[str, Item]:
     series = ([4, 2, 3, 4], [1, 2, 4, 3, 1], [3, 1, 2, 1, 4, 2])
     return {" ".join(map(str, ranks)): lambda folder, ranks=ranks: elastic.campaign(folder, ranks, steps=4) for ranks in series}
@@ -93,7 +98,7 @@ def host_items() -> dict[str, Item]:
     return {case: lambda folder, case=case: two_hosts.campaign(folder, [case]) for case in two_hosts.CASES}
 
 
-PARTS = {"cells": cell_items, "kills": kill_items, "elastic": elastic_items, "two-hosts": host_items}
+PARTS = {"cells": cell_items, "kills": kill_items, "damage": damage_items, "elastic": elastic_items, "two-hosts": host_items}
 
 
 def commit() -> str:

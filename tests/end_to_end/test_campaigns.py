@@ -1,8 +1,8 @@
-"""Small versions of tests/campaigns: kills, changes of the number of ranks, two hosts and the cable between them."""
+"""Small versions of tests/campaigns: kills, damaged files, other numbers of ranks, two hosts and the cable between them."""
 
 import pytest
 
-from tests.campaigns import elastic, kill, two_hosts
+from tests.campaigns import damage, elastic, kill, two_hosts
 
 # a minute or two each on a machine that has nothing else to do
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -12,6 +12,10 @@ def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
     report = kill.campaign(tmp_path, kill.Mesh(2, 1, 1), kills=3, seed=0, at_once=2)
     assert report.broken == []
     assert report.figures["kills"] == 3
+
+
+def test_damaged_files_are_named_or_change_nothing(tmp_path):
+    assert damage.campaign(tmp_path, cases=12, seed=0).broken == []
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
