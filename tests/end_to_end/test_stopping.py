@@ -32,6 +32,20 @@ class Model(Model):
 """
 
 
+BREAKING = """
+
+def raise_where_a_pipe_is_broken():
+    import os, pathlib
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        os.write(writer, b"x")
+    except BrokenPipeError:
+        pathlib.Path("broken").touch()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return working_folder(tmp_path)
@@ -134,6 +148,23 @@ def test_a_second_signal_ends_a_run_at_once(folder):
     assert "stopped by SIGUSR1" in ended.err and "Traceback" not in ended.err
     assert time.monotonic() - begin < 10
     assert not (folder / "out/stacks").exists()
+
+
+def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(folder):
+    """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbours."""
+    with open(folder / "own/model.py", "a") as file:
+        file.write(ONCE.format(deed="raise_where_a_pipe_is_broken()"))
+        file.write(BREAKING)
+    ended = run("run.toml", folder=folder, NGPU="2")
+    assert (ended.code, ended.left) == (0, []), ended.err
+    assert (folder / "broken").exists() and steps(folder) == [1, 2, 3]
+
+
+def test_a_run_whose_output_nobody_reads_any_more_goes_on(folder):
+    started = launch("run.toml", "--training.steps", "5", folder=folder, NGPU="2")
+    started.process.stderr.close()
+    assert started.process.wait(60) == 0
+    assert steps(folder) == [1, 2, 3, 4, 5]
 
 
 def test_a_run_whose_rank_was_killed_is_started_anew_from_its_last_checkpoint_and_reads_as_one(folder):

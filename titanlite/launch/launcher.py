@@ -4,6 +4,7 @@ It also forwards a request to stop to the ranks, makes ranks write their stacks 
 that was stopped from one that has failed.
 """
 
+import contextlib
 import functools
 import logging
 import math
@@ -264,4 +265,5 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
 
 
 def _print(text: str) -> None:
-    os.write(sys.stderr.fileno(), f"{text}\n".encode())  # unlike print, safe in a signal handler
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more; the run goes on
+        os.write(sys.stderr.fileno(), f"{text}\n".encode())  # unlike print, safe in a signal handler
