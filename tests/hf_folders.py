@@ -1,8 +1,9 @@
 """Folders in Hugging Face's format, written by transformers with random weights, and what to hold against them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from models import llama3
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.data.prepare.cache import train_tokenizer
-from titanlite.hf.folder import INDEX, find_weights
+from titanlite.hf.folder import INDEX, each_expert, find_weights, their_name
 from titanlite.hf.load import load_weights
 from titanlite.tools import import_hf
 from titanlite.transforms.initialize import materialize
@@ -29,6 +30,10 @@ CASES = [
     ("tests.tiny_gemma3", "plain"),
     ("tests.tiny_gemma3", "two"),
     ("tests.tiny_olmo2", "plain"),
+    ("tests.tiny_qwen3_moe", "plain"),
+    ("tests.tiny_qwen3_moe", "tied"),
+    ("tests.tiny_mixtral", "plain"),
+    ("tests.tiny_olmoe", "plain"),
 ]
 
 
@@ -44,6 +49,13 @@ def their_model(family: Family) -> nn.Module:
         for parameter in model.parameters():
             parameter.normal_(std=0.1).add_(parameter.ndim == 1)
     return model
+
+
+def of_files(module: ModuleType, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Our parameter from the tensors of files: one of them, or a stack of one for each expert."""
+    their = their_name(module, name)
+    parts = [tensors[part] for part in each_expert(their, parameter.shape)]
+    return torch.stack(parts) if "{e}" in their else parts[0]
 
 
 def write(folder: Path, name: str, flavor: str, dtype: torch.dtype = torch.float32, shard: str = "100KB") -> Path:

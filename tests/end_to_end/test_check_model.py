@@ -114,7 +114,18 @@ def test_parameters_that_a_constructor_sets_and_initial_overrides_are_named_and_
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3", "qwen3", "gemma3", "olmo2", "tests.tiny_biased", "tests.tiny_odd", "tests.forks.hybrid"]
+    "name",
+    [
+        "llama3",
+        "qwen3",
+        "gemma3",
+        "olmo2",
+        "qwen3_moe",
+        "tests.tiny_moe",
+        "tests.tiny_biased",
+        "tests.tiny_odd",
+        "tests.forks.hybrid",
+    ],
 )
 def test_what_modules_of_pytorch_set_by_themselves_is_no_fault_of_a_constructor(name):
     module = load_module(name)

@@ -139,7 +139,11 @@ CASES = {
         "lr_scheduler.warmup_steps = 2",
     ),
     # model and tokenizer
-    "unknown model": case("run.toml --model.name lama3", "model.name = 'lama3'", "models/ has: gemma3, llama3, olmo2, qwen3"),
+    "unknown model": case(
+        "run.toml --model.name lama3",
+        "model.name = 'lama3'",
+        "models/ has: gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe",
+    ),
     "unknown flavor": case("run.toml --model.flavor 7b", "model.flavor = '7b'", "debug, 1b"),
     "no such module": case(
         "run.toml --model.name own.whole_model", "model.name = 'own.whole_model'", "no module own.whole_model"

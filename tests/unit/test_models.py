@@ -15,17 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from models import gemma3, llama3, olmo2, qwen3
+from models import gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import Cache, SeqInfo, with_mask
 from models.blocks import apply_rope
 from models.rope import Llama3Scaling, TextCache, rope_frequencies, rope_tables
-from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
+from tests import tiny, tiny_gemma3, tiny_mixtral, tiny_olmo2, tiny_olmoe, tiny_qwen3, tiny_qwen3_moe
 from titanlite.transforms.registry import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12
-FAMILIES = [llama3, qwen3, gemma3, olmo2]
-SMALL = [(module, flavor) for module in (tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2) for flavor in module.FLAVORS]
+FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe]
+SMALL_FAMILIES = [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe]
+SMALL = [(module, flavor) for module in SMALL_FAMILIES for flavor in module.FLAVORS]
 every_flavor = pytest.mark.parametrize(
     ("module", "flavor"), [(module, flavor) for module in FAMILIES for flavor in module.FLAVORS]
 )
@@ -89,6 +90,9 @@ _PUBLISHED = {
         "2-27b": 27_227_128_320,
     },
     olmo2: {"1b": 1_484_916_736, "7b": 7_298_617_344, "13b": 13_716_198_400, "32b": 32_234_279_936},
+    qwen3_moe: {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
+    mixtral: {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
+    olmoe: {"1b-7b": 6_919_161_856},
 }
 
 
@@ -180,6 +184,17 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
         (qwen3, "debug", {"attention_bias": True}, "attention_bias"),
         (qwen3, "2.5-7b", {"use_sliding_window": True}, "use_sliding_window"),
         (qwen3, "debug", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding"),
+        (qwen3_moe, "debug", {"model_type": "qwen3"}, "'qwen3'"),
+        (qwen3_moe, "debug", {"attention_bias": True}, "attention_bias"),
+        (qwen3_moe, "debug", {"use_sliding_window": True}, "use_sliding_window"),
+        (qwen3_moe, "debug", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        (qwen3_moe, "debug", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (qwen3_moe, "debug", {"num_experts_per_tok": 9}, "top_k = 9: must be between 1 and n_experts = 8"),
+        (mixtral, "debug", {"model_type": "mistral"}, "mistral"),
+        (mixtral, "debug", {"sliding_window": 4096}, "sliding_window"),
+        (olmoe, "debug", {"model_type": "olmo"}, "'olmo'"),
+        (olmoe, "debug", {"attention_bias": True}, "attention_bias"),
+        (olmoe, "debug", {"clip_qkv": 8.0}, "clip_qkv"),
         (olmo2, "debug", {"model_type": "olmo"}, "olmo"),
         (olmo2, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (olmo2, "debug", {"attention_bias": True}, "attention_bias"),
@@ -249,7 +264,7 @@ def _untied(module: ModuleType) -> llama3.Config:
     return dataclasses.replace(module.FLAVORS["plain"], n_layers=4, tied_embeddings=False)
 
 
-@pytest.mark.parametrize("module", [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2])
+@pytest.mark.parametrize("module", SMALL_FAMILIES)
 def test_two_stages_compose_to_the_whole_model(module):
     whole, (tokens, seq) = _model(_untied(module), module), _tokens()
     first, second = _stage(module, 0, 3, embed=True, head=False), _stage(module, 3, 4, embed=False, head=True)
@@ -359,7 +374,7 @@ def test_rope_scaling_stretches_long_wavelengths_only():
 def test_models_import_torch_the_standard_library_and_themselves_only():
     allowed = {"torch", "models", *sys.stdlib_module_names}
     files = sorted(Path(models.__file__).parent.rglob("*.py"))
-    shared = {"__init__.py", "attention.py", "blocks.py", "decoder.py", "head.py", "rope.py", "split.py"}
+    shared = {"__init__.py", "attention.py", "blocks.py", "decoder.py", "head.py", "moe.py", "rope.py", "split.py"}
     families = {f"{module.__name__.split('.')[1]}.py" for module in FAMILIES}
     assert {file.name for file in files} == shared | families
     for file in files:

@@ -210,7 +210,7 @@ class Lora(Section):
     """Scale of the adapters; divided by their rank."""
     modules: Annotated[list[str], Field(min_length=1), _WITH_LORA] = ["layers.*"]
     """Patterns of the names of linear layers that get adapters, such as "layers.*.attention.w[qv]". A star also matches dots:
-    "layers.*" is every linear layer of the blocks."""
+    "layers.*" is every linear layer of the blocks. Patterns that cover the experts of a mixture are refused."""
 
 
 class Float8(Section):
@@ -268,8 +268,8 @@ class Optimizer(Section):
     name: Annotated[Literal["AdamW", "Adam", "Muon"], ALWAYS] = "AdamW"
     """AdamW decouples weight decay from the gradient (Loshchilov & Hutter, arXiv:1711.05101). Adam adds the decay to the
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalises the momentum of the blocks'
-    matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters to AdamW, with the same lr: a matrix's
-    update is scaled to the size of AdamW's."""
+    matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
+    the same lr: a matrix's update is scaled to the size of AdamW's."""
     lr: Annotated[bounds.Positive, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Annotated[bounds.Beta, ALWAYS] = 0.9

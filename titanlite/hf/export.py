@@ -1,5 +1,6 @@
-"""Exports a checkpoint to a folder that transformers reads. Only one tensor is in memory at a time."""
+"""Exports a checkpoint to a folder that transformers reads. Only one tensor of the model is in memory at a time."""
 
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
 from titanlite.errors import UserError, listed, phase
 from titanlite.files import publish, replace_file, split
-from titanlite.hf.folder import DTYPES, INDEX, SINGLE, their_names
+from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.launch.process import rank_and_world, together
 from titanlite.transforms.description import read_description
@@ -43,10 +44,18 @@ class Item(NamedTuple):
     theirs: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    expert: int | None = None  # the part of a stack in the model; None: the whole tensor
 
     @property
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def items_of(ours: str, theirs: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Item]:
+    """The tensors to export for one of the model: itself, or one for each expert."""
+    if "{e}" not in theirs:
+        return [Item(ours, theirs, shape, dtype)]
+    return [Item(ours, name, shape[1:], dtype, expert) for expert, name in enumerate(each_expert(theirs, shape))]
 
 
 class Exported:
@@ -127,9 +136,14 @@ def export(
     with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world), dtype, assets, named)
         theirs = their_names(exported.family, exported.shapes)
-        items = [Item(name, theirs[name], shape, exported.dtype_of(name)) for name, shape in exported.shapes.items()]
+        items = [
+            item
+            for name, shape in exported.shapes.items()
+            for item in items_of(name, theirs[name], shape, exported.dtype_of(name))
+        ]
         if odd := [item for item in items if item.dtype not in _CODES]:
-            raise UserError("\n".join(f"{item.ours}: is {item.dtype}, which the format does not support" for item in odd))
+            lines = [f"{item.ours}: is {item.dtype}, which the format does not support" for item in odd]
+            raise UserError("\n".join(dict.fromkeys(lines)))
         tokenizer = exported.tokenizer()
         if rank == 0:
             start_output(output).mkdir()
@@ -153,7 +167,8 @@ def export(
 def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor]) -> None:
     """Writes a safetensors file (https://github.com/huggingface/safetensors#format) tensor by tensor, and syncs it.
 
-    The writer of the library needs all tensors of a file in memory.
+    The writer of the library needs all tensors of a file in memory. A stack of experts is read once for all that follow each
+    other.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so that each offset is a multiple of the itemsize
@@ -166,11 +181,13 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for item in ordered:
-            tensor = read(item.ours)
-            assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), item
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next one is read
+        for ours, group in itertools.groupby(ordered, lambda item: item.ours):
+            tensor = read(ours)
+            for item in group:
+                part = tensor if item.expert is None else tensor[item.expert]
+                assert (tuple(part.shape), part.dtype) == (item.shape, item.dtype), item
+                file.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor, part  # before the next one is read
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,6 +1,7 @@
 """Validates a folder in Hugging Face's format: the safetensors file, shape and dtype of each tensor."""
 
 import fnmatch
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,11 +38,30 @@ class Entry(NamedTuple):
     dtype: torch.dtype
 
 
+class Stack(NamedTuple):
+    """Tensors of equal shape, one for each expert, that are one parameter of ours."""
+
+    parts: tuple[Entry, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that holds the values of all."""
+        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
+
+
 def their_name(module: ModuleType, name: str) -> str | None:
-    """The name of our parameter in Hugging Face's format; None if the family's HF table has none."""
+    """The name of our parameter in Hugging Face's format; None if the family's HF table has none.
+
+    "{e}" in it is the number of an expert: see `each_expert`.
+    """
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     theirs = module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
     return theirs.replace("{i}", number[0]) if theirs and number else theirs
+
+
+def each_expert(theirs: str, shape: Sequence[int]) -> list[str]:
+    """The names of the tensors there that are our parameter of this shape: one for each expert of a stack, or a single one."""
+    return [theirs.replace("{e}", str(expert)) for expert in range(shape[0])] if "{e}" in theirs else [theirs]
 
 
 def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
@@ -60,8 +80,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return {name: first[parameter] for name, parameter in all_names if first[parameter] != name}
 
 
-def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry]]:
+def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequence[str] = ()) -> dict[str, list[Entry | Stack]]:
     """The location of each tensor of a model except adapters: our name in checkpoints -> its entry, or all of a tied tensor.
+
+    A parameter that is a tensor for each expert there has one Stack of entries.
 
     model: on any mesh, or on the meta device. exclude: patterns of our names ("model.head.*") to leave out. Raises UserError
     that lists all tensors that are missing, not of this model, or of a wrong shape or dtype, and all missing or damaged files.
@@ -72,20 +94,25 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
     stored, problems = stored_tensors(folder)
     unused = [pattern for pattern in exclude if not fnmatch.filter(tensors, pattern)]
     problems += [f'checkpoint.exclude_from_loading: "{pattern}" matches no tensor of the model' for pattern in unused]
-    weights: dict[str, list[Entry]] = {}
+    weights: dict[str, list[Entry | Stack]] = {}
+    known: set[str] = set()
     for name in [*tensors, *tied]:
         their, first = theirs[name.removeprefix("model.")], tied.get(name, name)
+        shape = tuple(tensors[first].shape)
+        names = each_expert(their, shape)
+        known.update(names)
         if any(fnmatch.fnmatchcase(first, pattern) for pattern in exclude):
             continue
-        entry, shape = stored.get(their), tuple(tensors[first].shape)
-        if entry is None:
-            if name not in tied:
-                problems.append(f"{their} ({name}): is missing")
-        elif entry.shape != shape:
-            problems.append(f"{their} ({name}): {entry.shape} in {entry.file.name}, {shape} in the model")
-        else:
-            weights.setdefault(first, []).append(entry)
-    others = sorted(name for name in stored.keys() - set(theirs.values()) if not name.endswith(_COMPUTED))
+        found = [stored[part] for part in names if part in stored]
+        if name not in tied:
+            problems += [f"{part} ({name}): is missing" for part in names if part not in stored]
+        stacked = "{e}" in their
+        of_each = shape[1:] if stacked else shape
+        wrong = [entry for entry in found if entry.shape != of_each]
+        problems += [f"{e.name} ({name}): {e.shape} in {e.file.name}, {of_each} in the model" for e in wrong]
+        if len(found) == len(names) and not wrong:
+            weights.setdefault(first, []).append(Stack(tuple(found)) if stacked else found[0])
+    others = sorted(name for name in stored.keys() - known if not name.endswith(_COMPUTED))
     problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in others]
     if problems:
         raise UserError(listed(f"{folder}: cannot be read as {family.module.__name__}:", problems))

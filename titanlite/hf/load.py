@@ -8,23 +8,29 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titanlite.errors import UserError
-from titanlite.hf.folder import Entry
+from titanlite.hf.folder import Entry, Stack
 from titanlite.transforms.shards import global_offset, local_part
 
 _CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process until the file is closed
 
 
 @torch.no_grad()
-def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry]]) -> None:
+def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry | Stack]]) -> None:
     """Reads the entries of `find_weights` into tensors of the same names, in place and in their dtypes.
 
     Raises UserError for a tied parameter that is stored twice with different values.
     """
     for name, entries in weights.items():
         tensor = tensors[name]
-        local = local_part(tensor)
-        if local.numel():
-            _read_box(local, entries, global_offset(tensor))
+        local, corner = local_part(tensor), global_offset(tensor)
+        if not local.numel():
+            continue
+        single = [entry for entry in entries if isinstance(entry, Entry)]
+        for stack in (entry for entry in entries if isinstance(entry, Stack)):
+            for part, entry in zip(local, stack.parts[corner[0] :], strict=False):
+                _read_box(part, [entry], corner[1:])
+        if single:
+            _read_box(local, single, corner)
 
 
 def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from models.moe import Experts
 from titanlite.loop.resume import Progress, Setting
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree
@@ -26,7 +27,8 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
     rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
     masters = f"masters and moments {training.dtype}{rounding}"
-    products = f", blocks multiply in float8 {config.float8.recipe_name}" if config.float8.enable else ""
+    experts = ", experts do not" if any(isinstance(module, Experts) for module in model.modules()) else ""
+    products = f", blocks multiply in float8 {config.float8.recipe_name}{experts}" if config.float8.enable else ""
     reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     cfg = config.activation_checkpoint

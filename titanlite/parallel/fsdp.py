@@ -5,8 +5,9 @@ are used instead (transforms/cast.py), which costs less.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import Shard
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
@@ -38,8 +40,12 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
     shards = fsdp_mesh(mesh)
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
-    whole = {unit: _WholeReduceScatter(unit, shards.size(-1)) for unit in waiting_units(model)}
-    blocks = [fully_shard(block, reshard_after_forward=of_block, **options) for block in model.layers.values()]
+    ranks = shards.size(-1)
+    # what FSDP2 reshards over fewer ranks it splits along the first dimension
+    dimension = functools.partial(split_dimension, ranks=1 if isinstance(policy, int) else ranks)
+    whole = {unit: _WholeReduceScatter(unit, ranks, dimension) for unit in waiting_units(model)}
+    options_of_blocks = options | {"shard_placement_fn": lambda parameter: Shard(dimension(parameter.shape))}
+    blocks = [fully_shard(block, reshard_after_forward=of_block, **options_of_blocks) for block in model.layers.values()]
     embed, head = model.embed, model.head
     if embed is not None and head is not None and _tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
@@ -66,6 +72,14 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
         for place, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
             block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+
+
+def split_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Which dimension of a parameter FSDP2 splits: the first, but for stacks of experts whose number the ranks do not divide.
+
+    Of 8 experts on 64 ranks, 56 would hold nothing. Only the first dimension may be split unevenly.
+    """
+    return 1 if len(shape) == 3 and shape[0] % ranks and shape[1] % ranks == 0 else 0
 
 
 class Deferred(NamedTuple):
@@ -110,12 +124,14 @@ class _WholeReduceScatter(DefaultReduceScatter):
     different parameters would be added to each other.
     """
 
-    def __init__(self, unit: nn.Module, ranks: int) -> None:
-        """unit: not yet sharded over dp_shard, which has so many ranks."""
+    def __init__(self, unit: nn.Module, ranks: int, dimension: Callable[[Sequence[int]], int]) -> None:
+        """unit: not yet sharded over dp_shard, which has so many ranks. dimension: which one of a shape they split."""
         self.unit = type(unit).__name__
         shapes = [local_part(parameter).shape for parameter in unit.parameters() if parameter.requires_grad]
-        # FSDP2 pads the first dimension
-        self.elements = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes)
+        # FSDP2 pads the first dimension, and splits another one only evenly
+        self.elements = sum(
+            math.prod(shape) if dimension(shape) else -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes
+        )
         self.to_send = True
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
                 self._labels.append(args[0])
             elif self._labels:
                 self._labels.pop()
-        elif formula := _FORMULAS.get(operation._overloadpacket):
+        elif formula := _FORMULAS.get(operation._overloadpacket) or flop_registry.get(operation._overloadpacket):
             self._flops += formula(*args, **kwargs, out_val=result)
         else:
             given = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)} | kwargs
@@ -146,9 +146,9 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int) -> i
     return products * 2 * query.numel() * key.shape[-2]
 
 
-# The CPU's attention kernel, which PyTorch's table lacks: two products forward; backward the scores again and four gradients.
-_FORMULAS = {
-    **flop_registry,
+# Where PyTorch's table, to which models may add operations of their own, has no formula, or a wrong one. It lacks the CPU's
+# attention kernel: two products forward; backward the scores again and four gradients.
+_FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: _attention_flops(q, k, 2),

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.attention import SeqInfo
 from models.blocks import Constant
-from titanlite.hf.folder import their_name
+from titanlite.hf.folder import each_expert, their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
 from titanlite.transforms.initialize import fill, match_initial, named_tensors
 from titanlite.transforms.libraries import silence_imports
@@ -217,18 +217,19 @@ def has_transformers() -> bool:
 def shape_faults(family: Family) -> list[str]:
     """Parameters whose name or shape differs in transformers' model of this configuration."""
     with torch.device("meta"):
-        theirs = dict(_transformers_model(family).named_parameters())
-    ours = dict(family.on_meta().named_parameters())
-    names = {name: str(their_name(family.module, name)) for name in ours}
-    faults = []
-    for name, tensor in ours.items():
-        counterpart = theirs.get(names[name])
-        if counterpart is None:
-            faults.append(f"HF: transformers' model has no {every_layer(names[name])}, for {every_layer(name)}")
-        elif counterpart.shape != tensor.shape:
-            shapes = f"{tuple(tensor.shape)} here, {tuple(counterpart.shape)} in transformers' model"
-            faults.append(f"{every_layer(name)} is {shapes}")
-    faults += [f"HF leaves out {every_layer(name)} of transformers' model" for name in theirs if name not in names.values()]
+        theirs = tensors_of_files(_transformers_model(family))
+    faults, named = [], set()
+    for name, tensor in family.on_meta().named_parameters():
+        their = str(their_name(family.module, name))
+        shape = tuple(tensor.shape[1:] if "{e}" in their else tensor.shape)
+        for part in each_expert(their, tensor.shape):
+            counterpart = theirs.get(part)
+            named.add(part)
+            if counterpart is None:
+                faults.append(f"HF: transformers' model has no {every_layer(part)}, for {every_layer(name)}")
+            elif counterpart.shape != shape:
+                faults.append(f"{every_layer(name)} is {shape} here, {tuple(counterpart.shape)} in transformers' model")
+    faults += [f"HF leaves out {every_layer(name)} of transformers' model" for name in theirs if name not in named]
     return list(dict.fromkeys(faults))
 
 
@@ -237,14 +238,15 @@ def logit_faults(family: Family) -> list[str]:
     """With the same weights, in float32, transformers' model of this configuration must give the same logits."""
     generator = torch.Generator().manual_seed(0)
     theirs, ours = _transformers_model(family).float().eval(), family.module.Model(family.config).eval()
-    weights = dict(theirs.named_parameters())
-    for parameter in weights.values():
+    for parameter in theirs.parameters():
         parameter.normal_(std=0.1, generator=generator).add_(parameter.ndim == 1)
-    distributions, _ = match_initial(ours, family)
+    weights, (distributions, _) = tensors_of_files(theirs), match_initial(ours, family)
     for name, buffer in ours.named_buffers():
         fill(buffer, name, distributions[name], 0)
     for name, parameter in ours.named_parameters():
-        parameter.copy_(weights[their_name(family.module, name) or ""])
+        their = their_name(family.module, name) or ""
+        parts = [weights[part] for part in each_expert(their, parameter.shape)]
+        parameter.copy_(torch.stack(parts) if "{e}" in their else parts[0])
     tie(ours)
     tokens = torch.randint(family.config.vocab_size, (2, SEQ_LEN), generator=generator)
     logits = ours.head(ours(tokens, SeqInfo(torch.arange(SEQ_LEN).expand(2, SEQ_LEN))))
@@ -253,6 +255,14 @@ def logit_faults(family: Family) -> list[str]:
     if difference < LOGITS:
         return []
     return [f"logits differ from those of transformers' model by {difference:.1e} of the largest"]
+
+
+def tensors_of_files(theirs: Any) -> dict[str, Tensor]:
+    """The parameters of transformers' model by their names in files. In memory it stacks experts and joins two matrices."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    return dict(revert_weight_conversion(theirs, own))
 
 
 def _transformers_model(family: Family) -> nn.Module:

@@ -24,6 +24,7 @@ sep_token_id decoder_start_token_id unsloth_fixed unsloth_version max_length min
 num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+output_router_logits router_aux_loss_coef
 """
 HARMLESS = frozenset(_HARMLESS.split())
 _SWITCHES = """
@@ -34,6 +35,7 @@ use_bidirectional_attention is_encoder_decoder add_cross_attention tie_encoder_d
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_SWITCHES.split(), (False,)),  # 0 is equal to it
     "partial_rotary_factor": (1,),
+    "router_jitter_noise": (0,),
     "is_decoder": (False, True),
     "tie_last_hidden_states": (False, True),
     "pruned_heads": ({},),
@@ -42,6 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # Ten times the most layers of a published model, and more than ten times its other dimensions.
 _Layers = Annotated[int, Field(gt=0, le=2**12)]
 _Heads = Annotated[int, Field(gt=0, le=2**14)]
+_Experts = Annotated[int, Field(gt=0, le=2**14)]
 _Width = Annotated[int, Field(gt=0, le=2**22)]
 _Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
 _Positive = Annotated[Number, Field(gt=0)]
@@ -88,6 +91,14 @@ class _Model(Contents):
     num_attention_heads: _Heads = _UNSET
     num_key_value_heads: _Heads | None = None
     head_dim: _Width | None = None
+    moe_intermediate_size: _Width = _UNSET
+    num_experts: _Experts = _UNSET
+    num_local_experts: _Experts = _UNSET
+    num_experts_per_tok: _Experts = _UNSET
+    norm_topk_prob: bool = _UNSET
+    decoder_sparse_step: Positive = _UNSET
+    mlp_only_layers: Annotated[list[int], Field(max_length=2**12)] | None = None
+    clip_qkv: _Positive | None = None
     vocab_size: _Vocabulary = _UNSET
     max_position_embeddings: Positive = _UNSET
     original_max_position_embeddings: Positive = _UNSET

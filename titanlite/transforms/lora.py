@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import Constant, Distribution, Normal
+from models.moe import Experts
 from titanlite.config.read import suggest
 from titanlite.config.schema import Lora
 from titanlite.errors import UserError
@@ -49,11 +50,17 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     frozen: the dtype of the frozen weights, the compute precision: they take no steps that need a float32 master. Adapters are
     float32.
 
-    Raises UserError that lists the patterns which match no linear layer of the blocks, for adapters of a higher rank than
-    their layer, and for a model with parameters of such names of its own.
+    Raises UserError that lists the patterns which match no linear layer of the blocks, for one that covers experts, for
+    adapters of a higher rank than their layer, and for a model with parameters of such names of its own.
     """
     if own := [every_layer(name) for name, _ in model.named_parameters() if is_adapter(name)]:
         raise UserError(f"lora.enable = true: the model has a parameter {own[0]} of its own; rename it")
+    stacks = [name for name, module in model.named_modules() if isinstance(module, Experts)]
+    if covering := [pattern for pattern in cfg.modules if fnmatch.filter(stacks, pattern)]:
+        raise UserError(
+            f'lora.modules: "{covering[0]}" covers {every_layer(stacks[0])}, the stacked weights of experts, which take no '
+            'adapters; use "layers.*.attention.*"'
+        )
     linears = block_linears(model)  # a head multiplies by its weight in chunks and never calls its projection
     chosen = {pattern: fnmatch.filter(linears, pattern) for pattern in cfg.modules}
     if unused := [pattern for pattern, names in chosen.items() if not names]:

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models.attention import SeqInfo
 from models.blocks import Flops
 from models.decoder import Decoder
+from models.moe import MoE
 from titanlite.config.schema import Config
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
@@ -51,5 +52,6 @@ def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:
     if not config.lora.enable:
         return flops
     frozen = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    frozen += sum(module.numbers_of_a_token() for module in model.modules() if isinstance(module, MoE))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Flops(*(value - 2 * frozen + 6 * trained for value in flops))

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import gemma3, llama3, olmo2, qwen3
+from models import gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
-from tests.hf_folders import their_model
+from tests.hf_folders import of_files, their_model
 from titanlite.errors import UserError
-from titanlite.hf.folder import their_name
+from titanlite.tools.model_facts import tensors_of_files
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.initialize import materialize
 from titanlite.transforms.registry import Family
 
 _SMALL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 64}
 _GEMMA = {**_SMALL, "window": 4, "query_scalar": 16}
+_MIXTURE = {**{key: value for key, value in _SMALL.items() if key != "ffn_dim"}, "expert_dim": 16, "n_experts": 4, "top_k": 2}
 _SCALING = llama3.Llama3Scaling(8.0, 1.0, 4.0, 16)
 FAMILIES = {
     "llama": Family(llama3, llama3.Config(**_SMALL, rope_theta=5e3)),
@@ -28,6 +29,9 @@ FAMILIES = {
     "qwen3": Family(qwen3, qwen3.Config(**_SMALL)),
     "qwen2": Family(qwen3, qwen3.Config(**_SMALL, qkv_bias=True)),
     "olmo2": Family(olmo2, olmo2.Config(**_SMALL)),
+    "qwen3_moe": Family(qwen3_moe, qwen3_moe.Config(**_MIXTURE)),
+    "mixtral": Family(mixtral, mixtral.Config(**_MIXTURE)),
+    "olmoe": Family(olmoe, olmoe.Config(**_MIXTURE)),
     "gemma2": Family(gemma3, gemma3.Config(**{**gemma3._GEMMA_2, **_GEMMA, "local_rope_theta": 1e4})),
     "gemma3": Family(gemma3, gemma3.Config(**_GEMMA, global_every=2, rope_factor=8.0)),
 }
@@ -68,6 +72,14 @@ _MORE = {
     "per_layer_config": [{"1": {"attention_dropout": 0.5}}],
     "rms_norm_eps": ["1e-5", 1],
     "embedding_multiplier": [3.0],
+    "num_experts": [2, 4],
+    "num_local_experts": [2, 4],
+    "num_experts_per_tok": [1, 2, 4, 5],
+    "norm_topk_prob": [True, False],
+    "mlp_only_layers": [[], [0]],
+    "decoder_sparse_step": [1, 2],
+    "clip_qkv": [0.1],
+    "router_jitter_noise": [0.0, 0.1],
 }
 _TOKENS = torch.arange(24).reshape(2, 12) * 5 % 64
 
@@ -98,7 +110,7 @@ def ours_with(weights: dict[str, Tensor], family: Family) -> Tensor:
     materialize(model, torch.device("cpu"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights[their_name(family.module, name)])
+            parameter.copy_(of_files(family.module, name, parameter, weights))
         return model.head(model(_TOKENS, SeqInfo(torch.arange(12).expand(2, 12))))
 
 
@@ -107,6 +119,7 @@ def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
     family = FAMILIES[name]
     model = their_model(family)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
+    files = tensors_of_files(model)
     before = json.loads(model.config.to_json_string(use_diff=False))
     equal, refused, wrong = 0, 0, []
     generator = random.Random(name)
@@ -128,7 +141,7 @@ def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
         if (theirs := theirs_with(weights, description)) is None:
             continue
         try:
-            ours = ours_with(weights, found)
+            ours = ours_with(files, found)
         except RuntimeError:  # other shapes, which the check of the weights names
             continue
         near = torch.allclose(ours, theirs, atol=1e-4)

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from models import llama3
 from tests import tiny
-from tests.hf_folders import CASES, NORM, change, change_json, one_file, read, remove, replace, tensors_of
+from tests.hf_folders import CASES, NORM, change, change_json, of_files, one_file, read, remove, replace, tensors_of
 from titanlite.errors import UserError
 from titanlite.hf import folder as folders
-from titanlite.hf.folder import their_names
+from titanlite.hf.folder import each_expert, their_name, their_names
 from titanlite.tools import open_model
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
@@ -104,11 +104,25 @@ def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, name, f
     monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads a tensor, the last one shorter
     folder = sources(name, flavor, dtype)
     model, stored = read(folder, name, flavor), tensors_of(folder)
-    names = their_names(load_family(name, flavor), [ours for ours, _ in model.named_parameters()])
-    assert set(names.values()) == stored.keys()
+    module, names = load_family(name, flavor).module, set()
     for ours, parameter in model.named_parameters():
-        assert stored[names[ours]].dtype == dtype
-        assert torch.equal(parameter, stored[names[ours]].float()), ours
+        found = of_files(module, ours, parameter, stored)
+        assert found.dtype == dtype
+        assert torch.equal(parameter, found.float()), ours
+        names.update(each_expert(their_name(module, ours), parameter.shape))
+    assert names == stored.keys()
+
+
+def test_experts_that_are_missing_or_misshaped_are_named_one_by_one(sources, tmp_path):
+    folder = shutil.copytree(sources("tests.tiny_qwen3_moe", "plain"), tmp_path / "mixture")
+    gone, odd = (f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (3, 5))
+    remove(gone)(folder)
+    replace(odd, lambda t: t[:-1].clone())(folder)
+    with pytest.raises(UserError) as raised:
+        read(folder, "tests.tiny_qwen3_moe", "plain")
+    assert f"{gone} (model.layers.1.ffn.experts.w3): is missing" in str(raised.value)
+    assert f"{odd} (model.layers.1.ffn.experts.w3): (31, 64) in " in str(raised.value)
+    assert "(32, 64) in the model" in str(raised.value)
 
 
 def add(folder: Path) -> None:

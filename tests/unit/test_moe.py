@@ -1,0 +1,202 @@
+"""A mixture of experts on one process: against a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
+
+import fnmatch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import moe
+from models.blocks import SwiGLU
+from models.moe import Experts, MoE, Router, grouped_outer, grouped_product
+from tests.distributed.scenarios import config_of
+from titanlite.config.schema import Lora, Optimizer
+from titanlite.errors import UserError
+from titanlite.optim.build import is_orthogonalised
+from titanlite.parallel.fsdp import split_dimension
+from titanlite.plan.predict import predict
+from titanlite.plan.record import Recorder
+from titanlite.transforms.lora import adapt
+from titanlite.transforms.meta import on_meta, training_flops
+from titanlite.transforms.registry import block_linears, load_family
+
+DIM, HIDDEN, EXPERTS, TOP_K = 16, 12, 8, 3
+ROUTERS = {
+    "softmax": {},
+    "weights as they are": {"normalised": False},
+    "sigmoid": {"score": "sigmoid", "scale": 2.5, "bias": True},
+    "groups": {"score": "sigmoid", "groups": 4, "top_groups": 2},
+    "groups and bias": {"score": "softmax", "groups": 2, "top_groups": 1, "bias": True},
+}
+
+
+def mixture(shared: bool = False, **router) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(Router(DIM, EXPERTS, TOP_K, **router), Experts(EXPERTS, DIM, HIDDEN), SwiGLU(DIM, 20) if shared else None)
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            tensor.normal_(std=0.5)
+    return layer
+
+
+def chosen_by_hand(router: Router, scores: list[float]) -> list[int]:
+    """The experts of one token, by sorting."""
+    bias = [0.0] * EXPERTS if router.bias is None else router.bias.tolist()
+    biased = [score + more for score, more in zip(scores, bias, strict=True)]
+    size = EXPERTS // router.groups
+    groups = [sorted(biased[first : first + size])[-2:] for first in range(0, EXPERTS, size)]
+    best = sorted(range(router.groups), key=lambda group: -sum(groups[group]))[: router.top_groups]
+    return sorted((e for e in range(EXPERTS) if e // size in best), key=lambda e: -biased[e])[: router.top_k]
+
+
+def one_by_one(layer: MoE, x: Tensor) -> Tensor:
+    """Each token through each of its experts."""
+    router, experts, rows = layer.router, layer.experts, []
+    for token in x.flatten(0, 1):
+        logits = router.weight @ token
+        scores = logits.softmax(0) if router.score == "softmax" else logits.sigmoid()
+        chosen = chosen_by_hand(router, scores.tolist())
+        weights = scores[chosen] / (scores[chosen].sum() if router.normalised else 1) * router.scale
+        gated = [F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token) for e in chosen]
+        rows.append(sum(weight * (experts.w2[e] @ hidden) for e, weight, hidden in zip(chosen, weights, gated, strict=True)))
+    result = torch.stack(rows).view_as(x)
+    return result if layer.shared is None else result + layer.shared(x)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, shared):
+    layer, x = mixture(shared, **ROUTERS[router]), torch.randn(2, 9, DIM, requires_grad=True)
+    slopes, inputs = torch.randn(2, 9, DIM), [x, *layer.parameters()]
+    found, expected = layer(x), one_by_one(layer, x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(result, inputs, slopes) for result in (found, expected))
+    for gradient, by_hand in zip(ours, theirs, strict=True):
+        assert (gradient - by_hand).norm() < 1e-5 * by_hand.norm()
+
+
+def test_no_token_is_dropped_when_all_go_to_one_expert():
+    layer = mixture()
+    with torch.no_grad():
+        layer.router.weight.zero_()[:TOP_K] = 1.0
+    x = torch.rand(2, 9, DIM)
+    layer(x).sum().backward()
+    torch.testing.assert_close(layer(x), one_by_one(layer, x), rtol=1e-5, atol=1e-5)
+    assert (layer.experts.w1.grad.flatten(1).norm(dim=1) > 0).tolist() == [True] * TOP_K + [False] * (EXPERTS - TOP_K)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
+def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch, kernel):
+    """PyTorch's kernel computes the same on a CPU, by a loop of its own; a GPU may leave what has no rows unwritten."""
+    monkeypatch.setattr(moe, "_has_kernel", lambda *_: kernel)
+    torch.manual_seed(0)
+    ends = torch.tensor([3, 3, 10, 10, 12], dtype=torch.int32)
+    rows, slopes = torch.randn(12, 8).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
+    weights = torch.randn(5, 16, 8).bfloat16().requires_grad_()
+    result = grouped_product(rows, weights, ends, True)
+    result.backward(slopes)
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        mine = slice(first, last)
+        torch.testing.assert_close(result[mine], rows[mine] @ weights[expert].T)
+        torch.testing.assert_close(rows.grad[mine], slopes[mine] @ weights[expert])
+        torch.testing.assert_close(weights.grad[expert], slopes[mine].T @ rows[mine])
+        first = last
+    torch.testing.assert_close(grouped_product(slopes, weights, ends, False), rows.grad)
+
+
+def test_the_operations_keep_the_rules_of_pytorch():
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
+    torch.library.opcheck(grouped_product, (rows, weights, ends, True))
+    torch.library.opcheck(grouped_product, (torch.randn(10, 6), weights, ends, False))
+    torch.library.opcheck(grouped_outer, (torch.randn(10, 6), torch.randn(10, 4), ends))
+
+
+def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
+    layer = mixture(shared=True)
+    counters.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 9, DIM, requires_grad=True)
+        torch.testing.assert_close(compiled(x), layer(x))
+        compiled(x).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_flops_are_counted_by_pytorch_and_by_predictions():
+    layer, x = mixture(), torch.randn(2, 9, DIM, requires_grad=True)
+    forward = 2 * 18 * DIM * (EXPERTS + 3 * TOP_K * HIDDEN)
+    with FlopCounterMode(display=False) as counter, Recorder({}) as recorder:
+        layer(x).sum().backward()
+    assert counter.get_total_flops() == recorder.work().flops == 3 * forward
+    assert layer.numbers_of_a_token() == forward / 2 / 18
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"n_experts": 4, "top_k": 5}, "top_k = 5: must be between 1 and n_experts = 4"),
+        ({"n_experts": 4, "top_k": 0}, "top_k = 0"),
+        ({"n_experts": 8, "top_k": 2, "groups": 3}, "groups = 3: must divide n_experts = 8"),
+        ({"n_experts": 8, "top_k": 2, "groups": 4, "top_groups": 5}, "at least top_groups = 5"),
+        ({"n_experts": 8, "top_k": 5, "groups": 4, "top_groups": 2}, "2 of them must hold top_k = 5"),
+        ({"n_experts": 8, "top_k": 1, "groups": 8, "top_groups": 2}, "each at least 2"),
+    ],
+)
+def test_a_choice_that_a_router_cannot_make_is_refused(values, word):
+    with pytest.raises(ValueError, match=word):
+        moe.check_choice(**values)
+
+
+# ----------------------------------------------------------------------------------------------- with the rest of titanlite
+
+
+@pytest.mark.parametrize("pattern", ["layers.*", "layers.*.ffn.*", "layers.1.ffn.experts"])
+def test_adapters_of_experts_are_refused_by_name(pattern):
+    model = load_family("tests.tiny_moe", "plain").on_meta()
+    with pytest.raises(UserError) as raised:
+        adapt(model, Lora(enable=True, modules=["layers.*.attention.*", pattern]), torch.float32)
+    assert str(raised.value) == (
+        f'lora.modules: "{pattern}" covers layers.*.ffn.experts, the stacked weights of experts, which take no adapters; use '
+        '"layers.*.attention.*"'
+    )
+
+
+def test_adapters_of_attention_and_of_shared_experts_freeze_the_others_and_their_flops_say_so():
+    family = load_family("tests.tiny_moe", "shared")
+    patterns = ["layers.*.attention.*", "layers.*.ffn.shared.*"]
+    config = config_of({}, model={"name": "tests.tiny_moe"}, lora={"enable": True, "rank": 4, "modules": patterns})
+    model = on_meta(family, config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(any(fnmatch.fnmatchcase(name, f"{pattern}.lora_?") for pattern in patterns) for name in trained)
+    c, adapters = family.config, sum(dict(model.named_parameters())[name].numel() for name in trained)
+    frozen = family.module.flops(c, 1).palm - 12 * c.n_heads * c.head_dim * c.n_layers
+    assert training_flops(family, config, model).palm == family.module.flops(c, 1 * 32).palm - frozen / 3 + 6 * adapters
+
+
+def test_muon_leaves_stacked_experts_to_adamw_and_float8_converts_no_part_of_a_mixture():
+    model = load_family("tests.tiny_moe", "plain").on_meta()
+    muon = {name for name, p in model.named_parameters() if is_orthogonalised(name, p, Optimizer(name="Muon"))}
+    assert "layers.0.attention.wq.weight" in muon and not any("experts" in name for name in muon)
+    assert not any("ffn" in name for name in block_linears(model))
+
+
+def test_fsdp_splits_inside_of_experts_only_where_it_divides_them_and_not_their_number():
+    assert split_dimension((8, 96, 64), 8) == split_dimension((8, 96, 64), 2) == 0
+    assert split_dimension((8, 96, 64), 16) == split_dimension((3, 96, 64), 2) == 1
+    assert split_dimension((8, 90, 64), 16) == split_dimension((512, 64), 3) == split_dimension((8, 96, 64), 1) == 0
+
+
+def test_every_rank_has_an_equal_part_of_few_experts():
+    one, four = (
+        predict(config_of(degrees, "three", model={"name": "tests.tiny_moe"}), ranks)
+        for degrees, ranks in (({}, 1), ({"dp_shard": 4}, 4))
+    )
+    # masters, gradients and moments; of three experts split by number, rank 0 would hold a third
+    assert sum(four.memory[:3]) == pytest.approx(sum(one.memory[:3]) / 4, rel=0.02)
