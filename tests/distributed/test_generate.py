@@ -26,7 +26,7 @@ def texts(degrees: dict[str, int], module: str, sampling: Sampling, step: int, c
     mesh = mesh_of(degrees)
     model = build_model(load_family(module, "plain"), config, mesh, CPU)
     for name, parameter in model.named_parameters():
-        if name.endswith(("attention.wo.weight", "ffn.w2.weight")):
+        if name.endswith(("attention.wo.weight", "ffn.w2.weight", "experts.w2")):
             parameter.data.mul_(10)  # louder than the embedding, whose last token would repeat itself
         elif name.endswith("post_norm.weight"):
             parameter.data.add_(10)
@@ -44,6 +44,7 @@ MODULES = ["tests.tiny", "tests.tiny_gemma3", "tests.tiny_olmo2"]
         ("tests.tiny", {"dp_shard": 2, "tp": 2}),
         ("tests.forks.right.linear_attention", {"tp": 2}),  # whose state no padding may change
         ("tests.tiny_olmo2", {"tp": 4}),
+        ("tests.tiny_moe", {"tp": 2}),
     ],
     ids=str,
 )

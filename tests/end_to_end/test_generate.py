@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.attention import Cache
 from tests.end_to_end.forked import Done, titanlite, train
-from tests.end_to_end.test_oracle import both_models, every_model, family
+from tests.end_to_end.test_oracle import both_models, every_model, family, give
 from tests.repetitions import slow_but
-from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate
 
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
@@ -22,14 +21,13 @@ PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 def restless_models(name: str) -> tuple[nn.Module, nn.Module]:
     """Both models with layers so loud that they do not repeat the last token, as tied embeddings would have it."""
     ours, theirs = both_models(name)
-    their_parameters = dict(theirs.named_parameters())
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
-            if key.endswith(("attention.wo.weight", "ffn.w2.weight")):
+            if key.endswith(("attention.wo.weight", "ffn.w2.weight", "experts.w2")):
                 parameter *= 10
             elif key.endswith("post_norm.weight"):
                 parameter += 10
-            their_parameters[their_name(family(name)[0], key)].copy_(parameter)
+    give(dict(ours.named_parameters()), family(name)[0], theirs)
     return ours, theirs
 
 

@@ -1,6 +1,7 @@
 """An independent oracle: the same weights in transformers' models give the same logits, gradients and training."""
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import gemma3, llama3, olmo2, qwen3
+from models import gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.distributed.scenarios import config_of
-from titanlite.hf.folder import their_name
+from tests.hf_folders import of_files
+from titanlite.hf.folder import each_expert, their_name
+from titanlite.tools.compare import relative_difference
+from titanlite.tools.model_facts import tensors_of_files
 
 # Of every family each special feature: tied and untied, RoPE scaled, biases, windows shorter than the sequence, capped scores.
 MODELS = {
@@ -27,6 +31,11 @@ MODELS = {
     "Gemma 2": ("tests.tiny_gemma3", "two"),
     "OLMo 2": ("tests.tiny_olmo2", "plain"),
     "OLMo 2, tied": ("tests.tiny_olmo2", "tied"),
+    "Qwen 3, mixture": ("tests.tiny_qwen3_moe", "plain"),
+    "Qwen 3, mixture, tied": ("tests.tiny_qwen3_moe", "tied"),
+    "Mixtral": ("tests.tiny_mixtral", "plain"),
+    "OLMoE": ("tests.tiny_olmoe", "plain"),
+    "OLMoE, normalised": ("tests.tiny_olmoe", "normalised"),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -51,8 +60,9 @@ def both_models(name: str) -> tuple[nn.Module, nn.Module]:
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
             parameter.normal_(std=0.1).add_(parameter.ndim == 1 and key.endswith("norm.weight") and "Gemma" not in name)
-    ours, weights = module.Model(module.FLAVORS[flavor]), dict(theirs.named_parameters())
-    ours.load_state_dict({key: weights[their_name(module, key)] for key, _ in ours.named_parameters()}, strict=False)
+    ours, weights = module.Model(module.FLAVORS[flavor]), tensors_of_files(theirs)
+    named = ours.named_parameters()
+    ours.load_state_dict({key: of_files(module, key, parameter, weights) for key, parameter in named}, strict=False)
     return ours, theirs
 
 
@@ -60,15 +70,20 @@ def random_tokens() -> Tensor:
     return torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2])
+@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe])
 def test_published_sizes_are_those_of_transformers_models(module):
     for flavor, config in module.FLAVORS.items():
         ids = {"eos_token_id": 0, "pad_token_id": 0}
         with torch.device("meta"):
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**module.to_hf(config), **ids))
             ours = module.Model(config)
-        shapes = {name: parameter.shape for name, parameter in theirs.named_parameters()}
-        assert {their_name(module, name): p.shape for name, p in ours.named_parameters()} == shapes, flavor
+            shapes = {name: tensor.shape for name, tensor in tensors_of_files(theirs).items()}
+        found = {
+            part: p.shape[1:] if "{e}" in their_name(module, name) else p.shape
+            for name, p in ours.named_parameters()
+            for part in each_expert(their_name(module, name), p.shape)
+        }
+        assert found == shapes, flavor
 
 
 @every_model
@@ -94,11 +109,10 @@ def test_gradients_equal_those_of_transformers(name):
     expected = theirs(tokens, labels=tokens).loss
     expected.backward()
     assert abs(loss.item() / expected.item() - 1) < 1e-6
-    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
-    differences = {
-        key: ((p.grad - gradients[their_name(module, key)]).norm() / gradients[their_name(module, key)].norm()).item()
-        for key, p in ours.named_parameters()
-    }
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad  # the gradients, by the names that the weights have in files
+    gradients = tensors_of_files(theirs)
+    differences = {key: relative_difference(p.grad, of_files(module, key, p, gradients)) for key, p in ours.named_parameters()}
     print(f"{name}: gradients differ by {max(differences.values()):.1e}")
     assert max(differences.values()) < 1e-4, differences
 
@@ -123,6 +137,21 @@ def test_each_special_feature_is_at_work_in_these_comparisons(name, changes):
     assert (special(tokens, seq) - plain(tokens, seq)).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def give(weights: Mapping[str, Tensor], module: ModuleType, theirs: nn.Module) -> None:
+    """Writes our weights to transformers' model, which joins the first and the third matrix of each expert."""
+    parameters = dict(theirs.named_parameters())
+    for name, weight in weights.items():
+        if "{e}" not in (their := their_name(module, name)):
+            parameters[their.replace("block_sparse_moe", "mlp")].copy_(weight)
+    for name in weights:
+        if name.endswith("experts.w2"):
+            w1, w2, w3 = (weights[name.replace("w2", key)] for key in ("w1", "w2", "w3"))
+            experts = theirs.get_submodule(f"model.layers.{name.split('.')[1]}.mlp.experts")
+            experts.gate_up_proj.copy_(torch.cat([w1, w3], dim=1))
+            experts.down_proj.copy_(w2)
+
+
 @every_model
 def test_ten_steps_equal_a_plain_adamw_loop_around_transformers(pools, name):
     module, flavor = family(name)
@@ -131,7 +160,7 @@ def test_ten_steps_equal_a_plain_adamw_loop_around_transformers(pools, name):
     )
     ours = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0][0]
     theirs = their_model(name)
-    theirs.load_state_dict({their_name(module, key): weight for key, weight in ours.weights.items()}, strict=False)
+    give(ours.weights, module, theirs)
     matrices = [p for p in theirs.parameters() if p.ndim > 1]
     others = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

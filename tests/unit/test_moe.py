@@ -200,3 +200,12 @@ def test_every_rank_has_an_equal_part_of_few_experts():
     )
     # masters, gradients and moments; of three experts split by number, rank 0 would hold a third
     assert sum(four.memory[:3]) == pytest.approx(sum(one.memory[:3]) / 4, rel=0.02)
+
+
+def test_a_prediction_on_a_mesh_counts_the_products_of_each_rank():
+    meshes = ({}, {"dp_shard": 2, "tp": 2})
+    one, four = (
+        predict(config_of(degrees, "shared", model={"name": "tests.tiny_moe"}), ranks)
+        for degrees, ranks in zip(meshes, (1, 4), strict=True)
+    )
+    assert four.work.flops == pytest.approx(one.work.flops / 4, rel=1e-3)
