@@ -76,6 +76,16 @@ def test_gradients_are_those_without_it_bit_for_bit_also_of_several_microbatches
     assert len(host_copies) == 3 * 4
 
 
+def test_between_the_passes_no_input_of_a_block_is_on_the_device():
+    model, inputs = offloaded(), []
+    for number in range(1, 4):  # the first block's input is the caller's
+        model.layers[str(number)].register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss = model(torch.linspace(-1, 1, 24).view(3, 8))
+    gc.collect()
+    assert len(inputs) == 3 and not [ref for ref in inputs if ref() is not None]
+    loss.backward()
+
+
 def test_the_backward_pass_fetches_one_block_ahead_and_the_host_keeps_nothing(host_copies, monkeypatch):
     model, order = offloaded(), []
     fetch = Offload._fetch
