@@ -10,7 +10,6 @@ MESHES: dict[str, dict[str, int]] = {
     "FSDP 4 x TP 2": {"dp_shard": 4, "tp": 2},
     "HSDP 2 x 4": {"dp_replicate": 2, "dp_shard": 4},
     "CP 8, gather": {"cp": 8},
-    "FSDP 2 x CP 2 x TP 2, gather": {"dp_shard": 2, "cp": 2, "tp": 2},
     "FSDP 2 x CP 2 x TP 2, ulysses": {"dp_shard": 2, "cp": 2, "tp": 2},
 }
 
