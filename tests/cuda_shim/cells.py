@@ -58,6 +58,9 @@ VARIANTS: dict[str, Variant] = {
     "full, offload": Variant(_recompute(mode="full", offload=True), _OFFLOADED),
     "full, offload, compiled": Variant(_recompute(mode="full", offload=True) | _COMPILED, _OFFLOADED),
     "memory_budget": Variant(_recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED),
+    "memory_budget, document_mask": Variant(
+        _recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED | _MASKED, attention=("flex",)
+    ),
     "document_mask": Variant(_MASKED, attention=("flex",)),
     "document_mask, compiled": Variant(_MASKED | _COMPILED, attention=("flex",)),
     "windows": Variant(_GEMMA, attention=("cudnn", "flex")),
@@ -112,7 +115,7 @@ class Cell(NamedTuple):
 # What context parallelism changes: attention, its mask, and what is recomputed or compiled with them.
 _OF_CONTEXT = (
     *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
-    *("document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
+    *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
 )
 
 
