@@ -16,7 +16,7 @@ from models.attention import Cache, SeqInfo
 
 
 class LinearScaling(NamedTuple):
-    """Divides all frequencies (position interpolation: Chen et al., arXiv:2306.15595, equation 3)."""
+    """Divides all frequencies (position interpolation: Chen et al., arXiv:2306.15595)."""
 
     factor: float
 
@@ -35,7 +35,7 @@ class YarnScaling(NamedTuple):
     """Keeps frequencies that turn more than beta_fast times within the original length, divides those that turn less than
     beta_slow times, and interpolates between (Peng et al., arXiv:2309.00071, definition 2, with the bounds of section 3.2).
 
-    Queries and keys are multiplied by attention_factor; None: 0.1 ln(factor) + 1 (equation 22), or, with both mscales, the
+    Queries and keys are multiplied by attention_factor; None: 0.1 ln(factor) + 1 (section 3.4), or, with both mscales, the
     ratio of 0.1 mscale ln(factor) + 1 for each (DeepSeek-V2, arXiv:2405.04434, section 3.1.4, and its config.json).
     """
 
@@ -50,7 +50,7 @@ class YarnScaling(NamedTuple):
 
 
 class LongRopeScaling(NamedTuple):
-    """Divides each frequency by a factor of its own, found by search (LongRoPE: Ding et al., arXiv:2402.13753, section 3.2).
+    """Divides each frequency by a factor of its own, found by search (LongRoPE: Ding et al., arXiv:2402.13753).
 
     Texts that are longer than original_max_positions have the long factors, others the short ones. Queries and keys are
     multiplied by attention_factor; None: sqrt(1 + ln(factor) / ln(original_max_positions)).

@@ -52,7 +52,7 @@ def at(step: int, what: str) -> None:
 def where(who: str) -> str:
     """A process, its step, and what `at` or `phase` noted last, such as "rank 0, step 37, forward and backward"."""
     step, what = _position
-    return f"{who}, {f'step {step}' if step else 'starting'}, {what}"
+    return ", ".join(dict.fromkeys((who, f"step {step}" if step else "starting", what)))  # not "starting" twice
 
 
 @contextlib.contextmanager

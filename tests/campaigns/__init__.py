@@ -6,8 +6,12 @@ where a promise of the README was broken. tests/end_to_end/test_campaigns.py run
 
 import json
 import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 _STEP = re.compile(r"step-(\d{8})")
 
@@ -26,6 +30,17 @@ class Report(NamedTuple):
         for sentence in self.broken:
             print(f"BROKEN: {sentence}")
         return 1 if self.broken else 0
+
+
+def run_alone(prefix: str, play: Callable[[Path], Report]) -> NoReturn:
+    """Runs a campaign in a new folder, which stays where a promise was broken, and exits."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    code = play(folder).show()
+    if code:
+        print(f"all that was written is in {folder}")
+    else:
+        shutil.rmtree(folder)
+    sys.exit(code)
 
 
 class Step(NamedTuple):

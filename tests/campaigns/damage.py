@@ -12,13 +12,11 @@ import argparse
 import collections
 import random
 import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns import Report, Step, committed, starts, trajectory
+from tests.campaigns import Report, Step, committed, run_alone, starts, trajectory
 from tests.end_to_end.forked import Done, titanlite, train
 from tests.end_to_end.test_run_train import working_folder
 from titanlite.data.prepare.cache import train_tokenizer
@@ -135,13 +133,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="damage-"))
-    code = campaign(folder, words.cases, words.seed).show()
-    if code:
-        print(f"all that was written is in {folder}")
-    else:
-        shutil.rmtree(folder)
-    sys.exit(code)
+    run_alone("damage-", lambda folder: campaign(folder, words.cases, words.seed))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ an uninterrupted run on one process, token for token, and the losses the same bu
 """
 
 import argparse
-import shutil
 import signal
-import sys
-import tempfile
 import time
 from pathlib import Path
 
-from tests.campaigns import Report, committed, starts, trajectory
+from tests.campaigns import Report, committed, run_alone, starts, trajectory
 from tests.end_to_end.launcher import Ended, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 
@@ -121,13 +118,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2, 3, 4], help="of each segment; 12 is divided by all")
     parser.add_argument("--steps", type=int, default=4, help="of each segment")
     words = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="elastic-"))
-    code = campaign(folder, words.ranks, words.steps).show()
-    if code:
-        print(f"all that was written is in {folder}")
-    else:
-        shutil.rmtree(folder)
-    sys.exit(code)
+    run_alone("elastic-", lambda folder: campaign(folder, words.ranks, words.steps))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ import argparse
 import collections
 import os
 import random
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.campaigns import Report, Step, committed, starts, trajectory
+from tests.campaigns import Report, Step, committed, run_alone, starts, trajectory
 from tests.end_to_end.launcher import Launch, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 from titanlite.checkpoint import load, manifest
@@ -313,14 +310,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     words = parser.parse_args()
     mesh = Mesh(*map(int, words.mesh.split("x"))) if words.mesh else Mesh(words.ranks, 1, 1)
-    folder = Path(tempfile.mkdtemp(prefix="kill-"))
-    report = campaign(folder, mesh, words.kills, words.seed, words.at_once)
-    code = report.show()
-    if code:
-        print(f"all that was written is in {folder}")
-    else:
-        shutil.rmtree(folder)
-    sys.exit(code)
+    run_alone("kill-", lambda folder: campaign(folder, mesh, words.kills, words.seed, words.at_once))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.campaigns import Report, starts, trajectory
+from tests.campaigns import Report, run_alone, starts, trajectory
 from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 
@@ -213,13 +212,7 @@ def main() -> None:
     words = parser.parse_args()
     if reason := obstacle():
         sys.exit(f"no two hosts here: {reason}")
-    folder = Path(tempfile.mkdtemp(prefix="two-hosts-"))
-    code = campaign(folder, words.case or list(CASES)).show()
-    if code:
-        print(f"all that was written is in {folder}")
-    else:
-        shutil.rmtree(folder)
-    sys.exit(code)
+    run_alone("two-hosts-", lambda folder: campaign(folder, words.case or list(CASES)))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ MESHES: dict[str, dict[str, int]] = {
     "FSDP 4 x TP 2": {"dp_shard": 4, "tp": 2},
     "HSDP 2 x 4": {"dp_replicate": 2, "dp_shard": 4},
     "CP 8, gather": {"cp": 8},
-    "FSDP 2 x CP 2 x TP 2, gather": {"dp_shard": 2, "cp": 2, "tp": 2},
-    "FSDP 2 x CP 2 x TP 2, ulysses": {"dp_shard": 2, "cp": 2, "tp": 2},
+    # without TP: DTensor remembers the group of another mesh's equal dimension, and all cells share a process
+    "FSDP 4 x CP 2, ulysses": {"dp_shard": 4, "cp": 2},
 }
 
 
@@ -59,6 +59,9 @@ VARIANTS: dict[str, Variant] = {
     "full, offload": Variant(_recompute(mode="full", offload=True), _OFFLOADED),
     "full, offload, compiled": Variant(_recompute(mode="full", offload=True) | _COMPILED, _OFFLOADED),
     "memory_budget": Variant(_recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED),
+    "memory_budget, document_mask": Variant(
+        _recompute(mode="memory_budget", memory_budget=0.3) | _COMPILED | _MASKED, attention=("flex",)
+    ),
     "document_mask": Variant(_MASKED, attention=("flex",)),
     "document_mask, compiled": Variant(_MASKED | _COMPILED, attention=("flex",)),
     "windows": Variant(_GEMMA, attention=("cudnn", "flex")),
@@ -113,7 +116,7 @@ class Cell(NamedTuple):
 # What context parallelism changes: attention, its mask, and what is recomputed or compiled with them.
 _OF_CONTEXT = (
     *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
-    *("document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
+    *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
 )
 
 

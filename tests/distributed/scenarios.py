@@ -52,6 +52,8 @@ def config_of(degrees: dict[str, int], flavor: str = "plain", accumulation: int 
         "optimizer": {"lr": 5e-3},
         "lr_scheduler": {"warmup_steps": 4},
     }
+    if "cp" in degrees:
+        values["parallelism"] = {"context_parallel_degree": degrees["cp"]}
     for section, keys in sections.items():
         values[section] = {**values.get(section, {}), **keys}
     return Config.model_validate(values)

@@ -49,7 +49,7 @@ def step(fsdp: bool, flavor: str = "plain", module: Any = None, **sections: Any)
 def bytes_between_passes(fsdp: bool, keep_casts: bool = False, **sections: Any) -> int:
     torch._dynamo.reset()
     cast = order.cast_where_used
-    keeping = {"side_effect": lambda model, dtype, again: cast(model, dtype, again=again and not keep_casts)}
+    keeping = {"side_effect": lambda *args, again, **more: cast(*args, again=again and not keep_casts, **more)}
     with mock.patch.object(order, "cast_where_used", **keeping):
         model, batch = built("deep", fsdp, **sections)
     return kept_bytes(model, batch.inputs())

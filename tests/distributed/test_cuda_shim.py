@@ -12,7 +12,7 @@ from tests.cuda_shim.build import build, why_not
 from tests.cuda_shim.cells import CELLS
 from tests.repetitions import slow_but
 
-_SECONDS = 600  # for all cells; two idle cores take some 150
+_SECONDS = 1200  # for all cells; two idle cores take some 200
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(_SECONDS + 60)]
 _FEW = ["1 rank, bfloat16, compiled", "FSDP 4 x TP 2, bfloat16"]
 _PLANTED = {

@@ -227,8 +227,19 @@ def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(p
 
 def test_gradients_that_recomputation_changes_are_named(pooled):
     texts = table("tests.forks.counting", last=RECOMPUTED)[RECOMPUTED].texts
-    assert list(dict.fromkeys(text.partition(":")[0] for text in texts)) == ["recomputed full", "recomputed by operation"]
+    names = [f"recomputed {name}" for name in ("full", "in parts", "by operation")]
+    assert list(dict.fromkeys(text.partition(":")[0] for text in texts)) == names
     assert all("the gradient of layers." in text for text in texts if not text.endswith("follow from these"))
+
+
+def test_a_feed_forward_layer_that_mixes_tokens_differs_where_it_computes_in_parts(pooled):
+    texts = table("tests.forks.token_shift", last=RECOMPUTED)[RECOMPUTED].texts
+    assert texts and all(text.startswith("recomputed in parts: ") for text in texts)
+
+
+def test_a_feed_forward_layer_that_runs_do_not_compute_in_parts_is_not_compared_so(pooled, monkeypatch):
+    monkeypatch.setattr(check_model, "unchunkable", lambda model: "its feed-forward layers are others")
+    assert table("tests.forks.token_shift", last=RECOMPUTED)[RECOMPUTED].verdict == "passed"
 
 
 def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
@@ -250,6 +261,7 @@ def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_c
     assert [text.partition("; ")[0] for text in rows[BUFFERS].texts] == [
         "spread changes in training, and is not in checkpoints: a resumed run begins with its initial value",
         "recomputed full: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
+        "recomputed in parts: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
         "recomputed by operation: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
         "on 2 x 2: spread differs between ranks",
         "on 2 x 2: tokens differs by 5.0e-01 of its change in 3 steps",

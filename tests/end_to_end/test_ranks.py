@@ -62,7 +62,7 @@ def test_an_error_of_any_rank_is_one_line_with_its_place_and_not_an_error_that_f
     line = 1 + Path(__file__).read_text().splitlines().index('        raise RuntimeError("does not fit\\nand more")')
     with pytest.raises(UserError) as raised:
         on_ranks(2, broken, use_gpus=False)
-    where = rf"rank 1 of 2, starting, starting: {re.escape(__file__)}, line {line}"
+    where = rf"rank 1 of 2, starting: {re.escape(__file__)}, line {line}"
     assert re.fullmatch(rf"{where}: RuntimeError: does not fit; traceback: \S+", str(raised.value))
 
 

@@ -165,7 +165,8 @@ def cases(seed: int) -> Iterator[Case]:
         who = "rank 0" if way in TRAIN else f"titanlite {way.command.split()[0]}"
         for name in draw.sample(list(ERRORS), _ERRORS_A_WAY):
             error, words, code = ERRORS[name]
-            pattern = rf"{who}, starting, {re.escape(way.phase)}: {words}[^\n]*; traceback: \S+(\n|$)"
+            place = ", ".join(dict.fromkeys((who, "starting", re.escape(way.phase))))
+            pattern = rf"{place}: {words}[^\n]*; traceback: \S+(\n|$)"
             leaves = r"out/(\.lock|stacks/rank-0\.txt)" if way in TRAIN else ""
             title = f"{way.command}: {way.fails.removeprefix('titanlite.')} raises {name}"
             yield Case("unforeseen", title, functools.partial(failing, way, error), pattern, code=code, leaves=leaves)

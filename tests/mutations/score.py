@@ -29,10 +29,14 @@ from tests.mutations.run import HERE, ROOT, Copy, _read, judge
 
 HISTORY, SCORE = HERE / "history.json", HERE / "score.json"
 _MESHES = ("1", "dp_shard=2", "tp=2", "cp=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2")
-_VERIFY = (
-    "verify train_configs/llama_debug.toml --steps 3 --model.name tests.tiny --model.flavor large --training.seq_len 32 "
-    "--training.local_batch_size 2 --training.global_batch_size 8 "
-) + " ".join(f"--mesh {mesh}" for mesh in _MESHES)
+_VERIFY = {
+    "--steps": "3",
+    "--model.name": "tests.tiny",
+    "--model.flavor": "large",
+    "--training.seq_len": "32",
+    "--training.local_batch_size": "2",
+    "--training.global_batch_size": "8",
+}
 _SECONDS = 300  # for one command
 DOCUMENT, _MARK = ROOT / "docs" / "verification.md", "<!-- made by: python -m tests.mutations.score --table -->\n"
 # Right models, each with something that a proof could take for a fault.
@@ -68,7 +72,8 @@ class Past(NamedTuple):
     """A fault that another framework has had.
 
     source: where it was reported. named: a pattern of the part that a command should name, or of the number that is wrong
-    where the fault is in no part of a model. verify: options beyond those of `_VERIFY`. model: the argument of check-model.
+    where the fault is in no part of a model. verify: options beyond those of `_VERIFY`, or in their place. model: the argument
+    of check-model.
     """
 
     fault: Fault
@@ -79,7 +84,11 @@ class Past(NamedTuple):
 
     def words(self) -> dict[str, list[str]]:
         """The command lines, by name."""
-        return {"verify": shlex.split(f"{_VERIFY} {self.verify}"), "check-model": ["check-model", self.model]}
+        given = shlex.split(self.verify)
+        options = _VERIFY | dict(zip(given[::2], given[1::2], strict=True))
+        pairs = [*options.items(), *(("--mesh", mesh) for mesh in _MESHES)]
+        verify = ["verify", "train_configs/llama_debug.toml", *(word for pair in pairs for word in pair)]
+        return {"verify": verify, "check-model": ["check-model", self.model]}
 
 
 class Answer(NamedTuple):

@@ -108,6 +108,8 @@ CASES = [
     (2, {CP: 2, ATTENTION: "tiles"}, ["takes no mask", 'use "flash", "math" or'], {ATTENTION: "flash"}),
     (2, {CP: 2, NAME: HYBRID, FLAVOR: "plain", TOKENIZER: "fits"}, [f"in {HYBRID}, layers.1 does not"], {CP: 1}),
     (2, {AC: "full", CHUNKS: 2, TP: 2}, [f"{CHUNKS} = 2 with {TP} = 2", "use context parallelism"], {TP: 1}),
+    (1, {AC: "full", CHUNKS: 33, "training.seq_len": 32}, [f"{CHUNKS} = 33", "training.seq_len = 32 tokens"], {CHUNKS: 32}),
+    (2, {AC: "full", CHUNKS: 17, CP: 2, "training.seq_len": 32}, [f"{CHUNKS} = 17", "degree = 32 / 2 = 16 tok"], {CHUNKS: 16}),
     (1, {CHUNKS: 2}, [f"{CHUNKS} = 2", f'has no effect unless {AC} = "full"'], {AC: "full"}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
     (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),

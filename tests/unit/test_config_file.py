@@ -72,7 +72,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "cpu_offload": True,
         "enable_async_tensor_parallel": True,
     },
-    "activation_checkpoint": {"mode": "selective", "selective_ac_option": 2, "memory_budget": 0.0},
+    "activation_checkpoint": {
+        "mode": "selective",
+        "selective_ac_option": 2,
+        "memory_budget": 0.0,
+        "sequence_chunks": 2,
+        "offload": True,
+    },
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
     "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "float8": {

@@ -116,7 +116,7 @@ def test_a_phase_ends_with_its_block_and_stays_after_an_error():
 )
 def test_what_the_machine_lacks_is_for_the_user_to_correct(error, code, words):
     assert failure.code_of(raised(error)) == code
-    assert f", starting, starting: {words}" in failure.report(raised(error), "titanlite check")
+    assert f", starting: {words}" in failure.report(raised(error), "titanlite check")
 
 
 def test_no_full_disk_and_no_missing_home_keeps_a_report_back(tmp_path, monkeypatch, small_disk):
@@ -181,7 +181,7 @@ def test_an_error_of_a_thread_is_reported_in_one_line(monkeypatch, capfd):
     thread.start()
     thread.join()
     err = capfd.readouterr().err
-    assert "thread reader, starting, starting: KeyError: 'boom' (" in err and "Traceback" not in err
+    assert "thread reader, starting: KeyError: 'boom' (" in err and "Traceback" not in err
 
 
 def _fails(device: torch.device, kind: str) -> None:

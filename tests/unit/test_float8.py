@@ -184,6 +184,20 @@ FAULTS = [
     ({"emulate": False, "recipe_name": "rowwise"}, HALF, ["compute capability 9.0"]),
     ({}, {"training": {**HALF["training"], "mixed_precision_param": "float16"}}, ["float16"]),
     ({}, {"training": {**HALF["training"], "seq_len": 33, "local_batch_size": 1}}, ["training.seq_len = 33", "16"]),
+    (
+        {},
+        {"training": {**HALF["training"], "local_batch_size": 1}, "parallelism": {"context_parallel_degree": 4}},
+        ["context_parallel_degree = 1 x 32 / 4 = 8: must be a multiple of 16"],
+    ),
+    (
+        {},
+        {"activation_checkpoint": {"mode": "full", "sequence_chunks": 3}},
+        [
+            "activation_checkpoint.sequence_chunks = 3",
+            "x 10 or 11 tokens of a part must",
+            "divisor of the 32 tokens of a rank",
+        ],
+    ),
     ({}, {"lora": {"enable": True}}, ["lora.enable = true"]),
     ({**GATHER, "recipe_name": "rowwise"}, {}, ["enable_fsdp_float8_all_gather = true", 'use "tensorwise"']),
     (GATHER, {"parallelism": {"tensor_parallel_degree": 2}}, ["enable_fsdp_float8_all_gather", "tensor_parallel_degree = 2"]),

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -241,7 +242,7 @@ def test_a_float32_weight_under_bfloat16_gets_a_gradient_that_is_not_rounded_to_
 @pytest.fixture
 def products_in_float32() -> Iterator[None]:
     """What CUDA computes, on the CPU: products of 16-bit matrices add to a float32 matrix without rounding in between."""
-    library = torch.library.Library("aten", "IMPL")
+    library = Library("aten", "IMPL")
 
     def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
         assert out_dtype == total.dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16 and alpha == 1

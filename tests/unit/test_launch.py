@@ -130,6 +130,15 @@ def start_ranks(launcher: Launcher, *scripts: str) -> Ranks:
     return ranks
 
 
+def test_a_rank_that_a_signal_is_ending_is_named_and_not_the_neighbour_that_was_gone_before(launcher, tmp_path):
+    """The kernel takes its time to clear a killed process away; here it takes a fifth of a second."""
+    dying = tmp_path / "dying"
+    neighbour = f"import os, sys, time\nwhile not os.path.exists({str(dying)!r}): time.sleep(0.01)\nsys.exit(1)"
+    killed = f"import os, time; open({str(dying)!r}, 'w').close(); time.sleep(0.2); os.kill(os.getpid(), 9)"
+    rank, failure = first_failure(end_of(start_ranks(launcher, neighbour, killed)).failures)
+    assert (rank, failure.exitcode) == (1, KILL)
+
+
 def end_of(ranks: Ranks) -> RunProcsResult:
     """How the ranks end, as torch's agent sees it."""
     try:

@@ -16,20 +16,28 @@ from titanlite.transforms import offload
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks
 from titanlite.transforms.offload import Offload
 
+CPU = torch.device("cpu")
+
 
 class Stream:
+    """A stream that notes which others it has waited for."""
+
     def __init__(self, device: torch.device):
-        self.waits = 0
+        self.waited: list[Stream] = []
 
     def wait_stream(self, other: "Stream") -> None:
-        self.waits += 1
+        self.waited.append(other)
+
+
+COMPUTES = Stream(CPU)
 
 
 @pytest.fixture(autouse=True)
 def host_copies(monkeypatch) -> list[weakref.ref]:
     """A device whose copies to the host end at once; returns the copies."""
     made: list[weakref.ref] = []
-    empty, stream = torch.empty, Stream(torch.device("cpu"))
+    empty = torch.empty
+    COMPUTES.waited.clear()
 
     def noted(*shape, pin_memory: bool = False, **options) -> Tensor:
         tensor = empty(*shape, **options)
@@ -39,7 +47,7 @@ def host_copies(monkeypatch) -> list[weakref.ref]:
 
     monkeypatch.setattr(offload.torch, "empty", noted)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: COMPUTES)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     return made
@@ -67,13 +75,32 @@ def gradients(model: Layers, times: int = 1) -> list[Tensor]:
 
 def offloaded() -> Layers:
     model = Layers()
-    checkpoint_blocks(model, 1, Offload(torch.device("cpu")))
+    checkpoint_blocks(model, 1, Offload(CPU))
     return model
+
+
+def test_copies_wait_for_what_computes_an_input_and_what_computes_waits_for_the_copy_back():
+    model, offloading = Layers(), Offload(CPU)
+    checkpoint_blocks(model, 1, offloading)
+    loss = model(torch.linspace(-1, 1, 24).view(3, 8))
+    assert offloading._copies.waited == [COMPUTES] * 4 and COMPUTES.waited == []
+    loss.backward()
+    assert len(offloading._copies.waited) == 4 and COMPUTES.waited == [offloading._copies] * 4
 
 
 def test_gradients_are_those_without_it_bit_for_bit_also_of_several_microbatches(host_copies):
     assert all(map(torch.equal, gradients(offloaded(), 3), gradients(Layers(), 3)))
     assert len(host_copies) == 3 * 4
+
+
+def test_between_the_passes_no_input_of_a_block_is_on_the_device():
+    model, inputs = offloaded(), []
+    for number in range(1, 4):  # the first block's input is the caller's
+        model.layers[str(number)].register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss = model(torch.linspace(-1, 1, 24).view(3, 8))
+    gc.collect()
+    assert len(inputs) == 3 and not [ref for ref in inputs if ref() is not None]
+    loss.backward()
 
 
 def test_the_backward_pass_fetches_one_block_ahead_and_the_host_keeps_nothing(host_copies, monkeypatch):

@@ -64,6 +64,7 @@ NOTHING = """
     parallelism.cpu_offload parallelism.enable_async_tensor_parallel
     optimizer.implementation float8.emulate
     activation_checkpoint.mode activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget
+    activation_checkpoint.sequence_chunks activation_checkpoint.offload
     compile.enable compile.components compile.backend
     checkpoint.enable checkpoint.folder checkpoint.interval checkpoint.async_mode checkpoint.keep_latest_k
     checkpoint.keep_every_n_steps checkpoint.load_step checkpoint.initial_load_path checkpoint.initial_load_model_only

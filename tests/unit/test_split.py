@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from models import attention
-from models.attention import SeqInfo, block_mask, dense_mask, with_mask
+from models.attention import AttentionCore, SeqInfo, block_mask, dense_mask, with_mask
 from models.split import Split, attend_by_parts, split_sequence
+from titanlite.parallel.context import unsplittable
 
 CPU = torch.device("cpu")
 LENGTH = 48
@@ -72,3 +74,15 @@ def test_a_window_as_long_as_the_whole_sequence_needs_no_mask_and_a_shorter_one_
     seq = SeqInfo(split.places[None], split=split)
     assert with_mask(seq, LENGTH).mask is None
     assert with_mask(seq, LENGTH - 1).mask.shape == (1, 1, LENGTH // 2, LENGTH)  # longer than what this rank has
+
+
+class Own(AttentionCore):
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq: SeqInfo) -> torch.Tensor:
+        return v
+
+
+@pytest.mark.parametrize(("kinds", "splits_it"), [([AttentionCore] * 2, True), ([AttentionCore, Own], False), ([], False)])
+def test_a_block_needs_the_attention_that_communicates_and_no_other(kinds, splits_it):
+    block = nn.ModuleList(kind(2, 2, 4) for kind in kinds)
+    model: Any = SimpleNamespace(layers=nn.ModuleDict({"0": block}))
+    assert ("layers.0 does not use AttentionCore.core" not in unsplittable(model)) == splits_it

@@ -91,6 +91,7 @@ SAME: dict[str, tuple[Any, ...]] = {
     "activation_checkpoint.preserve_rng_state": (True,),
     "activation_checkpoint.determinism_check": ("default",),
     "model.converters": ([],),
+    "parallelism.context_parallel_rotate_method": ("allgather",),  # the default, "gather"
     "quantize.linear.float8.filter_fqns": ([], ["output"]),  # the head is never in float8
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),  # done for every float8 all-gather
     "float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),

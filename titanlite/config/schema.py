@@ -176,9 +176,9 @@ class Parallelism(Section):
     context_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Ranks over which each sequence is split. They share parameters, gradients and optimizer state too."""
     context_parallel_method: Annotated[Literal["gather", "ulysses"], _WITH_CONTEXT] = "gather"
-    """How attention reaches the other ranks' tokens. "gather": every rank gathers all keys and values. "ulysses": two
-    all-to-alls exchange the sequence for heads, whose numbers the degree must divide. "gather" sends less while the degree is
-    smaller than 1 + heads / key-value heads."""
+    """How attention reaches the other ranks' tokens. "gather": every rank gathers all keys and values. "ulysses": queries,
+    keys, values and the result are exchanged, the sequence for heads, whose numbers the degree must divide. "gather" sends less
+    while the degree is smaller than 1 + heads / key-value heads."""
     fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next. "never": kept for the backward pass (shard-grad-op, ZeRO-2). A

@@ -98,7 +98,7 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)
     yield from validation.faults(config, model)
-    yield from activation_checkpoint.idle_faults(config.activation_checkpoint, model)
+    yield from activation_checkpoint.model_faults(config.activation_checkpoint, model)
     yield from build.decay_faults(config.optimizer, model)
     yield from tokenizer.faults(config, family.config.vocab_size)
     for part in more:

@@ -20,6 +20,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     config, family, data, global_batch = run
     training = config.training
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
+    split = f", sequences split by {config.parallelism.context_parallel_method}" if "cp" in used else ""
     flops = training_flops(family, config, model)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -52,7 +53,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
         "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
-        "attention": attention_sentence(model, config),
+        "attention": attention_sentence(model, config) + split,
         "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
         "compiled": compiled,

@@ -40,20 +40,21 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
 
 
 def unsplittable(model: Decoder) -> str:
-    """Why a model's sequences cannot be split; "" if they can. Each block must have the attention that communicates.
+    """Why a model's sequences cannot be split; "" if they can.
 
-    A block that mixes tokens elsewhere too is not found here; it differs in `titanlite check-model`.
+    Each block must have the attention that communicates, and no other. A block that mixes tokens elsewhere too is not
+    found here; it differs in `titanlite check-model`.
     """
 
     def communicates(block: nn.Module) -> bool:
-        cores = (type(each).core for each in block.modules() if isinstance(each, AttentionCore))
-        return any(core is AttentionCore.core for core in cores)
+        cores = {type(each).core for each in block.modules() if isinstance(each, AttentionCore)}
+        return cores == {AttentionCore.core}  # one beside it would mix only what this rank has
 
     without = [f"layers.{name}" for name, block in model.layers.items() if not communicates(block)]
     if not without:
         return ""
     verb = "does" if len(without) == 1 else "do"
     return (
-        f"{', '.join(without)} {verb} not use AttentionCore.core of models/attention.py, which alone gets what a token reads "
-        "of another from the rank that has it"
+        f"{', '.join(without)} {verb} not use AttentionCore.core of models/attention.py for all attention; it alone gets "
+        "what a token reads of another from the rank that has it"
     )

@@ -53,8 +53,8 @@ def parallelize(
         recompute.checkpoint_operations(model, getattr(family.module, "KEEP", ()), rank)
     if cfg.sequence_chunks > 1:
         recompute.chunk_feed_forward(model, cfg.sequence_chunks)
+    recompute.set_memory_budget(cfg)  # also where only FlexAttention is compiled
     if config.compile.enable:
-        recompute.set_memory_budget(cfg)
         overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
         compile_model(model, config.compile)
     # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.

@@ -46,6 +46,7 @@ from titanlite.tools.model_runs import (
 from titanlite.tools.options import command_parser
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import in_order, settle, tolerances
+from titanlite.transforms.activation_checkpoint import unchunkable
 from titanlite.transforms.overrides import overridden
 from titanlite.transforms.registry import BrokenModule, Family, load_module
 
@@ -60,7 +61,11 @@ BEHAVIOUR: dict[str, tuple[Callable[[Family], list[str]], tuple[str, ...]]] = {
     "bfloat16": (model_behaviour.bfloat16_faults, (TRAINED,)),
 }
 RECOMPUTED, COMPILED = "recomputation", "compile"
-RECOMPUTATION = {"full": {"mode": "full"}, "by operation": {"mode": "selective", "selective_ac_option": "op"}}
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "full": {"mode": "full"},
+    "in parts": {"mode": "full", "sequence_chunks": 3},
+    "by operation": {"mode": "selective", "selective_ac_option": "op"},
+}
 CHECKPOINT, BUFFERS = "checkpoint", "buffers"
 ROUNDING = "rounding"
 STOCHASTIC: dict[str, dict[str, Any]] = {
@@ -205,6 +210,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
         faults = {
             name: guarded(recomputed, f"recomputed {name}", {"activation_checkpoint": keys})
             for name, keys in RECOMPUTATION.items()
+            if "sequence_chunks" not in keys or not unchunkable(family.on_meta())  # then a run refuses it
         }
         return [type(fault)(f"recomputed {name}: {fault}") for name in faults for fault in faults[name]]
 

@@ -156,8 +156,10 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
 
 def _default_meshes(config: Config) -> list[dict[str, int]]:
     """One process, and the meshes of check-model on which the model can run."""
-    whole = unsplittable(family_of(config.model).on_meta())
-    return [{}, *(degrees for degrees in MESHES.values() if "cp" not in degrees or not whole)]
+    refused = {"cp"} if unsplittable(family_of(config.model).on_meta()) else set()
+    if config.activation_checkpoint.sequence_chunks > 1:
+        refused.add("tp")
+    return [{}, *(degrees for degrees in MESHES.values() if refused.isdisjoint(degrees))]
 
 
 def _degrees(text: str) -> dict[str, int]:

@@ -7,6 +7,7 @@ tensors of a compiled block fails. parallel/parallelize.py keeps that order.
 """
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -54,13 +55,26 @@ def checkpoint_blocks(model: Decoder, every: int, offload: Offload | None = None
     """Keeps only the input of every n-th block, beginning with the n-th; call it after compiling. offload: of these inputs."""
     for number, block in enumerate(model.layers.values(), 1):
         if number % every == 0:
-            forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-            block.forward = forward if offload is None else offload.around(forward)
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            if offload is not None:
+                block.forward = offload.around(block.forward)
 
 
 def feed_forward(model: Decoder) -> list[nn.Module]:
     """The layers that `chunk_feed_forward` changes."""
     return [module for module in model.layers.modules() if isinstance(module, SwiGLU)]
+
+
+def unchunkable(model: Decoder) -> str:
+    """Why a model's feed-forward layers cannot compute the sequence in parts; "" if they can.
+
+    A class made from SwiGLU that mixes tokens is not found here; it differs in `titanlite check-model`.
+    """
+    kinds = {type(module) for module in feed_forward(model)}
+    if not kinds:
+        return "the model's blocks have no SwiGLU of models/blocks.py, nor a class made from it"
+    more = sorted(kind.__name__ for kind in kinds if len(inspect.signature(kind.forward).parameters) != len(("self", "x")))
+    return f"forward of {' and '.join(more)} takes more than x, of which the parts are made" if more else ""
 
 
 def chunk_feed_forward(model: Decoder, chunks: int) -> None:
@@ -100,9 +114,9 @@ def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...], rank: int
 def _chunked_class(kind: type[nn.Module], chunks: int) -> type[nn.Module]:
     """The class of feed-forward layers that compute in parts; all layers share it."""
 
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        parts = x.chunk(chunks, dim=1)
-        return torch.cat([checkpoint(kind.forward, self, part, use_reentrant=False) for part in parts], dim=1)
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:  # (batch, seq, dim), or (tokens, dim) as in mixtures
+        parts = x.tensor_split(min(chunks, x.shape[-2]), dim=-2)  # unlike `chunk` never fewer; a text being generated is short
+        return torch.cat([checkpoint(kind.forward, self, part, use_reentrant=False) for part in parts], dim=-2)
 
     return type(f"Chunked{kind.__name__}", (kind,), {"forward": forward})
 
@@ -126,14 +140,11 @@ def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
     return decide
 
 
-def idle_faults(cfg: ActivationCheckpoint, model: Decoder) -> Iterator[str]:
-    """A number of blocks of which a model has fewer, so that none is recomputed; parts of layers that a model does not have."""
+def model_faults(cfg: ActivationCheckpoint, model: Decoder) -> Iterator[str]:
+    """A number of blocks of which a model has fewer, so that none is recomputed; layers that cannot compute in parts."""
     every = cfg.selective_ac_option
-    if cfg.sequence_chunks > 1 and not feed_forward(model):
-        yield (
-            f"activation_checkpoint.sequence_chunks = {cfg.sequence_chunks}: the model's blocks have no SwiGLU of "
-            "models/blocks.py, nor a class made from it; set it to 1"
-        )
+    if cfg.sequence_chunks > 1 and (reason := unchunkable(model)):
+        yield f"activation_checkpoint.sequence_chunks = {cfg.sequence_chunks}: {reason}; set it to 1"
     if cfg.mode == "selective" and isinstance(every, int) and every > len(model.layers):
         yield f"activation_checkpoint.selective_ac_option = {every}: the model has {len(model.layers)} blocks; lower it"
 
@@ -147,8 +158,15 @@ _CONFLICTS: tuple[Conflict, ...] = (
 
 
 def faults(config: Config) -> Iterator[str]:
-    """A memory budget without the compiler that keeps it; parts of a sequence that tensor parallelism splits."""
+    """A memory budget without the compiler that keeps it; parts of a sequence that tensor parallelism splits, or too many."""
     yield from conflicts(config, _CONFLICTS)
+    chunks, ranks = config.activation_checkpoint.sequence_chunks, config.parallelism.context_parallel_degree
+    if chunks > (tokens := config.training.seq_len // ranks):
+        shared = f" / context_parallel_degree = {config.training.seq_len} / {ranks}" if ranks > 1 else ""
+        yield (
+            f"activation_checkpoint.sequence_chunks = {chunks}: a rank has training.seq_len{shared} = {tokens} tokens of a "
+            "sequence, so there cannot be more parts; lower it"
+        )
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend != "eager"
     if config.activation_checkpoint.mode == "memory_budget" and not compiled:
         needs = 'compile.enable = true, "model" among compile.components, and a compile.backend other than "eager"'

@@ -109,8 +109,22 @@ def faults(config: Config) -> Iterator[str]:
             f'float8.recipe_name = "{cfg.recipe_name}": needs a GPU of compute capability {least[0]}.{least[1]} at least; '
             "float8.emulate = true computes the same on any device, slowly"
         )
-    tokens = config.training.local_batch_size * config.training.seq_len
-    if tokens % MULTIPLE:
-        yield f"training.local_batch_size x training.seq_len = {tokens}: must be a multiple of {MULTIPLE} for float8"
+    yield from _token_faults(config)
     if cfg.enable_fsdp_float8_all_gather and isinstance(config.parallelism.fsdp_reshard_after_forward, int):
         yield f'{_GATHER}: parallelism.fsdp_reshard_after_forward must be "default", "always" or "never"'
+
+
+def _token_faults(config: Config) -> Iterator[str]:
+    """Products of weight gradients add up tokens: those of a rank, and of each part that a feed-forward layer computes."""
+    rows, ranks = config.training.local_batch_size, config.parallelism.context_parallel_degree
+    length, chunks = config.training.seq_len // ranks, config.activation_checkpoint.sequence_chunks
+    split = f" / context_parallel_degree = {rows} x {config.training.seq_len} / {ranks}" if ranks > 1 else ""
+    rule = f"must be a multiple of {MULTIPLE} for float8"
+    if rows * length % MULTIPLE:
+        yield f"training.local_batch_size x training.seq_len{split} = {rows * length}: {rule}"
+    elif unfit := {part for part in (length // chunks, -(-length // chunks)) if rows * part % MULTIPLE}:
+        parts = " or ".join(map(str, sorted(unfit)))
+        yield (
+            f"activation_checkpoint.sequence_chunks = {chunks}: training.local_batch_size = {rows} x {parts} tokens of a part "
+            f"{rule}; choose a divisor of the {length} tokens of a rank"
+        )

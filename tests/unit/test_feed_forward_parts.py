@@ -1,0 +1,76 @@
+"""Feed-forward layers that compute the sequence in parts: how many parts there are, and which layers can."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.blocks import SwiGLU
+from titanlite.config.schema import Config
+from titanlite.tools import verify
+from titanlite.transforms.activation_checkpoint import chunk_feed_forward, unchunkable
+
+DIM, HIDDEN = 8, 12
+
+
+def model_of(*layers: nn.Module) -> Any:
+    """What `chunk_feed_forward` reads of a model."""
+    return SimpleNamespace(layers=nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)}))
+
+
+def layer_of(kind: type[SwiGLU] = SwiGLU) -> SwiGLU:
+    torch.manual_seed(0)
+    return kind(DIM, HIDDEN)
+
+
+class Noted(SwiGLU):
+    """Notes how many tokens each call computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lengths = [*getattr(self, "lengths", []), x.shape[-2]]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("tokens", "lengths"), [(12, [4, 4, 4]), (4, [2, 1, 1]), (3, [1, 1, 1]), (1, [1])])
+def test_there_are_as_many_parts_as_asked_for_unless_there_are_fewer_tokens(tokens, lengths):
+    layer = layer_of(Noted)
+    chunk_feed_forward(model_of(layer), 3)
+    with torch.no_grad():
+        layer(torch.randn(2, tokens, DIM))
+    assert layer.lengths == lengths
+
+
+@pytest.mark.parametrize("shape", [(2, 10, DIM), (20, DIM)], ids=["a sequence", "tokens of all rows"])
+def test_the_result_and_gradients_are_those_of_the_whole(shape):
+    whole, parts = layer_of(), layer_of()
+    chunk_feed_forward(model_of(parts), 3)
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    results = [layer(x) for layer, x in zip((whole, parts), inputs, strict=True)]
+    torch.testing.assert_close(*results)
+    for result in results:
+        result.square().sum().backward()
+    for expected, found in zip((inputs[0], *whole.parameters()), (inputs[1], *parts.parameters()), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+class Gained(SwiGLU):
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * gain)
+
+
+def test_layers_that_cannot_compute_in_parts_are_named():
+    assert unchunkable(model_of(layer_of(), nn.Linear(DIM, DIM))) == ""
+    assert unchunkable(model_of(layer_of(Noted))) == ""
+    assert "no SwiGLU of models/blocks.py" in unchunkable(model_of(nn.Linear(DIM, DIM)))
+    assert "forward of Gained takes more than x" in unchunkable(model_of(layer_of(), layer_of(Gained)))
+
+
+@pytest.mark.parametrize(("parts", "splits_sequences"), [(1, True), (2, False)])
+def test_verify_leaves_out_meshes_that_refuse_parts(parts, splits_sequences):
+    recompute = {"mode": "full", "sequence_chunks": parts}
+    model = {"name": "tests.tiny", "flavor": "plain"}
+    meshes = verify._default_meshes(Config.model_validate({"model": model, "activation_checkpoint": recompute}))
+    assert any("tp" in degrees for degrees in meshes) == splits_sequences
+    assert {"cp": 2} in meshes
