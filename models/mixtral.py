@@ -101,7 +101,7 @@ def sharding(config: Config) -> dict[str, str]:
         "layers.*.attention.wo": "row",
         "layers.*.ffn_norm": "replicate",  # router and experts read this rank's slice of the sequence
         "layers.*.ffn.router": "replicate",
-        "layers.*.ffn.experts": "replicate",
+        "layers.*.ffn.experts": "experts",
         "head.norm": "sequence",
         "head.output": "vocab",
     }

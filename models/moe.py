@@ -1,112 +1,46 @@
 """Mixtures of experts: a router sends each token to a few of many feed-forward layers, and no token is dropped.
 
-Rows of tokens are sorted by their expert, and each product multiplies every expert's rows by its own matrix. That product is
-one operation of PyTorch's dispatcher: the number of rows of all experts together is fixed, so a block compiles as one graph,
-and routing never changes a shape. Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens.
+Rows of tokens are sorted by their expert, and each product multiplies every expert's rows by its own matrix (grouped.py).
+Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens. With expert parallelism, rows travel to
+the ranks that have their experts (exchange.py).
 """
 
-from itertools import pairwise
-from typing import Any, Literal
+import math
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import register_flop_formula
 
 from models.blocks import SwiGLU, local_weight
-
-# ------------------------------------------------------------------------------------------------------ grouped products
-
-# `ends` (experts,) int32 says which rows are whose: expert e has the rows from ends[e - 1], or 0, up to ends[e].
-
-
-@torch.library.custom_op("titanlite::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """The rows of each expert times its matrix, or times its transpose, as in nn.Linear.
-
-    rows: (n, in), sorted by expert; weights: (experts, in, out), or transposed (experts, out, in) -> (n, out).
-    """
-    matrices = weights.transpose(1, 2) if transposed else weights
-    if _has_kernel(rows, weights):
-        return F.grouped_mm(rows, matrices, offs=ends)
-    result = rows.new_empty(len(rows), matrices.shape[2])
-    for matrix, (first, last) in zip(matrices, _runs(ends), strict=True):
-        torch.mm(rows[first:last], matrix, out=result[first:last])
-    return result
-
-
-@torch.library.custom_op("titanlite::grouped_outer", mutates_args=())
-def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """For each expert, the product of its rows of left (n, a), transposed, and of right (n, b) -> (experts, a, b).
-
-    It is 0 for an expert without rows.
-    """
-    if _has_kernel(left, right):
-        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-        # nothing is multiplied for an expert without rows, and its matrix need not have been written
-        return F.grouped_mm(left.t(), right, offs=ends).masked_fill_((sizes == 0)[:, None, None], 0)
-    result = left.new_empty(len(ends), left.shape[1], right.shape[1])
-    for matrix, (first, last) in zip(result, _runs(ends), strict=True):
-        torch.mm(left[first:last].t(), right[first:last], out=matrix)
-    return result
-
-
-def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
-    aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
-    return left.is_cuda and left.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
-
-
-def _runs(ends: Tensor) -> Any:
-    """(first, last) of the rows of each expert, on the host."""
-    return pairwise([0, *ends.tolist()])
-
-
-@grouped_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
-
-
-@grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weights, ends, ctx.transposed = inputs
-    ctx.save_for_backward(rows, weights, ends)
-
-
-def _backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
-    rows, weights, ends = ctx.saved_tensors
-    slopes = slopes.contiguous()
-    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed) if ctx.needs_input_grad[0] else None
-    to_weights = None
-    if ctx.needs_input_grad[1]:
-        to_weights = grouped_outer(slopes, rows, ends) if ctx.transposed else grouped_outer(rows, slopes, ends)
-    return to_rows, to_weights, None, None
-
-
-grouped_product.register_autograd(_backward, setup_context=_keep)
-
-
-@register_flop_formula(torch.ops.titanlite.grouped_product)
-def _product_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return 2 * rows[0] * weights[1] * weights[2]  # shapes: each row meets one matrix
-
-
-@register_flop_formula(torch.ops.titanlite.grouped_outer)
-def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
+from models.exchange import exchanged_experts
+from models.grouped import grouped_product
 
 # What selective checkpointing by operation keeps. The choice is kept because a recomputation that rounds differently could
 # send a token to another expert.
 KEEP = (
     torch.ops.titanlite.grouped_product.default,
+    torch.ops.titanlite.exchanged_experts.default,
     torch.ops.aten.topk.default,
     torch.ops.aten.sort.stable,
 )
+
+
+class Choice(NamedTuple):
+    """Which experts the rows of this rank go to; a token has a row for each of its experts."""
+
+    order: Tensor  # (rows,) int64: the rows sorted by expert; row r is of token r // copies
+    inverse: Tensor  # (rows,) int64: the place of each row in that order
+    counts: Tensor  # (experts,) int64: rows of each expert
+    copies: int  # rows of a token
+
+    @classmethod
+    def of(cls, chosen: Tensor, n_experts: int) -> "Choice":
+        """chosen: (tokens, copies) int64, the numbers of the experts."""
+        experts, order = chosen.flatten().sort(stable=True)
+        inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+        ends = torch.searchsorted(experts, torch.arange(n_experts, device=order.device), right=True)
+        return cls(order, inverse, ends.diff(prepend=ends.new_zeros(1)), chosen.shape[1])
 
 
 class _Reordered(torch.autograd.Function):
@@ -199,19 +133,44 @@ class Router(nn.Module):
         return scores.topk(self.top_k, dim=-1).indices
 
 
+class Exchange(NamedTuple):
+    """The ranks among which experts are split, a run of equal length for each, and how many rows they receive at a time."""
+
+    group_name: str
+    ranks: int
+    factor: float  # of the rows that a rank receives when all experts get as many: at most so many at a time
+
+    def capacity(self, rows: int) -> int:
+        """The rows that a rank receives at a time, where each rank has so many of its own."""
+        return min(math.ceil(rows * self.factor), rows * self.ranks)
+
+
 class Experts(nn.Module):
     """The SwiGLU of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden)."""
 
+    exchange: Exchange | None = None  # with expert parallelism
+
     def __init__(self, n_experts: int, dim: int, hidden: int):
         super().__init__()
+        self.n_experts = n_experts
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden, dim))
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:  # (n, dim), sorted by expert -> (n, dim)
+    def forward(self, tokens: Tensor, choice: "Choice") -> Tensor:  # (tokens, dim) -> (rows, dim), sorted by expert
         w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
+        order, inverse, counts, copies = choice
+        if self.exchange is not None:
+            capacity = self.exchange.capacity(len(order))
+            return exchanged_experts(tokens, order, counts, w1, w2, w3, copies, capacity, self.exchange.group_name)[0]
+        rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
         hidden = F.silu(grouped_product(rows, w1, ends, True)) * grouped_product(rows, w3, ends, True)
         return grouped_product(hidden, w2, ends, True)
+
+
+def experts_of(model: nn.Module) -> list[Experts]:
+    """The experts of all mixtures of a model."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 class MoE(nn.Module):
@@ -225,17 +184,13 @@ class MoE(nn.Module):
     def numbers_of_a_token(self) -> int:
         """How many numbers of router and experts each token is multiplied by."""
         stacks = sum(parameter.numel() for parameter in self.experts.parameters())
-        return self.router.weight.numel() + stacks * self.router.top_k // self.experts.w1.shape[0]
+        return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same
-        tokens, copies = x.flatten(0, 1), self.router.top_k
+        tokens = x.flatten(0, 1)
         weights, chosen = self.router(tokens)
-        experts, order = chosen.flatten().sort(stable=True)  # each token occurs `copies` times
-        places = torch.arange(len(order), device=x.device)
-        inverse = torch.empty_like(order).scatter(0, order, places)
-        numbers = torch.arange(self.experts.w1.shape[0], device=x.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-        rows = self.experts(_Reordered.apply(tokens, order, inverse, copies), ends)
-        results = _Reordered.apply(rows, inverse, order, 1).unflatten(0, (-1, copies))
+        choice = Choice.of(chosen, self.experts.n_experts)
+        rows = self.experts(tokens, choice)
+        results = _Reordered.apply(rows, choice.inverse, choice.order, 1).unflatten(0, (-1, choice.copies))
         mixed = (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)
         return mixed if self.shared is None or self.shared_input is None else mixed + self.shared(self.shared_input(x))

@@ -26,7 +26,8 @@ from titanlite.checkpoint import load, manifest, save
 from titanlite.checkpoint.folder import try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Writer
-from titanlite.config.schema import Checkpoint, Config
+from titanlite.config.operation import Checkpoint
+from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.step import build_model
 from titanlite.optim.build import build_optimizer

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import mesh_of
-from titanlite.config.schema import Comm, Config, Training
+from titanlite.config.operation import Comm
+from titanlite.config.schema import Config, Training
 from titanlite.errors import UserError
 from titanlite.launch.process import once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
 from titanlite.parallel.mesh import rng_rank

@@ -12,8 +12,8 @@ from unittest import mock
 from tests.hostile.judge import Case
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, retire
+from titanlite.config.operation import Checkpoint
 from titanlite.config.read import read_config
-from titanlite.config.schema import Checkpoint
 from titanlite.launch import stacks
 from titanlite.launch.run_folder import OPTIONS, PLACES, RunLock, record_start
 from titanlite.loop.checks import check

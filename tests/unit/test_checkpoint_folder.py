@@ -24,7 +24,8 @@ from titanlite.checkpoint.folder import (
     unfinished_folder,
 )
 from titanlite.checkpoint.save import Saver
-from titanlite.config.schema import Checkpoint, Optimizer
+from titanlite.config.operation import Checkpoint
+from titanlite.config.schema import Optimizer
 from titanlite.errors import UserError
 from titanlite.optim.state import checkpoint_bytes
 from titanlite.transforms.registry import load_family

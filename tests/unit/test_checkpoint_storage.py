@@ -24,7 +24,7 @@ from titanlite.checkpoint import load, manifest, storage
 from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
-from titanlite.config.schema import Checkpoint
+from titanlite.config.operation import Checkpoint
 from titanlite.errors import UserError
 
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}

@@ -11,8 +11,9 @@ from contextlib import closing
 
 import pytest
 
+from titanlite.config.operation import Job
 from titanlite.config.read import read_config
-from titanlite.config.schema import Config, Job, Training
+from titanlite.config.schema import Config, Training
 from titanlite.errors import UserError
 from titanlite.files import replace_file
 from titanlite.launch.run_folder import RunLock, faults, other_run, record_start

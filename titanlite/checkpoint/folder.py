@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import manifest
-from titanlite.config.schema import Checkpoint, Config
+from titanlite.config.operation import Checkpoint
+from titanlite.config.schema import Config
 from titanlite.errors import MachineFault, UserError
 from titanlite.files import replace_file, sync
 from titanlite.launch.process import together

@@ -20,7 +20,7 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinished_folder
 from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
-from titanlite.config.schema import Checkpoint
+from titanlite.config.operation import Checkpoint
 from titanlite.errors import UserError
 from titanlite.transforms.shards import local_part
 

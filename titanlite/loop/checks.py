@@ -20,7 +20,7 @@ from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import divergence, loss, resume, validation
 from titanlite.optim import build, lr_schedule, state
-from titanlite.parallel import context, mesh, tensor
+from titanlite.parallel import context, expert, mesh, tensor
 from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
@@ -94,6 +94,7 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
     if config.model.overrides:
         yield from _misfits(config, family)
     yield from context.faults(config, model)
+    yield from expert.faults(config, model)
     yield from attention_kernels.faults(config, family)
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)

@@ -20,8 +20,9 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config.operation import Checkpoint
 from titanlite.config.read import KEYS, suggest
-from titanlite.config.schema import Checkpoint, Config
+from titanlite.config.schema import Config
 from titanlite.data.mixture import Data
 from titanlite.data.origin import Origin, continued
 from titanlite.errors import UserError, listed

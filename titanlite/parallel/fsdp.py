@@ -14,20 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 
 from models.decoder import Decoder
+from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel.mesh import data_degree, fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.shards import local_part
 
+# PyTorch 2.11 has one mesh for all parameters of a unit. There, experts that are split are units inside of their block's.
+MESH_PER_PARAMETER = hasattr(_fsdp_common, "ShardPlacementResult")
 
-def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
-    """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already."""
+
+def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None) -> None:
+    """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already.
+
+    of_experts: the mesh that shards experts, where that is not the one of all other parameters.
+    """
     training, parallelism = config.training, config.parallelism
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[training.mixed_precision_param],
@@ -40,11 +48,19 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
     shards = fsdp_mesh(mesh)
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
-    ranks = shards.size(-1)
     # what FSDP2 reshards over fewer ranks it splits along the first dimension
-    dimension = functools.partial(split_dimension, ranks=1 if isinstance(policy, int) else ranks)
-    whole = {unit: _WholeReduceScatter(unit, ranks, dimension) for unit in waiting_units(model)}
-    options_of_blocks = options | {"shard_placement_fn": lambda parameter: Shard(dimension(parameter.shape))}
+    ranks = 1 if isinstance(policy, int) else shards.size(-1)
+    placement_fn: Callable[[nn.Parameter], Any] = functools.partial(_placement, ranks=ranks)
+    if of_experts is not None and torch.equal(of_experts.mesh, shards.mesh):
+        of_experts = None  # both have one rank, or no replica has more
+    if of_experts is not None and MESH_PER_PARAMETER:
+        apart = {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
+        placement_fn = functools.partial(_placement_on_two, ranks=ranks, apart=apart, info=_mesh_info(of_experts))
+    elif of_experts is not None:
+        split = functools.partial(_placement, ranks=of_experts.size(-1))
+        for experts in experts_of(model):
+            fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
+    options_of_blocks = options | {"shard_placement_fn": placement_fn}
     blocks = [fully_shard(block, reshard_after_forward=of_block, **options_of_blocks) for block in model.layers.values()]
     embed, head = model.embed, model.head
     if embed is not None and head is not None and _tied(model):
@@ -65,13 +81,40 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and Deferred.of(config).replicas:
-        for unit, reduce_scatter in whole.items():
-            unit.set_custom_reduce_scatter(reduce_scatter)
+        for unit in waiting_units(model):
+            for group in _groups(unit):
+                group._reduce_scatter_comm = _WholeReduceScatter(type(unit).__name__, group)
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
         depth = parallelism.fsdp_prefetch
         for place, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
             block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+
+
+def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
+    return Shard(split_dimension(local_part(parameter).shape, ranks))
+
+
+def _placement_on_two(parameter: nn.Parameter, ranks: int, apart: set[int], info: Any) -> Any:
+    """The placement of a parameter whose unit has two meshes. apart: parameters on the other one, which `info` describes."""
+    if id(parameter) not in apart:
+        return _placement(parameter, ranks)
+    return _fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
+
+
+def _mesh_info(mesh: DeviceMesh) -> Any:
+    """A mesh as FSDP2 describes it: of shards, or of replicas and shards."""
+    if mesh.ndim == 1:
+        return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _groups(unit: nn.Module) -> list[Any]:
+    """FSDP2's groups of a unit's parameters, which are gathered and reduced together: one for each mesh."""
+    state = unit._get_fsdp_state()  # type: ignore[operator]
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # 2.11
 
 
 def split_dimension(shape: Sequence[int], ranks: int) -> int:
@@ -118,20 +161,17 @@ def waiting_units(model: Decoder) -> list[Any]:
 
 
 class _WholeReduceScatter(DefaultReduceScatter):
-    """The reduce-scatter of a unit whose all-reduce waits; refuses gradients of only some of its parameters.
+    """The reduce-scatter of parameters of a unit whose all-reduce waits; refuses gradients of only some of them.
 
     FSDP2 adds the flat results of a step's microbatches without knowing whose values they are. Results of equal size from
     different parameters would be added to each other.
     """
 
-    def __init__(self, unit: nn.Module, ranks: int, dimension: Callable[[Sequence[int]], int]) -> None:
-        """unit: not yet sharded over dp_shard, which has so many ranks. dimension: which one of a shape they split."""
-        self.unit = type(unit).__name__
-        shapes = [local_part(parameter).shape for parameter in unit.parameters() if parameter.requires_grad]
-        # FSDP2 pads the first dimension, and splits another one only evenly
-        self.elements = sum(
-            math.prod(shape) if dimension(shape) else -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes
-        )
+    def __init__(self, unit: str, group: Any) -> None:
+        """unit: its name in messages. group: FSDP2's, of these parameters."""
+        self.unit, ranks = unit, group.mesh_info.shard_mesh_size
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        self.elements = sum(each.padded_sharded_param_size.numel() for each in trained) * ranks
         self.to_send = True
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -163,7 +203,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The unit of tied embedding and head has run the head last, waits for the embedding, and would stay gathered.
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
+            for group in _groups(module):
                 group._training_state = TrainingState.IDLE
             module.reshard()

@@ -19,6 +19,7 @@ from titanlite.errors import UserError
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples
 LOSS_DIMENSIONS = (*DATA_DIMENSIONS, "cp")  # ranks whose losses are parts of the global batch's
+WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that have a model together, and each some tokens
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
@@ -65,6 +66,11 @@ def data_degree(mesh: DeviceMesh) -> int:
 def parts_of(degrees: dict[str, int]) -> int:
     """The number of parts of a global batch. degrees: those that are not 1."""
     return math.prod(degrees.get(name, 1) for name in DATA_DIMENSIONS)
+
+
+def ranks_of(degrees: dict[str, int]) -> int:
+    """The number of ranks. degrees: those that are not 1; with "ep", which splits experts over ranks of other dimensions."""
+    return math.prod(degrees.get(name, 1) for name in DIMENSIONS)
 
 
 def data_rank(mesh: DeviceMesh) -> int:
@@ -120,6 +126,12 @@ def faults(config: Config, ranks: int) -> Iterator[str]:
         )
     elif training.seq_len % tensor:
         yield f"parallelism.tensor_parallel_degree = {tensor}: does not divide training.seq_len = {training.seq_len}"
+    experts, together = parallelism.expert_parallel_degree, math.prod(degrees[name] for name in WITHIN_A_REPLICA)
+    if together % experts:
+        yield (
+            f"parallelism.expert_parallel_degree = {experts}: does not divide data_parallel_shard_degree x "
+            f"context_parallel_degree x tensor_parallel_degree = {shard // context} x {context} x {tensor} = {together}"
+        )
     reshard = parallelism.fsdp_reshard_after_forward
     among = f"data_parallel_shard_degree{' x context_parallel_degree' if context > 1 else ''} = {shard}"
     if isinstance(reshard, int) and (shard % reshard or reshard >= shard):

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.parallel.context import apply_context_parallel
+from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
@@ -39,7 +40,8 @@ def parallelize(
     if config.training.z_loss and model.head is not None:
         model.head.z_loss = config.training.z_loss
     apply_context_parallel(model, config, mesh["cp"])
-    # FSDP2 shards what tensor parallelism has left to a rank, so that comes before it.
+    # FSDP2 shards what tensor and expert parallelism have left to a rank, so that these come before it.
+    experts = apply_expert_parallel(model, config, mesh)
     apply_tensor_parallel(model, family, mesh["tp"])
     # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
     sharded = needs_fsdp(config, mesh.size())
@@ -65,5 +67,5 @@ def parallelize(
         del model.layers[name]
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
     if sharded:
-        apply_fsdp(model, config, mesh)
+        apply_fsdp(model, config, mesh, experts.fsdp if experts else None)
     return model

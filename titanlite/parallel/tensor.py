@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from models.decoder import Decoder
+from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.transforms.float8 import linear_layers
@@ -83,6 +84,8 @@ STYLES: dict[str, Style] = {
     "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
     # whole weights, applied to this rank's heads or its slice of the sequence; gradients are summed over ranks
     "replicate": Style(Replicate(), Replicate()),
+    # the same for the experts of a mixture, unless expert parallelism has split them
+    "experts": Style(Replicate(), Replicate(), (Experts,)),
     # weights of features, split like the output of a "column" module; the module itself communicates between ranks
     "features": Style(Shard(0), Shard(0)),
 }
@@ -129,6 +132,8 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
     for name, style_name in styles_of(model, family)[0].items():
         module = model.get_submodule(name)
         style = STYLES[style_name]
+        if isinstance(module, Experts) and module.exchange is not None:
+            continue
         if style_name == "vocab" and isinstance(module, nn.Embedding):
             style = _EMBEDDING
         elif style_name == "replicate" and isinstance(module, nn.Linear):

@@ -10,7 +10,6 @@ Overrides change dimensions of every flavor, also of the one that is trained.
 
 import contextlib
 import functools
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
 from titanlite.parallel.context import unsplittable
+from titanlite.parallel.mesh import ranks_of
 from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import MESHES, compare
 from titanlite.tools.model_facts import SMALL, size_of
@@ -156,7 +156,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
 
     def run(function: Callable[..., Any], sections: dict[str, dict[str, Any]], degrees: dict[str, int], *more: Any) -> Any:
         words = model, sections, degrees, *more
-        return on_ranks(math.prod(degrees.values()), function, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
+        return on_ranks(ranks_of(degrees), function, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
 
     def row(*arguments: Any, **options: Any) -> Row:
         notes.clear()
@@ -233,7 +233,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
     def run_whole() -> list[str]:
         degrees = MESHES[widest]
         words = model, degrees, saves.parent
-        runs = on_ranks(math.prod(degrees.values()), run_loops, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
+        runs = on_ranks(ranks_of(degrees), run_loops, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
         whole_runs.append(runs)
         return run_faults(runs)
 

@@ -26,7 +26,7 @@ from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel.fsdp import Deferred
-from titanlite.parallel.mesh import data_degree, data_rank, parts_of, rng_rank
+from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
 from titanlite.transforms.registry import family_of
 
 # mesh dimension -> its key in [parallelism]
@@ -35,6 +35,7 @@ DEGREES = {
     "dp_shard": "data_parallel_shard_degree",
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
 }
 # The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.
 MESHES = {
@@ -80,7 +81,7 @@ def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Confi
     local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
     split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
-    return split.settled(Place(ranks=math.prod(degrees.values())))  # what has no effect on one mesh may have one on another
+    return split.settled(Place(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another
 
 
 def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:

@@ -26,8 +26,9 @@ from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.config.effects import Place
+from titanlite.config.operation import Checkpoint, Profiling
 from titanlite.config.read import read_config, stored_config
-from titanlite.config.schema import Checkpoint, Config, Parallelism, Profiling, Validation
+from titanlite.config.schema import Config, Parallelism, Validation
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data

@@ -10,7 +10,6 @@ error of the model's code; 3: of some difference it is undecided whether it is r
 """
 
 import functools
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.effects import Place
+from titanlite.config.operation import Checkpoint
 from titanlite.config.read import read_config
-from titanlite.config.schema import Checkpoint, Config, Model, Optimizer
+from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.parallel.context import unsplittable
-from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of
+from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
 from titanlite.tools.compare import (
     DEGREES,
     MESHES,
@@ -52,7 +52,7 @@ def main() -> None:
     global_batch = config.global_batch(max(map(parts_of, meshes)))  # what the widest mesh has
     configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
     for degrees, mesh_config in zip(meshes, configs, strict=True):
-        check(mesh_config, path, math.prod(degrees.values()))
+        check(mesh_config, path, ranks_of(degrees))
     configs = [mesh_config.settled(Place(torch.cuda.is_available())) for mesh_config in configs]
     open_data(config)  # fills the cache for the ranks
     first, *others = zip(configs, meshes, strict=True)
@@ -101,7 +101,7 @@ def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) 
     """The result of a function on a mesh of processes on this machine. Raises UserError, with the mesh, for an error there."""
     timeout = config.comm.init_timeout_seconds
     try:
-        return on_ranks(math.prod(degrees.values()), function, config, degrees, timeout_seconds=timeout)
+        return on_ranks(ranks_of(degrees), function, config, degrees, timeout_seconds=timeout)
     except UserError as error:
         raise UserError(f"mesh {_name(degrees)}: {error}") from None
 

@@ -1,0 +1,262 @@
+"""Expert parallelism: rows of tokens travel to the ranks that have their experts, and the results travel back.
+
+No token is dropped, and memory is bounded under any routing. A rank receives at most `capacity` rows at a time; what exceeds
+that follows in further rounds, of which all ranks compute the same number from the same counts. Of the first round the backward
+pass finds what it needs; further rounds are sent and computed again, so what is kept has one size. Everything is one operation
+of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph, and never again. The host
+waits for the device once a layer and pass, for the counts: the sizes of messages must be numbers.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
+
+from models.grouped import grouped_outer, grouped_product
+
+
+class Counts(NamedTuple):
+    """How many rows go from each rank to each expert: (senders, receivers, experts of a receiver) int64, in two places."""
+
+    on_device: Tensor
+    on_host: Tensor
+
+
+class Round(NamedTuple):
+    """What this rank sends and receives at a time."""
+
+    segments: list[tuple[int, int]]  # for each receiver (first, last) of this rank's rows
+    gives: list[int]  # rows to each rank
+    takes: list[int]  # rows from each rank
+    by_expert: Tensor  # (rows,) int64: places of the received rows, sorted by expert and then by sender
+    ends: Tensor  # (experts,) int32: where each expert's received rows end
+
+
+def taken(counts: Tensor, first: int, last: int) -> Tensor:
+    """The part of the counts that is in a round, which is rows `first` to `last` of what each receiver receives in all.
+
+    That is ordered by expert and then by sender, so that most experts are in one round, and what a rank sends to another in
+    one round is a run of its rows.
+    """
+    of_receiver = counts.permute(1, 2, 0)  # (receivers, experts, senders)
+    ends = of_receiver.flatten(1).cumsum(1).view_as(of_receiver)
+    return (ends.clamp(first, last) - (ends - of_receiver).clamp(first, last)).permute(2, 0, 1)
+
+
+def rounds(counts: Counts, rank: int, capacity: int) -> Iterator[Round]:
+    """At least one round; as many for all ranks, since they take part in each other's."""
+    senders, _, experts = counts.on_host.shape
+    own = counts.on_host[rank].sum(1).cumsum(0).tolist()
+    nexts = [0, *own[:-1]]  # of this rank's rows for each receiver, the first that has not been sent
+    most = int(counts.on_host.sum((0, 2)).max())
+    for first in range(0, max(1, most), capacity):
+        host, device = (taken(each, first, first + capacity) for each in (counts.on_host, counts.on_device))
+        gives: list[int] = host[rank].sum(1).tolist()
+        takes: list[int] = host[:, rank].sum(1).tolist()
+        segments = [(start, start + size) for start, size in zip(nexts, gives, strict=True)]
+        nexts = [last for _, last in segments]
+        received = device[:, rank]  # (senders, experts): the rows arrive in this order
+        expert = torch.arange(experts, device=received.device).repeat(senders)
+        experts_of_rows = expert.repeat_interleave(received.flatten(), output_size=sum(takes))
+        by_expert = experts_of_rows.argsort(stable=True)
+        yield Round(segments, gives, takes, by_expert, received.sum(0).cumsum(0).int())
+
+
+def _send(rows: Tensor, this: Round, group: Any, room: int) -> Tensor:
+    """Rows of this rank, one run for each receiver -> those that it receives, sorted by expert; (room, ...), the end unwritten.
+
+    An operation's shapes must not depend on the routing, and what the first round keeps is a result of one.
+    """
+    arrived = rows.new_empty(sum(this.takes), rows.shape[1])
+    dist.all_to_all_single(arrived, rows, this.takes, this.gives, group=group)
+    received = rows.new_empty(room, rows.shape[1])
+    torch.index_select(arrived, 0, this.by_expert, out=received[: len(arrived)])
+    return received
+
+
+def _return(rows: Tensor, this: Round, group: Any) -> Tensor:
+    """The way back of `_send`, to the order in which this rank sent."""
+    arrived = torch.empty_like(rows)
+    arrived[this.by_expert] = rows
+    returned = rows.new_empty(sum(this.gives), rows.shape[1])
+    dist.all_to_all_single(returned, arrived, this.gives, this.takes, group=group)
+    return returned
+
+
+def _pick(x: Tensor, this: Round) -> Tensor:
+    """What of x, with a row for each of this rank's rows, is sent in a round."""
+    return torch.cat([x[first:last] for first, last in this.segments])
+
+
+def _put(result: Tensor, rows: Tensor, this: Round) -> None:
+    """The inverse of `_pick`, in place."""
+    for (first, last), part in zip(this.segments, rows.split(this.gives), strict=True):
+        result[first:last] = part
+
+
+def _products(rows: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return grouped_product(rows, w1, ends, True), grouped_product(rows, w3, ends, True)
+
+
+@torch.library.custom_op("titanlite::exchanged_experts", mutates_args=())
+def exchanged_experts(
+    tokens: Tensor,
+    order: Tensor,
+    counts: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    copies: int,
+    capacity: int,
+    group_name: str,
+) -> list[Tensor]:
+    """The SwiGLU of each row's expert, which may be on another rank.
+
+    tokens: (tokens, dim), of which row i is `order[i] // copies`; order: (n,) int64, sorted by expert. counts: (all experts,)
+    int64, of this rank's rows. w1, w3: (experts of this rank, hidden, dim); w2: (experts of this rank, dim, hidden). capacity:
+    the rows that a rank receives at a time.
+
+    -> the results, (n, dim). For the backward pass: the first round's rows and both products with them, (capacity, ...), of
+    which the end may be unwritten; the `Counts`.
+    """
+    group = _group(group_name)
+    every = _counts_of_all(counts, group)
+    results = tokens.new_empty(len(order), tokens.shape[1])
+    kept: list[Tensor] = []
+    for this in rounds(every, group.rank(), capacity):
+        rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
+        gate, up = _products(rows, w1, w3, this.ends)
+        kept = kept or [rows, gate, up]
+        received = sum(this.takes)
+        hidden = F.silu(gate[:received]).mul_(up[:received])
+        _put(results, _return(grouped_product(hidden, w2, this.ends, True), this, group), this)
+    return [results, *kept, *every]
+
+
+@torch.library.custom_op("titanlite::exchanged_experts_backward", mutates_args=())
+def exchanged_experts_backward(
+    slopes: Tensor,
+    tokens: Tensor,
+    order: Tensor,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    counts: list[Tensor],
+    copies: int,
+    trained: bool,
+    group_name: str,
+) -> list[Tensor]:
+    """The slopes of tokens and, if they are trained, of w1, w2, w3.
+
+    slopes: of the results, (n, dim). weights: w1, w2, w3. kept, counts: as returned by `exchanged_experts`.
+    """
+    group = _group(group_name)
+    w1, w2, w3 = weights
+    to_rows = slopes.new_empty(slopes.shape)
+    to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
+    for number, this in enumerate(rounds(Counts(*counts), group.rank(), len(kept[0]))):
+        received = sum(this.takes)
+        if number == 0:
+            rows, gate, up = (each[:received] for each in kept)
+        else:
+            rows = _send(tokens[_pick(order, this) // copies], this, group, received)
+            gate, up = _products(rows, w1, w3, this.ends)
+        slope = _send(_pick(slopes, this), this, group, received)
+        to_hidden, gated = grouped_product(slope, w2, this.ends, False), F.silu(gate)
+        if trained:
+            to_weights[1] += grouped_outer(slope, gated * up, this.ends)
+        to_up = to_hidden * gated
+        to_gate = torch.ops.aten.silu_backward(to_hidden.mul_(up), gate)
+        if trained:
+            to_weights[0] += grouped_outer(to_gate, rows, this.ends)
+            to_weights[2] += grouped_outer(to_up, rows, this.ends)
+        to_received = grouped_product(to_gate, w1, this.ends, False).add_(grouped_product(to_up, w3, this.ends, False))
+        _put(to_rows, _return(to_received, this, group), this)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    return [to_rows[inverse].unflatten(0, (-1, copies)).sum(dim=1), *to_weights]
+
+
+@exchanged_experts.register_fake
+def _(
+    tokens: Tensor,
+    order: Tensor,
+    counts: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    copies: int,
+    capacity: int,
+    group_name: str,
+) -> list[Tensor]:
+    hidden, dim = w1.shape[1:]
+    ranks = len(counts) // len(w1)
+    every = counts.new_empty(ranks, ranks, len(w1))
+    rows = [tokens.new_empty(capacity, size) for size in (dim, hidden, hidden)]
+    return [tokens.new_empty(len(order), dim), *rows, every, torch.empty_like(every, device="cpu")]
+
+
+@exchanged_experts_backward.register_fake
+def _(
+    slopes: Tensor,
+    tokens: Tensor,
+    order: Tensor,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    counts: list[Tensor],
+    copies: int,
+    trained: bool,
+    group_name: str,
+) -> list[Tensor]:
+    return [torch.empty_like(tokens), *(torch.empty_like(weight) for weight in weights if trained)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tokens, order, _, w1, w2, w3, ctx.copies, _, ctx.group_name = inputs
+    _, *kept = output
+    ctx.save_for_backward(tokens, order, w1, w2, w3, *kept)
+    ctx.mark_non_differentiable(*kept)
+
+
+def _backward(ctx: Any, slopes: list[Tensor]) -> tuple[Tensor | None, ...]:
+    tokens, order, *tensors = ctx.saved_tensors
+    trained = any(ctx.needs_input_grad[3:6])
+    weights, kept, counts = tensors[:3], tensors[3:6], tensors[6:]
+    to_tokens, *to_weights = exchanged_experts_backward(
+        slopes[0].contiguous(), tokens, order, weights, kept, counts, ctx.copies, trained, ctx.group_name
+    )
+    return to_tokens, None, None, *(to_weights or (None, None, None)), None, None, None
+
+
+exchanged_experts.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.titanlite.exchanged_experts)
+def _flops(tokens: Any, order: Any, counts: Any, w1: Any, *_: Any, **__: Any) -> int:
+    return 6 * order[0] * w1[1] * w1[2]  # shapes: each row meets three matrices; as many rows arrive, on average
+
+
+@register_flop_formula(torch.ops.titanlite.exchanged_experts_backward)
+def _backward_flops(
+    slopes: Any, tokens: Any, order: Any, weights: Any, kept: Any, counts: Any, copies: Any, trained: bool, *_: Any, **__: Any
+) -> int:
+    w1 = weights[0]
+    return (12 if trained else 6) * order[0] * w1[1] * w1[2]
+
+
+def _group(name: str) -> Any:
+    """PyTorch's operations name their groups too."""
+    resolve: Any = _resolve_process_group
+    return resolve(name)
+
+
+def _counts_of_all(counts: Tensor, group: Any) -> Counts:
+    """The one place where the host waits for the device."""
+    ranks = group.size()
+    gathered = counts.new_empty(ranks * len(counts))
+    dist.all_to_all_single(gathered, counts.repeat(ranks), group=group)  # 2.13 renames all-gather and warns of its old name
+    gathered = gathered.view(ranks, ranks, -1)
+    return Counts(gathered, gathered.to("cpu", copy=True))

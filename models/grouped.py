@@ -1,0 +1,94 @@
+"""Grouped products: rows that are sorted by expert, each expert's by a matrix of its own, as one operation of PyTorch's
+dispatcher. The number of rows of all experts together is fixed, so routing never changes a shape, and never compiles anything.
+
+`ends` (experts,) int32 says which rows are whose: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the
+last end are nobody's, and so are those of the result, which are unwritten.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("titanlite::grouped_product", mutates_args=())
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """The rows of each expert times its matrix, or times its transpose, as in nn.Linear.
+
+    rows: (n, in), sorted by expert; weights: (experts, in, out), or transposed (experts, out, in) -> (n, out).
+    """
+    matrices = weights.transpose(1, 2) if transposed else weights
+    if _has_kernel(rows, weights):
+        return F.grouped_mm(rows, matrices, offs=ends)
+    result = rows.new_empty(len(rows), matrices.shape[2])
+    for matrix, (first, last) in zip(matrices, _runs(ends), strict=True):
+        torch.mm(rows[first:last], matrix, out=result[first:last])
+    return result
+
+
+@torch.library.custom_op("titanlite::grouped_outer", mutates_args=())
+def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """For each expert, the product of its rows of left (n, a), transposed, and of right (n, b) -> (experts, a, b).
+
+    It is 0 for an expert without rows.
+    """
+    if _has_kernel(left, right):
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+        # nothing is multiplied for an expert without rows, and its matrix need not have been written
+        return F.grouped_mm(left.t(), right, offs=ends).masked_fill_((sizes == 0)[:, None, None], 0)
+    result = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    for matrix, (first, last) in zip(result, _runs(ends), strict=True):
+        torch.mm(left[first:last].t(), right[first:last], out=matrix)
+    return result
+
+
+def _has_kernel(left: Tensor, right: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
+    aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
+    return left.is_cuda and left.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+def _runs(ends: Tensor) -> Any:
+    """(first, last) of the rows of each expert, on the host."""
+    return pairwise([0, *ends.tolist()])
+
+
+@grouped_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
+
+
+@grouped_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, ends, ctx.transposed = inputs
+    ctx.save_for_backward(rows, weights, ends)
+
+
+def _backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+    rows, weights, ends = ctx.saved_tensors
+    slopes = slopes.contiguous()
+    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed) if ctx.needs_input_grad[0] else None
+    to_weights = None
+    if ctx.needs_input_grad[1]:
+        to_weights = grouped_outer(slopes, rows, ends) if ctx.transposed else grouped_outer(rows, slopes, ends)
+    return to_rows, to_weights, None, None
+
+
+grouped_product.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.titanlite.grouped_product)
+def _product_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * rows[0] * weights[1] * weights[2]  # shapes: each row meets one matrix
+
+
+@register_flop_formula(torch.ops.titanlite.grouped_outer)
+def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]

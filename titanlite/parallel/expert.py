@@ -1,0 +1,74 @@
+"""Expert parallelism: the experts of each mixture are split over ranks, to which tokens travel (models/exchange.py).
+
+Experts know no tensor parallelism: sequence and context parallelism give each rank tokens of its own. So all ranks of a replica
+are data ranks for experts: neighbours have different experts, and ranks with equal experts share these as FSDP2 does.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from models.decoder import Decoder
+from models.moe import Exchange, experts_of
+from titanlite.config.schema import Config
+from titanlite.parallel.fsdp import MESH_PER_PARAMETER
+from titanlite.parallel.mesh import WITHIN_A_REPLICA
+
+
+class ExpertMeshes(NamedTuple):
+    """Two views of the ranks of a replica."""
+
+    split: DeviceMesh  # ("ep",): among which experts are split
+    fsdp: DeviceMesh  # what `fully_shard` takes for experts: the ranks with equal experts, after the replicas, if there are any
+
+
+def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> ExpertMeshes | None:
+    """Splits experts over ranks, and makes their tokens travel; None where no experts are split."""
+    degree = config.parallelism.expert_parallel_degree
+    if degree == 1:
+        return None
+    meshes = expert_meshes(mesh, degree)
+    exchange = Exchange(meshes.split.get_group().group_name, degree, config.moe.max_tokens_factor)
+    for module in experts_of(model):
+        module.exchange = exchange
+        for name, parameter in module.named_parameters(recurse=False):
+            split = distribute_tensor(parameter, meshes.split, [Shard(0)])
+            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+    return meshes
+
+
+def expert_meshes(mesh: DeviceMesh, degree: int) -> ExpertMeshes:
+    """Makes groups of ranks, so all ranks together call it once."""
+    every = mesh[WITHIN_A_REPLICA]._flatten("within_a_replica")
+    apart = every._unflatten(0, (every.size() // degree, degree), ("expert_shard", "ep"))
+    shards = apart["expert_shard"]
+    replicated = mesh["dp_replicate"].size() > 1
+    return ExpertMeshes(apart["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if replicated else shards)
+
+
+def faults(config: Config, model: Decoder) -> Iterator[str]:
+    """A degree for a model without experts, or that does not divide them; what FSDP2 cannot do with it."""
+    degree, reshard = config.parallelism.expert_parallel_degree, config.parallelism.fsdp_reshard_after_forward
+    if degree == 1:
+        return
+    key, title = f"parallelism.expert_parallel_degree = {degree}", config.model.title
+    numbers = {module.n_experts for module in experts_of(model)}
+    if not numbers:
+        yield f"{key}: {title} has no Experts of models/moe.py; set it to 1"
+    elif undivided := sorted(number for number in numbers if number % degree):
+        yield f"{key}: does not divide the {' or '.join(map(str, undivided))} experts of {title}"
+    if isinstance(reshard, int):
+        yield (
+            f"parallelism.fsdp_reshard_after_forward = {reshard}: FSDP2 reshards all parameters of a block over the same "
+            f'ranks, and {key} shards some over others; use "default", "always" or "never"'
+        )
+    if not MESH_PER_PARAMETER:
+        needs = "needs PyTorch 2.13, whose FSDP2 has a mesh for each parameter"
+        cfg = config.activation_checkpoint
+        if config.compile.enable and "model" in config.compile.components:
+            yield f"{key}: with compile.enable = true, {needs}"
+        if cfg.mode == "selective" and cfg.selective_ac_option == "op":
+            yield f'{key}: with activation_checkpoint.selective_ac_option = "op", {needs}'
