@@ -74,9 +74,14 @@ def reference(pool: Pool, flavor: str) -> tuple[Trajectory, float]:
     return pool.run(f"{__name__}:with_margin", degrees={}, config=config)[0]
 
 
-def assert_as_on_one_process(pools: dict[int, Pool], flavor: str, degrees: dict[str, int], config: Config) -> None:
-    pool = pools[ranks_of(degrees)]
-    found, graphs = pool.run("tests.distributed.scenarios:trajectory", timeout=300, degrees=degrees, config=config)[0]
+def assert_as_on_one_process(
+    pools: dict[int, Pool],
+    flavor: str,
+    degrees: dict[str, int],
+    config: Config,
+    function: str = "tests.distributed.scenarios:trajectory",
+) -> None:
+    found, graphs = pools[ranks_of(degrees)].run(function, timeout=300, degrees=degrees, config=config)[0]
     comparison = compare(found, reference(pools[1], flavor)[0])
     print(f"{flavor}, {degrees}: {comparison}")
     assert [str(each) for each in comparison.excessive] == []

@@ -2,13 +2,17 @@
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.distributed.mixtures import VARIANTS, assert_as_on_one_process, config_of_cell
+from tests.distributed.scenarios import trajectory
 from tests.repetitions import slow_but
+from titanlite.config.schema import Config
+from titanlite.parallel import fsdp
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import compare
+from titanlite.tools.compare import Trajectory, compare
 
 FLAVORS = ("plain", "shared", "grouped")
 MESHES: dict[str, dict[str, int]] = {
@@ -65,6 +69,26 @@ def test_all_other_combinations_too(pools, flavor, mesh, variant):
 @pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS, ids=map(identity, ROUNDS))
 def test_rows_that_travel_in_many_rounds_change_nothing(pools, flavor, mesh, variant, rounds):
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant, **rounds))
+
+
+def units_inside_of_blocks(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
+    """Trains as with PyTorch 2.11, whose FSDP2 has one mesh for all parameters of a unit."""
+    with mock.patch.object(fsdp, "MESH_PER_PARAMETER", False):
+        return trajectory(degrees, config)
+
+
+NESTED = [
+    ("plain", "shard 4, ep 2", "accumulated"),
+    ("grouped", "shard 2 x tp 2, ep 4", "recomputed"),
+    ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
+]
+
+
+@pytest.mark.parametrize(("flavor", "mesh", "variant"), NESTED, ids=map(identity, NESTED))
+def test_without_a_mesh_for_each_parameter_too(pools, flavor, mesh, variant):
+    config = config_of_cell(flavor, MESHES[mesh], variant)
+    function = "tests.distributed.test_expert_parallel:units_inside_of_blocks"
+    assert_as_on_one_process(pools, flavor, MESHES[mesh], config, function)
 
 
 @pytest.mark.parametrize("mesh", slow_but(["tp 2, ep 2"], MESHES))

@@ -41,6 +41,7 @@ HOLDS: dict[str, dict[str, str]] = {
     "validation.sample_prompts is set": {"validation.sample_prompts": '["a"]'},
     "parallelism.tensor_parallel_degree > 1": {"parallelism.tensor_parallel_degree": "2"},
     "parallelism.context_parallel_degree > 1": {"parallelism.context_parallel_degree": "2"},
+    "parallelism.expert_parallel_degree > 1": {"parallelism.expert_parallel_degree": "2"},
     "model.hf_assets_path is set": {"model.hf_assets_path": '"assets"'},
     "dataloader.workers > 0": {"dataloader.workers": "1"},
     "profiling.enable_profiling = true": {"profiling.enable_profiling": "true"},

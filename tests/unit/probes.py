@@ -16,6 +16,7 @@ import torch
 from torch._functorch import config as partitioner
 from torch.distributed.fsdp import FSDPModule
 
+from models.moe import experts_of
 from tests.distributed.scenarios import learnable_ids
 from tests.token_files import data_of
 from titanlite import train as loop
@@ -110,6 +111,7 @@ def layout(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch) -> objec
         parts = mesh["dp_replicate"].size() * mesh["dp_shard"].size()
         seen += [mesh.shape, attention_sentence(model, config), getattr(model.head, "z_loss", 0.0)]
         seen.append(model.context and model.context[1])
+        seen += [experts.exchange and experts.exchange[1:] for experts in experts_of(model)]
     seen += [(type(part).__name__, type(part.forward).__name__) for part in model.layers.modules()]
     seen.append(partitioner.activation_memory_budget)
     if not isinstance(model, FSDPModule):
@@ -303,6 +305,7 @@ PROBES: dict[str, Callable[..., object]] = {
         "model.attention training.z_loss training.mixed_precision_param training.mixed_precision_reduce"
         " parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree"
         " parallelism.context_parallel_degree parallelism.context_parallel_method"
+        " parallelism.expert_parallel_degree moe.max_tokens_factor"
         " parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch"
         " parallelism.enable_async_tensor_parallel parallelism.cpu_offload activation_checkpoint.mode"
         " activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget activation_checkpoint.sequence_chunks"

@@ -15,6 +15,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
+from titanlite.parallel import expert
 from titanlite.transforms import compile
 
 TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
@@ -38,6 +39,8 @@ SNAPSHOT, RECORD = "profiling.enable_memory_snapshot", "comm.trace_buf_size"
 CHUNKS = "activation_checkpoint.sequence_chunks"
 AC, BLOCKS = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 LAST = "parallelism.reduce_every_microbatch"
+EP, FACTOR = "parallelism.expert_parallel_degree", "moe.max_tokens_factor"
+MIXTURE = {"model.name": "tests.tiny_moe", "model.flavor": "plain", "model.hf_assets_path": "fits"}  # 8 experts
 COMPILE, PARTS, BACKEND = "compile.enable", "compile.components", "compile.backend"
 PRECISION, FUSED = "training.mixed_precision_param", "optimizer.implementation"
 PROMPTS, SAMPLED, EVENTS = "validation.sample_prompts", "validation.sample_tokens", "metrics.enable_tensorboard"
@@ -111,6 +114,13 @@ CASES = [
     (1, {AC: "full", CHUNKS: 33, "training.seq_len": 32}, [f"{CHUNKS} = 33", "training.seq_len = 32 tokens"], {CHUNKS: 32}),
     (2, {AC: "full", CHUNKS: 17, CP: 2, "training.seq_len": 32}, [f"{CHUNKS} = 17", "degree = 32 / 2 = 16 tok"], {CHUNKS: 16}),
     (1, {CHUNKS: 2}, [f"{CHUNKS} = 2", f'has no effect unless {AC} = "full"'], {AC: "full"}),
+    (4, MIXTURE | {EP: 8}, [f"{EP} = 8", "tensor_parallel_degree = 4 x 1 x 1 = 4"], {EP: 4}),
+    (4, MIXTURE | {EP: 4, REPLICATE: 2}, [f"{EP} = 4", "= 2 x 1 x 1 = 2"], {EP: 2}),
+    (4, MIXTURE | {EP: 8, TP: 2}, [f"{EP} = 8", "= 2 x 1 x 2 = 4"], {EP: 4}),
+    (3, MIXTURE | {EP: 3}, [f"{EP} = 3: does not divide the 8 experts of tests.tiny_moe plain"], {EP: 1}),
+    (2, {EP: 2}, [f"{EP} = 2: llama3 debug has no Experts of models/moe.py", "set it to 1"], {EP: 1}),
+    (4, MIXTURE | {EP: 2, RESHARD: 2}, [f"{RESHARD} = 2", f"{EP} = 2 shards some", '"always" or'], {RESHARD: "always"}),
+    (2, MIXTURE | {FACTOR: 2.0}, [f"{FACTOR} = 2.0: has no effect unless {EP} > 1"], {EP: 2}),
     (8, {TP: 8}, [f"{TP} = 8", "does not divide n_kv_heads = 4 of llama3 debug"], {TP: 4}),
     (3, {TP: 3, "training.seq_len": 33}, ["n_heads = 8, n_kv_heads = 4 of"], {TP: 1}),
 
@@ -274,6 +284,21 @@ def test_overlapped_tensor_parallelism_needs_a_group_the_compiler_and_cuda(monke
     assert f"{OVERLAP} = true (option): has no effect unless the machine has a GPU" in fault
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert faults(right, ranks=2, layer=OPTION) == []
+
+
+def test_without_a_mesh_for_each_parameter_split_experts_are_not_compiled_and_not_checkpointed_by_operation(monkeypatch):
+    """As in PyTorch 2.11; test_expert_parallel.py trains so."""
+    compiled, kept = {COMPILE: True, BACKEND: "aot_eager"}, {AC: "selective", BLOCKS: "op"}
+    for keys in (compiled, kept):
+        assert faults(MIXTURE | {EP: 2} | keys, ranks=2) == []
+    monkeypatch.setattr(expert, "MESH_PER_PARAMETER", False)
+    (fault,) = faults(MIXTURE | {EP: 2} | compiled, ranks=2)
+    assert f"{EP} = 2: with {COMPILE} = true, needs PyTorch 2.13" in fault
+    (fault,) = faults(MIXTURE | {EP: 2} | kept, ranks=2)
+    assert f'{EP} = 2: with {BLOCKS} = "op", needs PyTorch 2.13' in fault
+    for keys in ({}, {AC: "full"}, {AC: "selective", BLOCKS: 2}, compiled | {PARTS: ["loss"]}):
+        assert faults(MIXTURE | {EP: 2} | keys, ranks=2) == []
+    assert faults(MIXTURE | compiled, ranks=2) == faults(MIXTURE | kept, ranks=2) == []
 
 
 def test_pinned_memory_is_refused_where_there_is_no_gpu_to_copy_from(monkeypatch):

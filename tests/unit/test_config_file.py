@@ -66,6 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "tensor_parallel_degree": 8,
         "context_parallel_degree": 2,
         "context_parallel_method": "ulysses",
+        "expert_parallel_degree": 2,
         "fsdp_reshard_after_forward": 2,
         "fsdp_prefetch": 3,
         "reduce_every_microbatch": False,
@@ -79,6 +80,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "sequence_chunks": 2,
         "offload": True,
     },
+    "moe": {"max_tokens_factor": 0.5},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
     "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "float8": {
@@ -296,13 +298,12 @@ def test_what_the_schema_does_not_know_gets_a_suggestion(tmp_path, text, expecte
 def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
     """With a value that requests nothing that titanlite does. `degree` switches the other keys of its pattern on."""
     tables: dict[str, list[str]] = {}
-    instead_of = {
-        word.replace("expert_*", "expert_parallel_degree").replace("*", "degree"): text for word, text in INSTEAD.items()
-    }
+    instead_of = {word.replace("*", "degree"): text for word, text in INSTEAD.items()}
     for word in instead_of:
         section, _, name = word.partition(".")
         tables.setdefault(section, []).append(name or "enable")
     on = {"checkpoint.enable": "true", "profiling.enable_profiling": "true", "parallelism.context_parallel_degree": "9"}
+    on |= {"parallelism.expert_parallel_degree": "9"}
     text = "".join(f"[{section}]\n" + "".join(f"{name} = 9\n" for name in names) for section, names in tables.items())
     for key, value in on.items():
         section, _, name = key.partition(".")

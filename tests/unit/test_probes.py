@@ -60,6 +60,8 @@ MORE: dict[str, dict[str, str]] = {
     "parallelism.data_parallel_replicate_degree": {"parallelism.data_parallel_replicate_degree": "2"},
     "parallelism.tensor_parallel_degree": {"parallelism.tensor_parallel_degree": "2"},
     "parallelism.context_parallel_degree": {"parallelism.context_parallel_degree": "2"},
+    "parallelism.expert_parallel_degree": {"parallelism.expert_parallel_degree": "2", "model.name": '"tests.tiny_moe"'},
+    "moe.max_tokens_factor": {"model.name": '"tests.tiny_moe"'},
     "activation_checkpoint.selective_ac_option": {"activation_checkpoint.selective_ac_option": "2"},
     "activation_checkpoint.memory_budget": {"activation_checkpoint.memory_budget": "0.25", "compile.enable": "true"},
     "compile.backend": {"compile.backend": '"eager"'},
@@ -88,7 +90,7 @@ MORE: dict[str, dict[str, str]] = {
 }
 SEVERAL = {  # keys of several ranks
     *(key for key in KEYS if key.startswith("parallelism.")),
-    "training.mixed_precision_reduce",
+    *("training.mixed_precision_reduce", "moe.max_tokens_factor"),
     *("comm.init_timeout_seconds", "comm.train_timeout_seconds", "comm.save_timeout_seconds"),
 }
 

@@ -34,7 +34,7 @@ REFUSED = {
     "transformers_modeling_backend/full": _BACKEND,
     "vlm/debug_model": ("[data]", "job.custom_config_module", _NO_MODEL.format("vlm")),
     "deepseek_v3/debug_model": (*_EXPERTS, _NO_MODEL.format("deepseek_v3")),
-    "deepseek_v3/deepseek_v3_16b": (*_EXPERTS, "expert_parallel_degree = 8", _NO_MODEL.format("deepseek_v3")),
+    "deepseek_v3/deepseek_v3_16b": (*_EXPERTS, _NO_MODEL.format("deepseek_v3")),
     "deepseek_v3/deepseek_v3_671b": (*_EXPERTS, _NO_MODEL.format("deepseek_v3")),
     "flux/debug_model": (*_IMAGES, "[inference]", _NO_MODEL.format("flux")),
     "flux/flux_dev_model": (*_IMAGES, _NO_MODEL.format("flux")),
@@ -145,7 +145,10 @@ def test_an_option_overrides_the_other_name_of_its_key_in_a_file(tmp_path):
             'parallelism.context_parallel_degree = 2\nparallelism.context_parallel_rotate_method = "alltoall"',
             "use parallelism.context_parallel_method",
         ),
-        ("parallelism.expert_parallel_degree = 2\nparallelism.pipeline_parallel_degree = 2", "2 faults"),
+        (
+            "parallelism.expert_parallel_degree = 2\nparallelism.expert_tensor_parallel_degree = 2",
+            "tensor parallelism does not split experts",
+        ),
         ('model.converters = ["mx"]', "use float8.enable"),
         (
             'quantize.linear.float8.filter_fqns = ["attention.wk"]',

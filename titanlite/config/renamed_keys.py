@@ -66,7 +66,8 @@ INSTEAD: dict[str, str] = {
     "parallelism.pipeline_parallel_*": _NO_PIPELINE,
     "parallelism.context_parallel_rotate_method": 'use parallelism.context_parallel_method; "gather" is what "allgather" does',
     "parallelism.context_parallel_load_balancer": "all ranks have as many keys to attend to; remove the key",
-    "parallelism.expert_*": "there are no expert models yet",
+    "parallelism.expert_tensor_parallel_degree": "tensor parallelism does not split experts; use expert_parallel_degree alone",
+    "parallelism.expert_parallel_comm_backend": "rows are exchanged by PyTorch's all-to-all; remove the key",
     "optimizer.early_step_in_backward": "gradients are clipped by their global norm, so no step is possible before",
     "optimizer.fused": 'use optimizer.implementation = "fused"',
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor",
@@ -92,6 +93,8 @@ SAME: dict[str, tuple[Any, ...]] = {
     "activation_checkpoint.determinism_check": ("default",),
     "model.converters": ([],),
     "parallelism.context_parallel_rotate_method": ("allgather",),  # the default, "gather"
+    "parallelism.expert_tensor_parallel_degree": (1,),
+    "parallelism.expert_parallel_comm_backend": ("standard",),
     "quantize.linear.float8.filter_fqns": ([], ["output"]),  # the head is never in float8
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),  # done for every float8 all-gather
     "float8.precompute_float8_dynamic_scale_for_fsdp": (False, True),
@@ -117,7 +120,8 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "parallelism.pipeline_parallel_*": ("parallelism.pipeline_parallel_degree", 1),
     "parallelism.context_parallel_rotate_method": ("parallelism.context_parallel_degree", 1),
     "parallelism.context_parallel_load_balancer": ("parallelism.context_parallel_degree", 1),
-    "parallelism.expert_*": ("parallelism.expert_parallel_degree", 1),
+    "parallelism.expert_tensor_parallel_degree": ("parallelism.expert_parallel_degree", 1),
+    "parallelism.expert_parallel_comm_backend": ("parallelism.expert_parallel_degree", 1),
     "profiling.profiler_*": ("profiling.enable_profiling", False),
     "fault_tolerance.*": ("fault_tolerance.enable", False),
     "memory_estimation.*": ("memory_estimation.enable", False),

@@ -55,6 +55,7 @@ HARMLESS = (
     "training.gc_freq",
     "training.deterministic",
     "parallelism.*",
+    "moe.max_tokens_factor",
     "activation_checkpoint.*",
     "compile.*",
     "optimizer.implementation",
