@@ -4,7 +4,6 @@ import errno
 import gc
 import json
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from titanlite.errors import UserError
 from titanlite.loop.step import build_model
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import run_tensors
+from titanlite.parallel.mesh import ranks_of
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.checkpoint_runs"
@@ -255,10 +255,6 @@ def try_folder(folders: list[Path]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ what they share
-
-
-def ranks_of(degrees: Degrees) -> int:
-    return math.prod(degrees.values())
 
 
 def train(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, trouble: tuple = (), **sections) -> list[Outcome]:

@@ -16,7 +16,6 @@ from tests.distributed.checkpoint_runs import (
     flip,
     losses,
     names,
-    ranks_of,
     resumed,
     saved,
     train,
@@ -25,6 +24,7 @@ from tests.distributed.test_resume import ONE, TWO_BY_TWO, run_config, stored
 from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
+from titanlite.parallel.mesh import ranks_of
 from titanlite.transforms.registry import load_family
 
 # ------------------------------------------------------------------------------------------------------------------- damage

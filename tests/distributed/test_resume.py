@@ -19,6 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.data.samples import Arrays
+from titanlite.parallel.mesh import ranks_of
 from titanlite.train import train
 
 Degrees = dict[str, int]
@@ -41,11 +42,8 @@ def run_config(degrees: Degrees, folder: Path, steps: int, **sections) -> Config
 
 
 def run(pools: dict[int, Pool], degrees: Degrees, folder: Path, steps: int, **sections) -> None:
-    ranks = 1
-    for degree in degrees.values():
-        ranks *= degree
     config = run_config(degrees, folder, steps, **sections)
-    pools[ranks].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+    pools[ranks_of(degrees)].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
 
 
 def reports(folder: Path) -> list[dict]:
