@@ -1,0 +1,83 @@
+"""Cells of mixtures of experts: runs on a mesh that are compared with one process.
+
+Experts are a choice, which rounding can change where two scores are almost equal. So the smallest margin of all choices of the
+reference is known too: rounding must be far below it.
+"""
+
+import functools
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from models.moe import Router
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import GRAPHS, MODES, config_of, trajectory
+from titanlite.config.schema import Config
+from titanlite.parallel.mesh import ranks_of
+from titanlite.tools.compare import Trajectory, compare
+
+STEPS = 3
+MARGIN = 5e-6  # between the scores of the last chosen and the first other expert; rounding changes scores by less than 1e-6
+COMPILED = {"enable": True, "backend": "aot_eager"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"activation_checkpoint": MODES["full"]},
+    "recomputed per operation": {"activation_checkpoint": MODES["per operation"]},
+    "compiled": {"compile": COMPILED},
+    "compiled, recomputed per operation": {"compile": COMPILED, "activation_checkpoint": MODES["per operation"]},
+    "accumulated": {},
+}
+
+
+def config_of_cell(flavor: str, degrees: dict[str, int], variant: str, **more: dict[str, Any]) -> Config:
+    sections: dict[str, dict[str, Any]] = {"model": {"name": "tests.tiny_moe"}, "training": {"steps": STEPS}}
+    for section, keys in (VARIANTS[variant] | more).items():
+        sections[section] = {**sections.get(section, {}), **keys}
+    return config_of(degrees, flavor, 2 if variant == "accumulated" else 1, **sections)
+
+
+def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, float]:
+    """What one process does, and the smallest margin of a choice in all its steps."""
+    margins: list[float] = []
+    choose = Router.choose
+
+    def watched(router: Router, scores: Tensor) -> Tensor:
+        chosen = choose(router, scores)
+        margins.append(margin_of(router, scores))
+        return chosen
+
+    with mock.patch.object(Router, "choose", watched):
+        found = trajectory(degrees, config)
+    assert found is not None
+    return found[0], min(margins)
+
+
+def margin_of(router: Router, scores: Tensor) -> float:
+    """The smallest difference between a score that decides and the next one, of experts and of groups."""
+    smallest = []
+    if router.groups > 1:
+        of_groups = scores.unflatten(1, (router.groups, -1)).topk(2, dim=-1).values.sum(dim=-1)
+        best = of_groups.topk(router.top_groups + 1, dim=-1).values
+        smallest.append((best[:, -2] - best[:, -1]).min().item())
+        worst = best[:, -2:-1]
+        inside = (of_groups >= worst).repeat_interleave(scores.shape[1] // router.groups, dim=1)
+        scores = scores.masked_fill(~inside, -1.0)
+    best = scores.topk(router.top_k + 1, dim=-1).values
+    return min([*smallest, (best[:, -2] - best[:, -1]).min().item()])
+
+
+@functools.cache
+def reference(pool: Pool, flavor: str) -> tuple[Trajectory, float]:
+    """A plain run on one process, and the smallest margin of its choices."""
+    config = config_of_cell(flavor, {}, "plain")
+    return pool.run(f"{__name__}:with_margin", degrees={}, config=config)[0]
+
+
+def assert_as_on_one_process(pools: dict[int, Pool], flavor: str, degrees: dict[str, int], config: Config) -> None:
+    pool = pools[ranks_of(degrees)]
+    found, graphs = pool.run("tests.distributed.scenarios:trajectory", timeout=300, degrees=degrees, config=config)[0]
+    comparison = compare(found, reference(pools[1], flavor)[0])
+    print(f"{flavor}, {degrees}: {comparison}")
+    assert [str(each) for each in comparison.excessive] == []
+    assert graphs == (GRAPHS if config.compile.enable else 0)
