@@ -129,13 +129,31 @@ def exchanged_experts(
     results = tokens.new_empty(len(order), tokens.shape[1])
     kept: list[Tensor] = []
     for this in rounds(every, group.rank(), capacity):
-        rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
-        gate, up = _products(rows, w1, w3, this.ends)
-        kept = kept or [rows, gate, up]
-        received = sum(this.takes)
-        hidden = F.silu(gate[:received]).mul_(up[:received])
-        _put(results, _return(grouped_product(hidden, w2, this.ends, True), this, group), this)
+        computed = _forward_round(this, group, results, tokens, order, w1, w2, w3, copies, capacity)
+        kept = kept or computed
+        del computed  # before the next round has as much
     return [results, *kept, *every]
+
+
+def _forward_round(
+    this: Round,
+    group: Any,
+    results: Tensor,
+    tokens: Tensor,
+    order: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    copies: int,
+    capacity: int,
+) -> list[Tensor]:
+    """Writes a round's part of the results -> what the backward pass needs of it."""
+    rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
+    gate, up = _products(rows, w1, w3, this.ends)
+    received = sum(this.takes)
+    hidden = F.silu(gate[:received]).mul_(up[:received])
+    _put(results, _return(grouped_product(hidden, w2, this.ends, True), this, group), this)
+    return [rows, gate, up]
 
 
 @torch.library.custom_op("titanlite::exchanged_experts_backward", mutates_args=())
@@ -155,29 +173,46 @@ def exchanged_experts_backward(
     slopes: of the results, (n, dim). weights: w1, w2, w3. kept, counts: as returned by `exchanged_experts`.
     """
     group = _group(group_name)
-    w1, w2, w3 = weights
     to_rows = slopes.new_empty(slopes.shape)
     to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
     for number, this in enumerate(rounds(Counts(*counts), group.rank(), len(kept[0]))):
-        received = sum(this.takes)
-        if number == 0:
-            rows, gate, up = (each[:received] for each in kept)
-        else:
-            rows = _send(tokens[_pick(order, this) // copies], this, group, received)
-            gate, up = _products(rows, w1, w3, this.ends)
-        slope = _send(_pick(slopes, this), this, group, received)
-        to_hidden, gated = grouped_product(slope, w2, this.ends, False), F.silu(gate)
-        if trained:
-            to_weights[1] += grouped_outer(slope, gated * up, this.ends)
-        to_up = to_hidden * gated
-        to_gate = torch.ops.aten.silu_backward(to_hidden.mul_(up), gate)
-        if trained:
-            to_weights[0] += grouped_outer(to_gate, rows, this.ends)
-            to_weights[2] += grouped_outer(to_up, rows, this.ends)
-        to_received = grouped_product(to_gate, w1, this.ends, False).add_(grouped_product(to_up, w3, this.ends, False))
-        _put(to_rows, _return(to_received, this, group), this)
+        _backward_round(this, group, to_rows, to_weights, slopes, tokens, order, weights, [] if number else kept, copies)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return [to_rows[inverse].unflatten(0, (-1, copies)).sum(dim=1), *to_weights]
+
+
+def _backward_round(
+    this: Round,
+    group: Any,
+    to_rows: Tensor,
+    to_weights: list[Tensor],
+    slopes: Tensor,
+    tokens: Tensor,
+    order: Tensor,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    copies: int,
+) -> None:
+    """Writes a round's part of the slopes of rows, and adds to those of weights, if there are any. kept: of the first round."""
+    w1, w2, w3 = weights
+    received = sum(this.takes)
+    if kept:
+        rows, gate, up = (each[:received] for each in kept)
+    else:
+        rows = _send(tokens[_pick(order, this) // copies], this, group, received)
+        gate, up = _products(rows, w1, w3, this.ends)
+    slope = _send(_pick(slopes, this), this, group, received)
+    to_hidden, gated = grouped_product(slope, w2, this.ends, False), F.silu(gate)
+    if to_weights:
+        to_weights[1] += grouped_outer(slope, gated * up, this.ends)
+    to_up = to_hidden * gated
+    to_gate = torch.ops.aten.silu_backward(to_hidden.mul_(up), gate)
+    del slope, to_hidden, gated  # the way back needs as much
+    if to_weights:
+        to_weights[0] += grouped_outer(to_gate, rows, this.ends)
+        to_weights[2] += grouped_outer(to_up, rows, this.ends)
+    to_received = grouped_product(to_gate, w1, this.ends, False).add_(grouped_product(to_up, w3, this.ends, False))
+    _put(to_rows, _return(to_received, this, group), this)
 
 
 @exchanged_experts.register_fake
@@ -232,6 +267,60 @@ def _backward(ctx: Any, slopes: list[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 exchanged_experts.register_autograd(_backward, setup_context=_keep)
+
+
+class Load(NamedTuple):
+    """How much an exchange is on one rank: in rows, which have `dim` or `hidden` values."""
+
+    rows: int  # of this rank
+    received: int  # by this rank, in all rounds; no other rank receives more
+    capacity: int  # what it receives at a time
+    ranks: int
+    experts: int  # of each rank
+    dim: int
+    hidden: int
+    itemsize: int  # bytes of a value
+
+    @property
+    def rounds(self) -> int:
+        return max(1, -(-self.received // self.capacity))
+
+    def forward_bytes(self) -> int:
+        """The most that `exchanged_experts` allocates at a time, beside its results.
+
+        Its last product is the worst moment. There are then: the hidden values of the received rows, their results in two
+        orders, and what has returned to this rank. Of the first round the rows and both products are results. A further round
+        has its own, but not together with another further one, so that more rounds take no more.
+        """
+        received, returned = self._of_a_round()
+        again = self.capacity * (self.dim + 2 * self.hidden) if self.rounds > 1 else 0
+        values = again + received * (self.hidden + 2 * self.dim) + returned * self.dim
+        return values * self.itemsize + self._indices()
+
+    def backward_bytes(self, trained: bool) -> int:
+        """The same of `exchanged_experts_backward`.
+
+        The slopes of all rows are there in the order of sending, and at the end in that of tokens too. Before, in each round,
+        there are the slopes of the received rows, of their hidden values, of both products, with what these need; or a product
+        that is added to the slopes of a weight; or the slopes of the received rows in two orders, and what has returned to
+        this rank. A further round computes its rows and both products again.
+        """
+        received, returned = self._of_a_round()
+        again = received * (self.dim + 2 * self.hidden) if self.rounds > 1 else 0
+        of_weight = self.experts * self.dim * self.hidden if trained else 0
+        of_products = received * self.dim + max(3 * received * self.hidden + of_weight, 4 * received * self.hidden)
+        way_back = 2 * received * (self.dim + self.hidden) + returned * self.dim
+        values = self.rows * self.dim + max(again + max(of_products, way_back), self.rows * self.dim)
+        return values * self.itemsize + self._indices() + 3 * 8 * self.rows
+
+    def _of_a_round(self) -> tuple[int, int]:
+        """(rows that this rank receives, rows that return to it) in one round at most."""
+        return min(self.received, self.capacity), min(self.rows, self.ranks * self.capacity)
+
+    def _indices(self) -> int:
+        """Integers of 8 bytes: of each row that is received, in two rounds, or sent; and counts, while they are divided."""
+        received, sent = self._of_a_round()
+        return 8 * (5 * received + 2 * sent + 16 * self.ranks**2 * self.experts)
 
 
 @register_flop_formula(torch.ops.titanlite.exchanged_experts)

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import moe
+from models import grouped, moe
 from models.blocks import SwiGLU
-from models.moe import Experts, MoE, Router, grouped_outer, grouped_product
+from models.grouped import grouped_outer, grouped_product
+from models.moe import Experts, MoE, Router
 from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Lora, Optimizer
 from titanlite.errors import UserError
@@ -91,7 +92,7 @@ def test_no_token_is_dropped_when_all_go_to_one_expert():
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
 def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch, kernel):
     """PyTorch's kernel computes the same on a CPU, by a loop of its own; a GPU may leave what has no rows unwritten."""
-    monkeypatch.setattr(moe, "_has_kernel", lambda *_: kernel)
+    monkeypatch.setattr(grouped, "_has_kernel", lambda *_: kernel)
     torch.manual_seed(0)
     ends = torch.tensor([3, 3, 10, 10, 12], dtype=torch.int32)
     rows, slopes = torch.randn(12, 8).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
