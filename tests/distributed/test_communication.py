@@ -4,18 +4,24 @@ The counter here shares no code with titanlite/plan. tests/unit/test_plan.py tes
 """
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from models import exchange
+from models.moe import Router
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, mesh_of, rank_batches
 from tests.repetitions import slow_but
-from tests.traffic_cases import CASES, COUNTED
+from tests.traffic_cases import CASES, COUNTED, Case
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
@@ -146,4 +152,58 @@ def test_a_step_sends_what_is_predicted(pools: dict[int, Pool], name):
         assert seen == sum(calls for calls, _ in sent.values())
     # a group of one rank sends nothing
     sent = {key: numbers for key, numbers in sent.items() if len(key[1]) > 1}
+    assert sent == {key: (calls[key], sizes[key]) for key in calls}
+
+
+# ------------------------------------------------------------------------------------------------- experts split over ranks
+
+
+def balanced(router: Router, scores: Tensor) -> Tensor:
+    """Experts in turn, so that each rank has as many rows for each of them."""
+    tokens, experts = scores.shape
+    return torch.arange(tokens * router.top_k).view(tokens, -1) % experts
+
+
+def step_with_exchange(degrees: dict[str, int], config: Config) -> dict[tuple[str, int], tuple[int, int]]:
+    """(collective, ranks) -> calls and bytes of a step with balanced routing; modes do not see into the operation that
+    exchanges rows, so that its calls are counted in its module."""
+    sizes: list[tuple[int, int]] = []
+
+    def counted(result: Tensor, rows: Tensor, *splits: Any, group: Any) -> None:
+        sizes.append((group.size(), rows.numel() * rows.element_size()))
+        dist.all_to_all_single(result, rows, *splits, group=group)
+
+    inside = SimpleNamespace(all_to_all_single=counted)
+    with mock.patch.object(Router, "choose", balanced), mock.patch.object(exchange, "dist", inside):
+        seen, _ = second_step(degrees, config)
+    calls, total = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for (kind, ranks), (number, size) in seen.items():
+        calls[kind, len(ranks)] += number
+        total[kind, len(ranks)] += size
+    for ranks, size in sizes[len(sizes) // 2 :]:  # of the second of two steps
+        calls["all-to-all", ranks] += 1
+        total["all-to-all", ranks] += size
+    return {key: (calls[key], total[key]) for key in calls if key[1] > 1}
+
+
+EXCHANGES = {
+    "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, "none", 1.5),
+    "shard 4, ep 2, full recomputation, two rounds": ({"dp_shard": 4, "ep": 2}, "full", 0.5),
+    "shard 2 x tp 2, ep 4, recomputation by operation": ({"dp_shard": 2, "tp": 2, "ep": 4}, "per operation", 1.5),
+    "replicate 2 x shard 2, ep 2": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two rounds"], EXCHANGES))
+def test_a_step_with_split_experts_sends_what_is_predicted(pools, name):
+    degrees, reduced, factor = EXCHANGES[name]
+    mesh = {dimension: degree for dimension, degree in degrees.items() if dimension != "ep"}
+    split, several = {"expert_parallel_degree": degrees["ep"]}, {"moe": {"max_tokens_factor": factor}}
+    case = Case(mesh, reduced=reduced, name="tests.tiny_moe", parallelism=split, others=several)
+    calls, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for channel, traffic in predict(case.config(), case.ranks, "cpu").work.traffic.items():
+        calls[channel.kind, channel.ranks] += traffic.calls
+        sizes[channel.kind, channel.ranks] += traffic.size
+    function = "tests.distributed.test_communication:step_with_exchange"
+    sent = pools[case.ranks].run(function, degrees=degrees, config=case.config())[0]
     assert sent == {key: (calls[key], sizes[key]) for key in calls}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.memory import GIB, machine_memory, narrower
@@ -23,16 +24,34 @@ def kept_bytes(config: Config, model: nn.Module, ranks: int) -> int:
     Raises UserError for a mesh that does not fit the ranks.
     """
     degrees = resolve_degrees(config.parallelism, ranks)
-    total = whole = 0
+    apart = _experts(model)
+    total = 0
     for name, p in model.named_parameters():
-        total += p.numel() * p.element_size()
+        size = p.numel() * p.element_size()
         if p.requires_grad:
-            total += p.numel() * state_bytes(name, p, config.optimizer)
+            size += p.numel() * state_bytes(name, p, config.optimizer)
             if config.parallelism.reduce_every_microbatch:
-                total += p.numel() * p.element_size()
-            else:  # as the reduction takes them, until the last microbatch
-                whole += p.numel() * DTYPES[config.training.mixed_precision_reduce].itemsize
-    return (total // (degrees["dp_shard"] * degrees["cp"]) + whole) // degrees["tp"]
+                size += p.numel() * p.element_size()
+        # experts are split over all ranks of a replica, or know no tensor parallelism
+        whole_over_tp = id(p) in apart and config.parallelism.expert_parallel_degree == 1
+        total += size * (degrees["tp"] if whole_over_tp else 1)
+    kept = total // (degrees["dp_shard"] * degrees["cp"] * degrees["tp"])
+    if not config.parallelism.reduce_every_microbatch:  # as the reduction takes them, until the last microbatch
+        kept += unsharded(config, model) * DTYPES[config.training.mixed_precision_reduce].itemsize
+    return kept
+
+
+def unsharded(config: Config, model: nn.Module) -> int:
+    """How many trained values a rank has where FSDP2 has gathered all. model: on the meta device, or parallelized."""
+    apart, parallelism = _experts(model), config.parallelism
+    trained = [(p.numel(), id(p) in apart) for p in model.parameters() if p.requires_grad]
+    of_experts = sum(size for size, is_expert in trained if is_expert) // parallelism.expert_parallel_degree
+    return of_experts + sum(size for size, is_expert in trained if not is_expert) // parallelism.tensor_parallel_degree
+
+
+def _experts(model: nn.Module) -> set[int]:
+    """The ids of the parameters that expert parallelism splits."""
+    return {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
 
 
 def faults(config: Config, model: nn.Module, ranks: int, local_ranks: int) -> Iterator[str]:

@@ -16,7 +16,9 @@ from titanlite.errors import phase
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
+from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
+from titanlite.plan.memory import unsharded
 from titanlite.plan.record import Work, combine
 from titanlite.plan.step import (
     Held,
@@ -59,10 +61,11 @@ class Prediction(NamedTuple):
 
 
 @phase("predicting a step")
-def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction:
+def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Routing = "balanced") -> Prediction:
     """What rank 0 of `ranks` will hold and do. The process must not have a process group; it has none afterwards.
 
     See `report.limits` for what is left out. device_type: "cuda" or "cpu", which differ in the number of chunks of the loss.
+    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any.
     """
     offload = config.parallelism.cpu_offload
     config, family = as_measured(config), family_of(config.model)
@@ -71,7 +74,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
         model = parallelize(family, config, mesh, torch.device("cpu"))
         microbatches = config.microbatches(data_degree(mesh))
-        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type)
+        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routing)
         held, host = measure_memory(setup, layers.few), 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
             host, _ = whole_memory(layers, held)
@@ -83,7 +86,7 @@ def predict(config: Config, ranks: int, device_type: str = "cuda") -> Prediction
         deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
         # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
         if microbatches > 1 and deferred.shards:
-            gradients = reduced * sum(p.numel() for p in trained(model)) // mesh["tp"].size()
+            gradients = reduced * unsharded(config, model)
         elif microbatches > 1 and deferred.replicas and mesh["dp_replicate"].size() > 1:
             waiting = {id(p) for unit in waiting_units(model) for p in unit.parameters()}
             gradients = sum((reduced if id(p) in waiting else p.dtype.itemsize) * local_part(p).numel() for p in trained(model))

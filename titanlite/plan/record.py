@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.parallel.mesh import DIMENSIONS
+from titanlite.plan import experts
 from titanlite.transforms.registry import every_layer
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -65,12 +66,12 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
 class Recorder(TorchDispatchMode):
     """Adds up the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
 
-    slices: of `mesh_slices`.
+    slices: of `mesh_slices`. routing: of rows to experts that are split over ranks.
     """
 
-    def __init__(self, slices: dict[tuple[str, ...], set[int]]) -> None:
+    def __init__(self, slices: dict[tuple[str, ...], set[int]], routing: experts.Routing = "balanced") -> None:
         super().__init__()
-        self._flops, self._slices = 0, slices
+        self._flops, self._slices, self._routing = 0, slices, routing
         self._traffic: dict[Channel, Traffic] = {}
         self._labels: list[str] = []  # of torch.profiler.record_function, innermost last
 
@@ -83,37 +84,41 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor, for example, dispatches again on the local tensors
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
+        given = _given(operation, args, kwargs)
+        group = given.get("process_group", given.get("group_name"))
         if operation.namespace == "profiler":
             if "enter" in operation._schema.name:
                 self._labels.append(args[0])
             elif self._labels:
                 self._labels.pop()
+        elif load := experts.load_of(operation, given, self._routing):
+            self._flops += experts.flops(load, given)
+            for what, calls, size, sent in experts.messages(load, given):
+                self._add(group, what, "all-to-all", Traffic(calls, size, sent))
         elif formula := _FORMULAS.get(operation._overloadpacket) or flop_registry.get(operation._overloadpacket):
             self._flops += formula(*args, **kwargs, out_val=result)
-        else:
-            given = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)} | kwargs
-            group = given.get("process_group", given.get("group_name"))
-            if group is not None:
-                self._count(operation._schema.name, given, group, result)
+        elif group is not None:
+            self._count(operation._schema.name, given, group, result)
         return result
 
     def _count(self, operation: str, given: dict[str, Any], group: Any, result: Any) -> None:
-        resolve = dist.distributed_c10d._resolve_process_group if isinstance(group, str) else dist.ProcessGroup.unbox
-        group = resolve(group)
-        members = dist.get_process_group_ranks(group)
-        if len(members) == 1:
-            return
+        """Adds a collective of PyTorch's."""
         flat = operation.partition("::")[2].replace("_", "")
         kind = next((kind for kind in _KINDS if kind.replace("-", "") in flat), operation.partition("::")[2])
+        ranks = len(_members(group))
         size = max(_bytes(value) for value in (*given.values(), result))
-        sent = ring_bytes(kind, size, len(members))
+        sent = ring_bytes(kind, size, ranks)
         if splits := given.get("input_split_sizes"):  # of an uneven all-to-all
             size = _bytes(given["input"])
-            sent = size - size * splits[dist.get_rank(group)] // max(1, sum(splits))
+            sent = size - size * splits[dist.get_rank(_resolved(group))] // max(1, sum(splits))
+        if ranks > 1:
+            self._add(group, self._sender(), kind, Traffic(1, size, sent))
+
+    def _add(self, group: Any, sender: str, kind: str, more: Traffic) -> None:
+        members = _members(group)
         over = next(names for names, ranks in self._slices.items() if ranks.issuperset(members))
-        channel = Channel(self._sender(), kind, over, len(members))
-        calls, sizes, sents = self._traffic.get(channel, (0, 0, 0))
-        self._traffic[channel] = Traffic(calls + 1, sizes + size, sents + sent)
+        channel = Channel(sender, kind, over, len(members))
+        self._traffic[channel] = Traffic(*map(sum, zip(self._traffic.get(channel, (0, 0, 0)), more, strict=True)))
 
     def _sender(self) -> str:
         for label in reversed(self._labels):
@@ -137,6 +142,21 @@ def mesh_slices(mesh: DeviceMesh) -> dict[tuple[str, ...], set[int]]:
     }
 
 
+def _given(operation: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation by name."""
+    return {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)} | kwargs
+
+
+def _resolved(group: Any) -> Any:
+    """The group that an operation has as an object or by its name."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group if isinstance(group, str) else dist.ProcessGroup.unbox
+    return resolve(group)
+
+
+def _members(group: Any) -> list[int]:
+    return dist.get_process_group_ranks(_resolved(group))
+
+
 def _bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor))
 
@@ -157,7 +177,10 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the memory of all tensors that operations return, by the place of the program that `enter` names."""
+    """Follows the memory of all tensors that operations return, by the place of the program that `enter` names.
+
+    Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,19 +191,23 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented
-        result = operation(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 if self._storages.get(storage._cdata, (lambda: None, ""))[0]() is None:
                     self._storages[storage._cdata] = weakref.ref(storage), self.place
-        self.enter(self.place)
+        self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
         return result
 
     def enter(self, place: str) -> None:
         """What follows happens in `place`."""
         self.place = place
-        self.peaks[place] = max(self.peaks.get(place, 0), self.live())
+        self._note(0)
+
+    def _note(self, temporary: int) -> None:
+        self.peaks[self.place] = max(self.peaks.get(self.place, 0), self.live() + temporary)
 
     def live(self) -> int:
         """Bytes that are allocated now."""

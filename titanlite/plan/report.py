@@ -1,6 +1,7 @@
 """What `titanlite estimate` prints."""
 
 from titanlite.config.schema import Config
+from titanlite.plan.experts import Routing
 from titanlite.plan.predict import Prediction
 from titanlite.plan.record import Channel, Traffic
 
@@ -9,7 +10,7 @@ GIB = 2**30
 RESERVE = 4 * GIB
 
 
-def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float) -> list[str]:
+def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float, routing: Routing = "balanced") -> list[str]:
     memory = prediction.memory
     rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
     if prediction.host:
@@ -20,7 +21,7 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float)
         f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matrix products and attention)",
         "  collectives of a step, and what this rank sends in them:",
         *(f"    {line}" for line in traffic_table(prediction)),
-        *(f"  note: {limit}" for limit in limits(config)),
+        *(f"  note: {limit}" for limit in limits(config, routing)),
         f"  {'fits' if fits(prediction, device_gib) else 'does not fit'} a device of {device_gib:g} GiB",
     ]
 
@@ -47,9 +48,12 @@ def _amount(traffic: Traffic) -> str:
     return f"{traffic.calls:>7} x{traffic.sent / GIB:>12,.3f} GiB"
 
 
-def limits(config: Config) -> list[str]:
-    """What the prediction leaves out, or takes from another device."""
+def limits(config: Config, routing: Routing = "balanced") -> list[str]:
+    """What the prediction leaves out, takes from another device, or supposes."""
     found = ["computed with the CPU's attention and norm kernels, and with the chunk sizes that the loss has on CUDA"]
+    if config.parallelism.expert_parallel_degree > 1:
+        rows = "the experts of every rank get as many rows" if routing == "balanced" else "rank 0's experts get all rows"
+        found.append(f"--routing {routing}: FLOPs and collectives if {rows}; the memory is enough for any routing")
     if config.compile.enable:
         found.append("compilation is left out; a compiled block keeps less")
     if config.compile.enable and config.parallelism.enable_async_tensor_parallel:

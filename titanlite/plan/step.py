@@ -26,6 +26,7 @@ from titanlite.loop.step import forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.parallelize import parallelize
+from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
 from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_slices
 from titanlite.transforms import float8
@@ -51,6 +52,7 @@ class Setup(NamedTuple):
     config: Config
     mesh: DeviceMesh
     device_type: str  # the device whose chunk sizes the loss uses
+    routing: Routing  # for what is computed and sent; memory is measured with the worst
 
 
 class Held(NamedTuple):
@@ -85,7 +87,7 @@ def measure_work(setup: Setup, layers: Layers, microbatches: int) -> Work:
 
     Two microbatches are run: all but the last one of a step are equal.
     """
-    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh))
+    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
     begun: list[tuple[int, Work]] = []  # (how often what follows happens in a step, what had been recorded when it began)
     first = iter([max(1, microbatches - 1)])
     often = 1

@@ -1,0 +1,149 @@
+"""Predictions with experts that are split over ranks: what the exchange of rows sends, computes and holds, from shapes."""
+
+import sys
+
+import pytest
+
+from tests.tiny_moe import FLAVORS
+from tests.traffic_cases import Case
+from titanlite.errors import UserError
+from titanlite.plan import experts
+from titanlite.plan.experts import Routing
+from titanlite.plan.memory import kept_bytes
+from titanlite.plan.predict import Prediction, predict
+from titanlite.plan.record import Traffic
+from titanlite.plan.report import limits
+from titanlite.tools import estimate
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import family_of
+
+SHAPE = FLAVORS["plain"]
+LAYERS, ROW = SHAPE.n_layers, SHAPE.dim * 4  # bytes
+
+
+def case(degrees: dict[str, int], reduced: str = "none", factor: float = 1.5, flavor: str = "plain", **keys: object) -> Case:
+    others = {"moe": {"max_tokens_factor": factor}} if degrees.get("ep", 1) > 1 else {}
+    mesh = {name: degree for name, degree in degrees.items() if name != "ep"}
+    split = {"expert_parallel_degree": degrees.get("ep", 1), **keys}
+    return Case(mesh, flavor, 2 if keys else 1, reduced, name="tests.tiny_moe", parallelism=split, others=others)
+
+
+def predicted(each: Case, routing: Routing = "balanced") -> Prediction:
+    return predict(each.config(), each.ranks, "cpu", routing)
+
+
+def exchanged(prediction: Prediction) -> dict[str, Traffic]:
+    traffic = prediction.work.traffic.items()
+    assert all(each.kind == "all-to-all" for each, _ in traffic if each.sender.startswith("experts"))
+    return {each.sender.removeprefix("experts: "): numbers for each, numbers in traffic if each.sender.startswith("experts")}
+
+
+def test_a_step_exchanges_counts_rows_and_slopes_there_and_back_in_every_layer():
+    """On 2 ranks, each with 128 tokens that use 2 experts: half of the rows leave."""
+    rows = 256 * ROW
+    assert exchanged(predicted(case({"dp_shard": 2, "ep": 2}))) == {
+        "counts of rows": (LAYERS, LAYERS * 128, LAYERS * 64),
+        "rows": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
+        "results": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
+        "slopes of results": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
+        "slopes of rows": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
+    }
+
+
+def test_recomputation_exchanges_rows_again_unless_their_results_are_kept():
+    mesh = {"dp_shard": 2, "ep": 2}
+    plain, full, kept = (exchanged(predicted(case(mesh, mode))) for mode in ("none", "full", "per operation"))
+    assert kept == plain
+    for what in plain:
+        assert full[what] == tuple(number * (1 if "slopes" in what else 2) for number in plain[what])
+
+
+def test_further_rounds_are_sent_again_in_the_backward_pass():
+    """128 of 256 rows fit a round."""
+    found = exchanged(predicted(case({"dp_shard": 2, "ep": 2}, factor=0.5)))
+    assert {what: traffic.calls for what, traffic in found.items() if what != "counts of rows"} == {
+        "rows": 2 * LAYERS,
+        "results": 2 * LAYERS,
+        "slopes of results": 2 * LAYERS,
+        "slopes of rows": 2 * LAYERS,
+        "rows of further rounds": LAYERS,
+    }
+    assert found["rows"].size == 2 * found["rows of further rounds"].size == LAYERS * 256 * ROW
+
+
+def test_with_the_worst_routing_rank_0_keeps_its_rows_and_returns_those_of_all_others():
+    found = exchanged(predicted(case({"dp_shard": 2, "ep": 2}), "worst"))
+    assert found["rows"] == (2 * LAYERS, LAYERS * 256 * ROW, 0)
+    assert found["results"] == found["slopes of rows"] == (2 * LAYERS, LAYERS * 512 * ROW, LAYERS * 256 * ROW)
+
+
+def test_flops_are_those_of_whole_experts_and_with_the_worst_routing_of_all_rows():
+    whole, split = predicted(case({"dp_shard": 2})), predicted(case({"dp_shard": 2, "ep": 2}))
+    assert whole.work.flops == split.work.flops
+    worst = predicted(case({"dp_shard": 2, "ep": 2}), "worst")
+    row = 2 * SHAPE.dim * SHAPE.expert_dim  # one product
+    more = LAYERS * 256 * 9 * row + LAYERS * (512 - 384) * 2 * row  # what exceeds the first round is computed again
+    assert worst.work.flops == split.work.flops + more
+    assert worst.memory == split.memory
+
+
+# degrees, the dimensions over which experts are split, how many ranks have the same experts
+MESHES: dict[str, tuple[dict[str, int], tuple[str, ...], int]] = {
+    "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, ("dp_shard",), 2),
+    "shard 2 x tp 2, ep 2": ({"dp_shard": 2, "tp": 2, "ep": 2}, ("tp",), 2),
+    "shard 4 x tp 2, ep 4": ({"dp_shard": 4, "tp": 2, "ep": 4}, ("dp_shard", "tp"), 2),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gathers_of_experts_are_those_of_ranks_with_equal_experts(mesh):
+    degrees, among, ranks = MESHES[mesh]
+    over = ("dp_shard",)
+    traffic = predicted(case(degrees)).work.traffic
+    stacks = 3 * SHAPE.n_experts * SHAPE.dim * SHAPE.expert_dim * 4 // degrees["ep"]
+    gathers = [(each, found) for each, found in traffic.items() if each.sender == "layers.*: parameters"]
+    sizes = {(each.over, each.ranks): found.size // found.calls for each, found in gathers}
+    if degrees["dp_shard"] == ranks:  # other parameters are gathered over as many ranks
+        assert sizes.keys() == {(over, ranks)}
+    else:
+        assert sizes.keys() == {(over, ranks), (("dp_shard",), degrees["dp_shard"])}
+        assert sizes[over, ranks] == stacks
+    assert {(each.over, each.ranks) for each in traffic if each.sender.startswith("experts")} == {(among, degrees["ep"])}
+
+
+@pytest.mark.parametrize("reduced", ["none", "full"])
+def test_memory_has_room_for_any_routing(monkeypatch, reduced):
+    """One of two layers runs at a time, and its exchange is the worst moment or near it."""
+    mesh = {"dp_shard": 2, "ep": 2}
+    found = {factor: predicted(case(mesh, reduced, factor)).memory for factor in (0.5, 1.0, 2.0)}
+    assert found[0.5].total < found[1.0].total
+    if reduced == "none":  # the rows and both products with them
+        values = 256 * (SHAPE.dim + 2 * SHAPE.expert_dim) * 4
+        assert found[2.0].activations - found[1.0].activations == LAYERS * values
+    monkeypatch.setattr(experts, "temporary_bytes", lambda *_: 0)
+    without = predicted(case(mesh, reduced, 1.0)).memory
+    assert without.activations == found[1.0].activations and without.working < found[1.0].working
+
+
+KEPT = {
+    "whole gradients": case({"dp_shard": 4, "ep": 4}, reduce_every_microbatch=False),
+    "tp, whole experts": case({"dp_shard": 2, "tp": 2}),
+    "tp, split experts": case({"dp_shard": 2, "tp": 2, "ep": 4}),
+    "tp, whole gradients": case({"dp_shard": 2, "tp": 2}, reduce_every_microbatch=False),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_arithmetic_of_what_a_rank_keeps_agrees_with_the_prediction(name):
+    config, ranks = KEPT[name].config(), KEPT[name].ranks
+    measured = sum(predict(config, ranks, "cpu").memory[:3])
+    assert kept_bytes(config, on_meta(family_of(config.model), config), ranks) == pytest.approx(measured, rel=0.03)
+
+
+def test_the_estimate_says_which_routing_it_supposes_and_refuses_one_without_effect(monkeypatch, tmp_path):
+    config = case({"dp_shard": 2, "ep": 2}).config()
+    assert "--routing balanced: " in limits(config)[1] and "rank 0's experts get all rows" in limits(config, "worst")[1]
+    (tmp_path / "run.toml").write_text("")
+    monkeypatch.setattr(sys, "argv", ["titanlite estimate", str(tmp_path / "run.toml"), "--routing", "worst"])
+    with pytest.raises(UserError, match=r"--routing worst: has no effect unless parallelism\.expert_parallel_degree > 1"):
+        estimate.main()

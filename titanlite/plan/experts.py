@@ -1,0 +1,78 @@
+"""What the two operations of expert parallelism compute, send and hold: all that happens inside of them is hidden from modes of
+PyTorch's dispatcher (models/exchange.py)."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from models.exchange import Load
+
+Routing = Literal["balanced", "worst"]
+"""Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks."""
+
+_FORWARD, _BACKWARD = torch.ops.titanlite.exchanged_experts, torch.ops.titanlite.exchanged_experts_backward
+
+
+class Message(NamedTuple):
+    """All-to-alls of one kind in one call of an operation."""
+
+    what: str
+    calls: int
+    size: int  # bytes that this rank puts in, of which it may keep some
+    sent: int  # bytes that go to other ranks
+
+
+def load_of(operation: Any, given: dict[str, Any], routing: Routing) -> Load | None:
+    """How much an operation with these arguments exchanges on rank 0; None for any other operation."""
+    packet = operation._overloadpacket
+    if packet is not _FORWARD and packet is not _BACKWARD:
+        return None
+    forward = packet is _FORWARD
+    w1, counts = (given["w1"], given["counts"]) if forward else (given["weights"][0], given["counts"][0])
+    experts, hidden, dim = w1.shape
+    ranks, rows = len(counts) // experts if forward else len(counts), len(given["order"])
+    capacity = given["capacity"] if forward else len(given["kept"][0])
+    received = rows if routing == "balanced" else rows * ranks
+    return Load(rows, received, capacity, ranks, experts, dim, hidden, w1.element_size())
+
+
+def temporary_bytes(operation: Any, given: dict[str, Any]) -> int:
+    """What an operation allocates and frees, at the worst moment and with the worst routing; 0 for any other one."""
+    load = load_of(operation, given, "worst")
+    if load is None:
+        return 0
+    return load.forward_bytes() if "kept" not in given else load.backward_bytes(given["trained"])
+
+
+def flops(load: Load, given: dict[str, Any]) -> int:
+    """Of a call: each row meets three matrices, backward twice; products of further rounds are computed again."""
+    product = 2 * load.dim * load.hidden
+    if "kept" not in given:
+        return 3 * product * load.received
+    again = load.received - min(load.received, load.capacity)
+    return product * ((6 if given["trained"] else 3) * load.received + 2 * again)
+
+
+def messages(load: Load, given: dict[str, Any]) -> list[Message]:
+    """What rank 0 sends in a call."""
+    row, rounds = load.dim * load.itemsize, load.rounds
+    away = load.ranks - 1
+    # All ranks have as many rows. What rank 0 sends stays with it if its own experts get all rows of all ranks.
+    balanced = load.received == load.rows
+    share = away if balanced else 0
+
+    def there(what: str, calls: int, rows: int) -> Message:
+        return Message(what, calls, rows * row, rows * row * share // load.ranks)
+
+    def back(what: str) -> Message:
+        """The way of all received rows to the ranks that they are of, of which one is this."""
+        size = load.received * row
+        return Message(what, rounds, size, size * away // load.ranks)
+
+    if "kept" not in given:
+        counts = 8 * load.ranks * load.ranks * load.experts
+        counted = Message("experts: counts of rows", 1, counts, counts * away // load.ranks)
+        return [counted, there("experts: rows", rounds, load.rows), back("experts: results")]
+    slopes = [there("experts: slopes of results", rounds, load.rows), back("experts: slopes of rows")]
+    later = load.rows - min(load.rows, load.capacity)
+    return [*slopes, there("experts: rows of further rounds", rounds - 1, later)] if rounds > 1 else slopes
