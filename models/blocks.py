@@ -94,6 +94,11 @@ def whole(x: Tensor) -> Tensor:
     return x
 
 
+def gathered_like(x: Tensor, like: Tensor) -> Tensor:
+    """A plain tensor as a gathered sequence, if `like` is one: what `whole` undoes. x must be equal on all ranks."""
+    return DTensor.from_local(x, like.device_mesh, like.placements, run_check=False) if isinstance(like, DTensor) else x
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last dimension (Zhang & Sennrich, arXiv:1910.07467)."""
 

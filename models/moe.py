@@ -16,6 +16,8 @@ from models.blocks import SwiGLU, local_weight
 from models.exchange import exchanged_experts
 from models.grouped import grouped_product
 
+_c10d = torch.ops._c10d_functional
+
 # What selective checkpointing by operation keeps. The choice is kept because a recomputation that rounds differently could
 # send a token to another expert.
 KEEP = (
@@ -41,6 +43,18 @@ class Choice(NamedTuple):
         inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         ends = torch.searchsorted(experts, torch.arange(n_experts, device=order.device), right=True)
         return cls(order, inverse, ends.diff(prepend=ends.new_zeros(1)), chosen.shape[1])
+
+
+class _Beside(torch.autograd.Function):
+    """x as it is. The gradient of a step's loss includes that of `beside`, (), although the loss does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, beside: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        return slopes, slopes.new_ones(())
 
 
 class _Reordered(torch.autograd.Function):
@@ -82,6 +96,15 @@ def experts_from_hf(json: dict[str, Any]) -> int:
     return found[0]
 
 
+class RouterLosses(NamedTuple):
+    """What training adds to a step's loss for each router; on every mesh the same, because both are sums over sequences."""
+
+    balance: float  # weight of a sequence's balance loss, divided by the number of sequences in a global batch
+    z: float  # weight of a token's squared log-sum-exp of the logits, divided by the number of tokens in a global batch
+    ranks: int  # among which a sequence is split
+    group_name: str  # of these ranks; "" for one
+
+
 class Router(nn.Module):
     """Chooses `top_k` experts for each token, and the weights of their results.
 
@@ -92,6 +115,11 @@ class Router(nn.Module):
     """
 
     bias: Tensor | None
+    # Training sets these.
+    losses: RouterLosses | None = None
+    bias_update_speed = 0.0
+    counts: Tensor | None = None  # (experts,) int64: this rank's rows of the latest forward pass
+    step_counts: Tensor | None = None  # the same of all microbatches of a step
 
     def __init__(
         self,
@@ -111,15 +139,39 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
         self.register_buffer("bias", torch.empty(n_experts) if bias else None)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (tokens, dim) -> two of (tokens, top_k)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim) -> two of (batch x seq, top_k)
         """The weights, float32, and the numbers of the experts. In float32, since a rounded score can change the choice."""
-        logits = F.linear(x.float(), local_weight(self.weight).float())
+        logits = F.linear(x.flatten(0, 1).float(), local_weight(self.weight).float())
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(1, chosen)
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        if self.losses is not None and torch.is_grad_enabled():
+            weights = _Beside.apply(weights, self.own_loss(logits, scores, chosen, len(x), self.losses))
         return weights * self.scale, chosen
+
+    def own_loss(self, logits: Tensor, scores: Tensor, chosen: Tensor, rows: int, losses: RouterLosses) -> Tensor:
+        """This rank's summand of what is added to the loss of a step, () float32. logits, scores: (tokens, experts).
+
+        The z-loss keeps logits from drifting (Zoph et al., arXiv:2202.08906, equation 5). The balance loss of a sequence
+        (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20) is lowest when all experts get as many of its tokens. It is a
+        product of shares: those of the choices, which have no gradient and are of the whole sequence, and of the scores.
+        """
+        total = losses.z * logits.logsumexp(dim=-1).square().sum()
+        if losses.balance:
+            counts = torch.zeros_like(scores).scatter(1, chosen, 1.0).unflatten(0, (rows, -1)).sum(dim=1)
+            if losses.group_name:
+                counts = _c10d.wait_tensor(_c10d.all_reduce(counts, "sum", losses.group_name))
+            length = len(scores) // rows * losses.ranks
+            shares = (scores / scores.sum(dim=-1, keepdim=True)).unflatten(0, (rows, -1)).sum(dim=1) / length
+            total = total + losses.balance * (counts * (scores.shape[1] / (self.top_k * length)) * shares).sum()
+        return total
+
+    def count(self, counts: Tensor) -> None:
+        """Keeps this pass's counts. A recomputation writes the same once more, so that nothing is counted twice."""
+        if self.counts is not None and torch.is_grad_enabled():
+            self.counts.copy_(counts)
 
     def choose(self, scores: Tensor) -> Tensor:  # (tokens, experts) -> (tokens, top_k)
         """The numbers of the experts with the best scores."""
@@ -168,6 +220,11 @@ class Experts(nn.Module):
         return grouped_product(hidden, w2, ends, True)
 
 
+def routers_of(model: nn.Module) -> list[Router]:
+    """The routers of all mixtures of a model."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
 def experts_of(model: nn.Module) -> list[Experts]:
     """The experts of all mixtures of a model."""
     return [module for module in model.modules() if isinstance(module, Experts)]
@@ -188,8 +245,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same
         tokens = x.flatten(0, 1)
-        weights, chosen = self.router(tokens)
+        weights, chosen = self.router(x)
         choice = Choice.of(chosen, self.experts.n_experts)
+        self.router.count(choice.counts)
         rows = self.experts(tokens, choice)
         results = _Reordered.apply(rows, choice.inverse, choice.order, 1).unflatten(0, (-1, choice.copies))
         mixed = (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)

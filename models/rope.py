@@ -223,14 +223,16 @@ def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
 _THEIR_NAMES = {"original_max_positions": "original_max_position_embeddings"}
 
 
-def rope_from_hf(json: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    """(base, scaling) of a config.json of Hugging Face, with their defaults; for families with one table of RoPE.
+def rope_from_hf(json: dict[str, Any], default_base: float = 10_000.0) -> tuple[float, RopeScaling | None]:
+    """(base, scaling) of a config.json of Hugging Face; for families with one table of RoPE.
+
+    default_base: the base that transformers takes for this model_type if the file has none.
 
     As in transformers, rope_scaling, the older name, replaces rope_parameters, a base in the table replaces the one outside of
     it, and an original length outside of the table the one in it. Raises ValueError for an unknown or contradictory scaling.
     """
     table = json.get("rope_scaling") or json.get("rope_parameters") or {}
-    outside = json.get("rope_theta", 10_000.0)
+    outside = json.get("rope_theta", default_base)
     kind = table.get("rope_type", table.get("type", "default"))
     original = json.get("original_max_position_embeddings") if kind in ("llama3", "yarn", "longrope") else None
     return float(table.get("rope_theta", outside)), scaling_from_hf(table, json, original)

@@ -34,6 +34,8 @@ CASES = [
     ("tests.tiny_qwen3_moe", "tied"),
     ("tests.tiny_mixtral", "plain"),
     ("tests.tiny_olmoe", "plain"),
+    ("tests.tiny_deepseek_v3", "plain"),
+    ("tests.tiny_deepseek_v3", "moonlight"),
 ]
 
 

@@ -32,6 +32,7 @@ FLAVORS: dict[str, Config] = {
     "shared": dataclasses.replace(_PLAIN, score="sigmoid", scale=1.5, bias=True, shared_dim=48),
     "grouped": dataclasses.replace(_PLAIN, score="sigmoid", groups=4, top_groups=2, top_k=3, normalised=False),
     "three": dataclasses.replace(_PLAIN, n_experts=3),  # 2 ranks split each of them
+    "large": dataclasses.replace(_PLAIN, score="sigmoid", bias=True, shared_dim=48, vocab_size=4096),  # default tokenizer
 }
 
 

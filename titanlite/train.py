@@ -43,6 +43,7 @@ from titanlite.loop.resume import Progress, Setting, numbers_of, restore
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
+from titanlite.optim.balance import load as expert_load
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
@@ -175,7 +176,7 @@ def train(
             if lock:
                 lock.keep()
             values = {"loss_mean": progress.loss_mean, "loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm)}
-            values |= {"lr": schedule.at(step), **measured}
+            values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
             values |= {"peak_memory_gib": peak_memory_gib(device)}

@@ -11,10 +11,11 @@ from tests.end_to_end.test_check_model import command, failed, line_of, table
 from titanlite.config.schema import Model
 from titanlite.tools import check_model
 from titanlite.tools.check_model import TRAINED, Row
-from titanlite.tools.compare import DEGREES, MESHES, Comparison, Difference, compare
+from titanlite.tools.compare import DEGREES, Comparison, Difference, compare, meshes_of
 from titanlite.tools.model_runs import describe, gradients_small, train_small
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import settle
+from titanlite.transforms.registry import load_family
 
 pooled = test_check_model.pooled
 TP = {"tp": 2}
@@ -28,7 +29,8 @@ def on(pools, function, fork: str, degrees: dict[str, int]):
 
 
 def test_every_mesh_dimension_that_a_run_can_split_has_a_row():
-    assert {name for degrees in MESHES.values() for name in degrees} == set(DEGREES)
+    model = load_family("tests.tiny_moe", "plain").on_meta()
+    assert {name for degrees in meshes_of(model).values() for name in degrees} == set(DEGREES)
 
 
 @pytest.mark.slow

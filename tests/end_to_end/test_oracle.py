@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.distributed.scenarios import config_of
 from tests.hf_folders import of_files
 from titanlite.hf.folder import each_expert, their_name
 from titanlite.tools.compare import relative_difference
-from titanlite.tools.model_facts import tensors_of_files
+from titanlite.tools.model_facts import stored_tensors_of, tensors_of_files
 
 # Of every family each special feature: tied and untied, RoPE scaled, biases, windows shorter than the sequence, capped scores.
 MODELS = {
@@ -36,6 +36,9 @@ MODELS = {
     "Mixtral": ("tests.tiny_mixtral", "plain"),
     "OLMoE": ("tests.tiny_olmoe", "plain"),
     "OLMoE, normalised": ("tests.tiny_olmoe", "normalised"),
+    "DeepSeek-V3": ("tests.tiny_deepseek_v3", "plain"),
+    "DeepSeek-V3, Moonlight": ("tests.tiny_deepseek_v3", "moonlight"),
+    "DeepSeek-V3, YaRN": ("tests.tiny_deepseek_v3", "yarn"),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -60,9 +63,12 @@ def both_models(name: str) -> tuple[nn.Module, nn.Module]:
     with torch.no_grad():
         for key, parameter in theirs.named_parameters():
             parameter.normal_(std=0.1).add_(parameter.ndim == 1 and key.endswith("norm.weight") and "Gemma" not in name)
+        for key, buffer in theirs.named_buffers():
+            if key in theirs.state_dict():  # biases of routers
+                buffer.normal_(std=0.1)
     ours, weights = module.Model(module.FLAVORS[flavor]), tensors_of_files(theirs)
-    named = ours.named_parameters()
-    ours.load_state_dict({key: of_files(module, key, parameter, weights) for key, parameter in named}, strict=False)
+    named = stored_tensors_of(ours).items()
+    ours.load_state_dict({key: of_files(module, key, tensor, weights) for key, tensor in named}, strict=False)
     return ours, theirs
 
 
@@ -70,7 +76,7 @@ def random_tokens() -> Tensor:
     return torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe])
+@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3])
 def test_published_sizes_are_those_of_transformers_models(module):
     for flavor, config in module.FLAVORS.items():
         ids = {"eos_token_id": 0, "pad_token_id": 0}
@@ -80,7 +86,7 @@ def test_published_sizes_are_those_of_transformers_models(module):
             shapes = {name: tensor.shape for name, tensor in tensors_of_files(theirs).items()}
         found = {
             part: p.shape[1:] if "{e}" in their_name(module, name) else p.shape
-            for name, p in ours.named_parameters()
+            for name, p in stored_tensors_of(ours).items()
             for part in each_expert(their_name(module, name), p.shape)
         }
         assert found == shapes, flavor
@@ -126,6 +132,10 @@ def test_gradients_equal_those_of_transformers(name):
         ("Gemma 3", {"local_rope_theta": 500.0}),
         ("Gemma 3", {"query_scalar": 16}),
         ("Gemma 2", {"attention_softcap": None}),
+        ("DeepSeek-V3, YaRN", {"rope_scaling": None}),
+        ("DeepSeek-V3", {"interleaved": False}),
+        ("DeepSeek-V3", {"groups": 1, "top_groups": 1}),
+        ("DeepSeek-V3", {"scale": 1.0}),
     ],
 )
 def test_each_special_feature_is_at_work_in_these_comparisons(name, changes):

@@ -15,17 +15,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from models import gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import Cache, SeqInfo, with_mask
 from models.blocks import apply_rope
 from models.rope import Llama3Scaling, TextCache, rope_frequencies, rope_tables
-from tests import tiny, tiny_gemma3, tiny_mixtral, tiny_olmo2, tiny_olmoe, tiny_qwen3, tiny_qwen3_moe
+from tests import tiny, tiny_deepseek_v3, tiny_gemma3, tiny_mixtral, tiny_olmo2, tiny_olmoe, tiny_qwen3, tiny_qwen3_moe
 from titanlite.transforms.registry import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12
-FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe]
-SMALL_FAMILIES = [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe]
+FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3]
+SMALL_FAMILIES = [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe, tiny_deepseek_v3]
 SMALL = [(module, flavor) for module in SMALL_FAMILIES for flavor in module.FLAVORS]
 every_flavor = pytest.mark.parametrize(
     ("module", "flavor"), [(module, flavor) for module in FAMILIES for flavor in module.FLAVORS]
@@ -36,8 +36,8 @@ every_small_flavor = pytest.mark.parametrize(("module", "flavor"), SMALL)
 def _model(config: llama3.Config = _CONFIG, module: ModuleType = llama3) -> nn.Module:
     model = module.Model(config)
     torch.manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3)
+    for tensor in (*model.parameters(), *model.buffers()):
+        nn.init.normal_(tensor, std=0.3)
     return model
 
 
@@ -93,6 +93,7 @@ _PUBLISHED = {
     qwen3_moe: {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
     mixtral: {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
     olmoe: {"1b-7b": 6_919_161_856},
+    deepseek_v3: {"moonlight-16b": 15_960_108_544, "671b": 671_026_404_352},  # without multi-token prediction
 }
 
 
@@ -121,7 +122,8 @@ def test_flops_equal_those_that_pytorch_counts(module, flavor):
 def test_causal_flops_count_what_each_token_sees(module, flavor):
     c = module.FLAVORS[flavor]
     found = module.flops(c, _SEQ)
-    a_pair = 3 * 2 * 2 * c.n_heads * c.head_dim  # forward and backward, multiply and add, scores and values
+    # forward and backward, multiply and add, scores and values
+    a_pair = 3 * 2 * c.n_heads * (c.head_dim + getattr(c, "value_dim", c.head_dim))
     windows = [c.window_of(layer) if module is tiny_gemma3 else None for layer in range(c.n_layers)]
     seen = sum(min(place, window or _SEQ) for window in windows for place in range(1, _SEQ + 1)) / _SEQ
     assert found.palm - found.causal == pytest.approx(a_pair * (_SEQ * c.n_layers - seen))
@@ -195,6 +197,20 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
         (olmoe, "debug", {"model_type": "olmo"}, "'olmo'"),
         (olmoe, "debug", {"attention_bias": True}, "attention_bias"),
         (olmoe, "debug", {"clip_qkv": 8.0}, "clip_qkv"),
+        (deepseek_v3, "debug", {"model_type": "deepseek_v2"}, "deepseek_v2"),
+        (deepseek_v3, "debug", {"attention_bias": True}, "attention_bias"),
+        (deepseek_v3, "debug", {"scoring_func": "softmax"}, "scoring_func = 'softmax': only 'sigmoid'"),
+        (deepseek_v3, "debug", {"topk_method": "greedy"}, "topk_method"),
+        (deepseek_v3, "debug", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (deepseek_v3, "debug", {"num_key_value_heads": 4}, "num_key_value_heads"),
+        (deepseek_v3, "debug", {"head_dim": 8}, "head_dim = 8: must be qk_rope_head_dim = 16"),
+        (
+            deepseek_v3,
+            "debug",
+            {"first_k_dense_replace": 4},
+            "dense_layers = 4: must be at least 0, and less than n_layers = 4",
+        ),
+        (deepseek_v3, "debug", {"n_shared_experts": 0}, "shared_experts = 0: must be at least 1"),
         (olmo2, "debug", {"model_type": "olmo"}, "olmo"),
         (olmo2, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (olmo2, "debug", {"attention_bias": True}, "attention_bias"),

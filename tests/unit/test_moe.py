@@ -204,9 +204,9 @@ def test_every_rank_has_an_equal_part_of_few_experts():
 
 
 def test_a_prediction_on_a_mesh_counts_the_products_of_each_rank():
-    meshes = ({}, {"dp_shard": 2, "tp": 2})
+    split = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
     one, four = (
-        predict(config_of(degrees, "shared", model={"name": "tests.tiny_moe"}), ranks)
-        for degrees, ranks in zip(meshes, (1, 4), strict=True)
+        predict(config_of(degrees, "shared", model={"name": "tests.tiny_moe"}, parallelism=keys), ranks)
+        for degrees, keys, ranks in (({}, {}, 1), ({"dp_shard": 2}, split, 4))
     )
     assert four.work.flops == pytest.approx(one.work.flops / 4, rel=1e-3)

@@ -193,6 +193,15 @@ class Moe(Section):
     """How many rows of tokens a rank receives for its experts at a time, relative to what it receives when all experts get as
     many. Routing that sends it more takes further rounds, with the same results, so that memory is bounded under any routing.
     Higher values take memory for fewer rounds; from expert_parallel_degree on, one round is enough."""
+    bias_update_speed: Annotated[bounds.NonNegative, ALWAYS] = 0.0
+    """How far each step moves the bias of an expert in its router: up if it got fewer tokens of the global batch than the mean,
+    down if more (DeepSeek-V3, arXiv:2412.19437: 1e-3). For models whose routers have such a bias."""
+    balance_loss: Annotated[bounds.NonNegative, ALWAYS] = 0.0
+    """Weight of each router's balance loss, the mean over sequences (DeepSeek-V3, equations 17 to 20: 1e-4). It is added to the
+    gradients; the reported loss is without it."""
+    router_z_loss: Annotated[bounds.NonNegative, ALWAYS] = 0.0
+    """Weight of the squared log-sum-exp of each router's logits, the mean over tokens (ST-MoE, arXiv:2202.08906: 1e-3). It is
+    added to the gradients; the reported loss is without it."""
 
 
 class Lora(Section):

@@ -112,7 +112,10 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
         problems += [f"{e.name} ({name}): {e.shape} in {e.file.name}, {of_each} in the model" for e in wrong]
         if len(found) == len(names) and not wrong:
             weights.setdefault(first, []).append(Stack(tuple(found)) if stacked else found[0])
-    others = sorted(name for name in stored.keys() - known if not name.endswith(_COMPUTED))
+    ignored = [f"*{_COMPUTED}", *getattr(family.module, "unused_in_hf", lambda _: ())(family.config)]
+    others = sorted(
+        name for name in stored.keys() - known if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+    )
     problems += [f"{name}: in {stored[name].file.name}, but not in the model" for name in others]
     if problems:
         raise UserError(listed(f"{folder}: cannot be read as {family.module.__name__}:", problems))

@@ -19,7 +19,7 @@ from titanlite.errors import MachineFault, UserError, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import divergence, loss, resume, validation
-from titanlite.optim import build, lr_schedule, state
+from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import context, expert, mesh, tensor
 from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
 from titanlite.transforms.initialize import match_initial
@@ -101,6 +101,7 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
     yield from validation.faults(config, model)
     yield from activation_checkpoint.model_faults(config.activation_checkpoint, model)
     yield from build.decay_faults(config.optimizer, model)
+    yield from balance.faults(config, model)
     yield from tokenizer.faults(config, family.config.vocab_size)
     for part in more:
         yield from part(config, model)

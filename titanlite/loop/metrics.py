@@ -251,6 +251,7 @@ _CONSOLE = {
     "loss": "loss {:.4f}",
     "grad_norm": "grad norm {:.3f}",
     "lr": "lr {:.2e}",
+    "expert_load": "expert load {:.2f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "data_wait_fraction": "data wait {:.1%}",
     "validation_loss": "validation loss {:.4f}",

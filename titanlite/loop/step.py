@@ -8,13 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
 from models.head import Head
+from models.moe import routers_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import at, phase
 from titanlite.loop.loss import count_labels, summed_loss
+from titanlite.optim import balance
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.fsdp import DEFERRED, Deferred, choose_reductions
+from titanlite.parallel.mesh import data_degree, sequence_mesh
 from titanlite.parallel.parallelize import parallelize
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
@@ -37,6 +40,8 @@ def begin_training(
 ) -> tuple[Decoder, torch.optim.Optimizer, LossScale | None]:
     """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
+    if routers_of(model):
+        balance.balance_experts(model, config, config.global_batch(data_degree(mesh)), sequence_mesh(mesh))
     at(0, "creating the optimizer state")
     optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
     loss_scale = LossScale(device) if precision == "float16" else None
@@ -59,12 +64,14 @@ def forward_backward(
         loss_scale.divisor = loss_scale.scale * labels
     share = torch.zeros((), device=batch.tokens.device)
     microbatches = batch.microbatches()
+    balance.begin_step(model)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
         summed = summed_loss(model, microbatch)
         loss = summed / labels
         (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
+        balance.add_microbatch(model)
     return share
 
 
@@ -82,6 +89,7 @@ def update(
     if optimizer.defaults["fused"]:
         optimizer.found_inf = overflow  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
     optimizer.step()
+    balance.move_biases(model, overflow)
     float8.measure_weights(model)
     if loss_scale is not None:
         loss_scale.update(overflow)

@@ -49,17 +49,23 @@ def expert_meshes(mesh: DeviceMesh, degree: int) -> ExpertMeshes:
     return ExpertMeshes(apart["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if replicated else shards)
 
 
+def unsplittable(model: nn.Module, degree: int) -> str:
+    """What a model has that cannot be split over so many ranks; "" if its experts can be."""
+    numbers = {module.n_experts for module in experts_of(model)}
+    if not numbers:
+        return "no Experts of models/moe.py"
+    undivided = sorted(number for number in numbers if number % degree)
+    return f"{' or '.join(map(str, undivided))} experts, which {degree} does not divide" if undivided else ""
+
+
 def faults(config: Config, model: Decoder) -> Iterator[str]:
     """A degree for a model without experts, or that does not divide them; what FSDP2 cannot do with it."""
     degree, reshard = config.parallelism.expert_parallel_degree, config.parallelism.fsdp_reshard_after_forward
     if degree == 1:
         return
-    key, title = f"parallelism.expert_parallel_degree = {degree}", config.model.title
-    numbers = {module.n_experts for module in experts_of(model)}
-    if not numbers:
-        yield f"{key}: {title} has no Experts of models/moe.py; set it to 1"
-    elif undivided := sorted(number for number in numbers if number % degree):
-        yield f"{key}: does not divide the {' or '.join(map(str, undivided))} experts of {title}"
+    key = f"parallelism.expert_parallel_degree = {degree}"
+    if reason := unsplittable(model, degree):
+        yield f"{key}: {config.model.title} has {reason}; set it to 1"
     if isinstance(reshard, int):
         yield (
             f"parallelism.fsdp_reshard_after_forward = {reshard}: FSDP2 reshards all parameters of a block over the same "

@@ -68,6 +68,11 @@ def parts_of(degrees: dict[str, int]) -> int:
     return math.prod(degrees.get(name, 1) for name in DATA_DIMENSIONS)
 
 
+def sequence_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have parts of the same sequences, between which context and sequence parallelism split them."""
+    return mesh["cp", "tp"]._flatten("cp_tp")
+
+
 def ranks_of(degrees: dict[str, int]) -> int:
     """The number of ranks. degrees: those that are not 1; with "ep", which splits experts over ranks of other dimensions."""
     return math.prod(degrees.get(name, 1) for name in DIMENSIONS)

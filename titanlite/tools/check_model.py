@@ -23,10 +23,10 @@ from torch import Tensor
 from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
-from titanlite.parallel.context import unsplittable
+from titanlite.parallel import context, expert
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools import model_behaviour, model_facts
-from titanlite.tools.compare import MESHES, compare
+from titanlite.tools.compare import MESHES, compare, meshes_of
 from titanlite.tools.model_facts import SMALL, size_of
 from titanlite.tools.model_loop import Runs, random_faults, run_faults, run_loops
 from titanlite.tools.model_runs import (
@@ -217,8 +217,10 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
         assert alone is not None and alone.stored is not None
-        if "cp" in degrees and (reason := unsplittable(family.on_meta())):
+        if "cp" in degrees and (reason := context.unsplittable(family.on_meta())):
             raise NotRun(f"{reason}; context parallelism refuses this model")
+        if "ep" in degrees and (reason := expert.unsplittable(family.on_meta(), degrees["ep"])):
+            raise NotRun(f"the model has {reason}; expert parallelism refuses it")
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)
         meshes.append(mesh)
@@ -243,7 +245,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
     yield row(RECOMPUTED, recompute, (*TABLES, TRAINED))
     yield row(COMPILED, compiled, (*TABLES, TRAINED))
     undivided = guarded(model_facts.undivided_faults, family)
-    for mesh, degrees in MESHES.items():
+    for mesh, degrees in meshes_of(family.on_meta()).items():
         needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)
         yield row(mesh, partial(train_on, mesh, degrees), needs)
     if meshes:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from models.decoder import Decoder
+from models.moe import experts_of
 from titanlite.config.effects import Place
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
@@ -45,6 +46,12 @@ MESHES = {
     "replicate 2": {"dp_replicate": 2},
     "context 2": {"cp": 2},
 }
+_OF_MIXTURES = {"experts 2": {"dp_shard": 2, "ep": 2}}  # a further one for models with experts
+
+
+def meshes_of(model: nn.Module) -> dict[str, dict[str, int]]:
+    """The meshes of `check-model` for a model."""
+    return MESHES | _OF_MIXTURES if experts_of(model) else MESHES
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.attention import SeqInfo
 from models.blocks import Constant
+from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf.folder import each_expert, their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
 from titanlite.transforms.initialize import fill, match_initial, named_tensors
@@ -215,11 +216,11 @@ def has_transformers() -> bool:
 
 
 def shape_faults(family: Family) -> list[str]:
-    """Parameters whose name or shape differs in transformers' model of this configuration."""
+    """Parameters and stored buffers whose name or shape differs in transformers' model of this configuration."""
     with torch.device("meta"):
         theirs = tensors_of_files(_transformers_model(family))
     faults, named = [], set()
-    for name, tensor in family.on_meta().named_parameters():
+    for name, tensor in stored_tensors_of(family.on_meta()).items():
         their = str(their_name(family.module, name))
         shape = tuple(tensor.shape[1:] if "{e}" in their else tensor.shape)
         for part in each_expert(their, tensor.shape):
@@ -243,10 +244,10 @@ def logit_faults(family: Family) -> list[str]:
     weights, (distributions, _) = tensors_of_files(theirs), match_initial(ours, family)
     for name, buffer in ours.named_buffers():
         fill(buffer, name, distributions[name], 0)
-    for name, parameter in ours.named_parameters():
+    for name, tensor in stored_tensors_of(ours).items():
         their = their_name(family.module, name) or ""
-        parts = [weights[part] for part in each_expert(their, parameter.shape)]
-        parameter.copy_(torch.stack(parts) if "{e}" in their else parts[0])
+        parts = [weights[part] for part in each_expert(their, tensor.shape)]
+        tensor.copy_(torch.stack(parts) if "{e}" in their else parts[0])
     tie(ours)
     tokens = torch.randint(family.config.vocab_size, (2, SEQ_LEN), generator=generator)
     logits = ours.head(ours(tokens, SeqInfo(torch.arange(SEQ_LEN).expand(2, SEQ_LEN))))
@@ -257,11 +258,18 @@ def logit_faults(family: Family) -> list[str]:
     return [f"logits differ from those of transformers' model by {difference:.1e} of the largest"]
 
 
+def stored_tensors_of(ours: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by their names in the model; a tied parameter once."""
+    return {name.removeprefix("model."): tensor for name, tensor in model_tensors(ours).items()}
+
+
 def tensors_of_files(theirs: Any) -> dict[str, Tensor]:
-    """The parameters of transformers' model by their names in files. In memory it stacks experts and joins two matrices."""
+    """What transformers' model stores, by the names in files. In memory it stacks experts, and joins two of their matrices."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    own = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    stored = theirs.state_dict()  # without buffers that are not in files, and with tied parameters twice
+    own = dict(theirs.named_parameters()) | {name: buffer for name, buffer in theirs.named_buffers() if name in stored}
+    own = {name: tensor.detach() for name, tensor in own.items()}
     return dict(revert_weight_conversion(theirs, own))
 
 

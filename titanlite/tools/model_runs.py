@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from models.blocks import Normal, Uniform
 from models.decoder import Decoder
 from models.head import SIZES, Head
+from models.moe import routers_of
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import load_tensors, verified
 from titanlite.checkpoint.save import Saver
@@ -312,6 +313,10 @@ def small_config(model: Model) -> Config:
             "lr_scheduler": {"warmup_steps": 1},
         }
     )
+    routers = routers_of(family_of(config.model).on_meta())
+    if routers:  # what depends on counts of all ranks
+        losses = {"balance_loss": 0.01, "router_z_loss": 0.001}
+        config = replaced(config, moe=losses | ({"bias_update_speed": 0.001} if routers[0].bias is not None else {}))
     return replaced(config, training={"document_mask": takes_documents(family_of(config.model))})
 
 

@@ -25,16 +25,16 @@ from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel.context import unsplittable
+from titanlite.parallel import context, expert
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
 from titanlite.tools.compare import (
     DEGREES,
-    MESHES,
     Comparison,
     Trajectory,
     batches_of,
     begin,
     compare,
+    meshes_of,
     on_mesh,
     record,
     replaced,
@@ -156,10 +156,13 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
 
 def _default_meshes(config: Config) -> list[dict[str, int]]:
     """One process, and the meshes of check-model on which the model can run."""
-    refused = {"cp"} if unsplittable(family_of(config.model).on_meta()) else set()
+    model = family_of(config.model).on_meta()
+    refused = {"cp"} if context.unsplittable(model) else set()
+    if expert.unsplittable(model, 2) or isinstance(config.parallelism.fsdp_reshard_after_forward, int):
+        refused.add("ep")
     if config.activation_checkpoint.sequence_chunks > 1:
         refused.add("tp")
-    return [{}, *(degrees for degrees in MESHES.values() if refused.isdisjoint(degrees))]
+    return [{}, *(degrees for degrees in meshes_of(model).values() if refused.isdisjoint(degrees))]
 
 
 def _degrees(text: str) -> dict[str, int]:

@@ -99,6 +99,21 @@ class _Model(Contents):
     decoder_sparse_step: Positive = _UNSET
     mlp_only_layers: Annotated[list[int], Field(max_length=2**12)] | None = None
     clip_qkv: _Positive | None = None
+    q_lora_rank: _Width | None = None
+    kv_lora_rank: _Width = _UNSET
+    qk_nope_head_dim: _Width = _UNSET
+    qk_rope_head_dim: _Width = _UNSET
+    v_head_dim: _Width = _UNSET
+    n_routed_experts: _Experts = _UNSET
+    n_shared_experts: _Experts = _UNSET
+    first_k_dense_replace: Annotated[int, Field(ge=0, le=2**12)] = _UNSET
+    n_group: _Experts | None = None
+    topk_group: _Experts | None = None
+    routed_scaling_factor: _Positive = _UNSET
+    rope_interleave: bool = _UNSET
+    scoring_func: str = _UNSET
+    topk_method: str = _UNSET
+    moe_layer_freq: Positive = _UNSET
     vocab_size: _Vocabulary = _UNSET
     max_position_embeddings: Positive = _UNSET
     original_max_position_embeddings: Positive = _UNSET

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.hf_folders import of_files, their_model
 from titanlite.errors import UserError
-from titanlite.tools.model_facts import tensors_of_files
+from titanlite.tools.model_facts import stored_tensors_of, tensors_of_files
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.initialize import materialize
 from titanlite.transforms.registry import Family
@@ -22,6 +22,9 @@ from titanlite.transforms.registry import Family
 _SMALL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 64}
 _GEMMA = {**_SMALL, "window": 4, "query_scalar": 16}
 _MIXTURE = {**{key: value for key, value in _SMALL.items() if key != "ffn_dim"}, "expert_dim": 16, "n_experts": 4, "top_k": 2}
+_LATENT = {key: value for key, value in _SMALL.items() if key not in ("n_kv_heads", "head_dim")}
+_LATENT |= {"q_rank": 12, "kv_rank": 8, "plain_dim": 6, "rope_dim": 8, "value_dim": 6}
+_LATENT |= {"expert_dim": 16, "n_experts": 4, "top_k": 2}
 _SCALING = llama3.Llama3Scaling(8.0, 1.0, 4.0, 16)
 FAMILIES = {
     "llama": Family(llama3, llama3.Config(**_SMALL, rope_theta=5e3)),
@@ -32,6 +35,7 @@ FAMILIES = {
     "qwen3_moe": Family(qwen3_moe, qwen3_moe.Config(**_MIXTURE)),
     "mixtral": Family(mixtral, mixtral.Config(**_MIXTURE)),
     "olmoe": Family(olmoe, olmoe.Config(**_MIXTURE)),
+    "deepseek_v3": Family(deepseek_v3, deepseek_v3.Config(**_LATENT)),
     "gemma2": Family(gemma3, gemma3.Config(**{**gemma3._GEMMA_2, **_GEMMA, "local_rope_theta": 1e4})),
     "gemma3": Family(gemma3, gemma3.Config(**_GEMMA, global_every=2, rope_factor=8.0)),
 }
@@ -109,8 +113,8 @@ def ours_with(weights: dict[str, Tensor], family: Family) -> Tensor:
     model = family.on_meta()
     materialize(model, torch.device("cpu"))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(of_files(family.module, name, parameter, weights))
+        for name, tensor in stored_tensors_of(model).items():
+            tensor.copy_(of_files(family.module, name, tensor, weights))
         return model.head(model(_TOKENS, SeqInfo(torch.arange(12).expand(2, 12))))
 
 

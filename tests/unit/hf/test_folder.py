@@ -17,6 +17,7 @@ from titanlite.errors import UserError
 from titanlite.hf import folder as folders
 from titanlite.hf.folder import each_expert, their_name, their_names
 from titanlite.tools import open_model
+from titanlite.tools.model_facts import stored_tensors_of
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
 
@@ -105,7 +106,7 @@ def test_every_parameter_is_the_tensor_of_the_file(sources, monkeypatch, name, f
     folder = sources(name, flavor, dtype)
     model, stored = read(folder, name, flavor), tensors_of(folder)
     module, names = load_family(name, flavor).module, set()
-    for ours, parameter in model.named_parameters():
+    for ours, parameter in stored_tensors_of(model).items():
         found = of_files(module, ours, parameter, stored)
         assert found.dtype == dtype
         assert torch.equal(parameter, found.float()), ours

@@ -1,0 +1,95 @@
+"""The balance of experts on meshes: counts and biases equal those of one process exactly, and gradients include the losses."""
+
+import functools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.moe import routers_of
+from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
+from titanlite.config.schema import Config
+from titanlite.optim.lr_schedule import build_schedule
+from titanlite.parallel.mesh import ranks_of
+from titanlite.tools.compare import Trajectory, begin, compare, follow, record
+
+HERE = "tests.distributed.test_expert_balance"
+STEPS = 4
+MOE = {"bias_update_speed": 0.01, "balance_loss": 0.1, "router_z_loss": 0.01}
+COMPILED = {"enable": True, "backend": "aot_eager"}
+# (mesh, other sections, accumulation)
+CELLS: dict[str, tuple[dict[str, int], dict[str, Any], int]] = {
+    "shard 2 ep 2, recomputed": ({"dp_shard": 2, "ep": 2}, {"activation_checkpoint": MODES["full"]}, 1),
+    "shard 2, compiled, per operation": (
+        {"dp_shard": 2},
+        {"compile": COMPILED, "activation_checkpoint": MODES["per operation"]},
+        1,
+    ),
+    "tp 2 ep 2, per operation": ({"tp": 2, "ep": 2}, {"activation_checkpoint": MODES["per operation"]}, 1),
+    "tp 2, compiled": ({"tp": 2}, {"compile": COMPILED}, 1),
+    "context 2 x tp 2 ep 4": ({"cp": 2, "tp": 2, "ep": 4}, {}, 1),
+    "replicate 2 x shard 2 ep 2, accumulated": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {}, 2),
+}
+
+
+class Balanced(NamedTuple):
+    counts: list[Tensor]  # of each step, of all routers, over all ranks
+    biases: list[Tensor]  # after each step
+
+
+def config_of_cell(degrees: dict[str, int], sections: dict[str, Any], accumulation: int) -> Config:
+    base = {"model": {"name": "tests.tiny_moe"}, "training": {"steps": STEPS}, "moe": MOE}
+    return config_of(degrees, "shared", accumulation, **base, **sections)
+
+
+def balanced(degrees: dict[str, int], config: Config) -> Balanced:
+    torch._dynamo.reset()
+    run = begin(config, mesh_of(degrees), CPU)
+    routers, counts, biases = routers_of(run.model), [], []
+    for _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, STEPS + 1)):
+        biases.append(torch.stack([router.bias for router in routers]).clone())  # before this step's update
+        counts.append(torch.stack([router.step_counts for router in routers]))
+        dist.all_reduce(counts[-1])
+    return Balanced(counts, biases)
+
+
+def trained(degrees: dict[str, int], config: Config) -> Trajectory:
+    torch._dynamo.reset()
+    return record(config, learnable_data(config), mesh_of(degrees), CPU)
+
+
+@pytest.fixture(scope="module")
+def alone(pools):
+    config = config_of_cell({}, {}, 1)
+    return functools.cache(lambda function: pools[1].run(f"{HERE}:{function}", degrees={}, config=config)[0])
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_counts_and_biases_are_exactly_those_of_one_process(pools, alone, cell):
+    degrees, sections, accumulation = CELLS[cell]
+    config = config_of_cell(degrees, sections, accumulation)
+    expected = alone("balanced")
+    assert expected.counts[0].sum(1).unique().tolist() == [8 * 32 * 2] and expected.biases[-1].unique().numel() > 2
+    for found in pools[ranks_of(degrees)].run(f"{HERE}:balanced", timeout=300, degrees=degrees, config=config):
+        assert all(map(torch.equal, found.counts, expected.counts))
+        assert all(map(torch.equal, found.biases, expected.biases))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_gradients_with_the_routers_losses_are_those_of_one_process(pools, alone, cell):
+    degrees, sections, accumulation = CELLS[cell]
+    config = config_of_cell(degrees, sections, accumulation)
+    found = pools[ranks_of(degrees)].run(f"{HERE}:trained", timeout=300, degrees=degrees, config=config)[0]
+    comparison = compare(found, alone("trained"))
+    print(f"{cell}: {comparison}")
+    assert [str(each) for each in comparison.excessive] == []
+
+
+def test_the_losses_change_the_routers_gradients(pools, alone):
+    config = config_of_cell({}, {}, 1)
+    plain = config.model_copy(update={"moe": type(config.moe)()})
+    found = pools[1].run(f"{HERE}:trained", degrees={}, config=plain)[0].gradients
+    name = "layers.0.ffn.router.weight"
+    assert (found[name] - alone("trained").gradients[name]).norm() > 0.01 * found[name].norm()

@@ -1,0 +1,149 @@
+"""The balance of experts on one process: losses and their gradients against plain autograd, biases, reports, faults."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from models.moe import Experts, MoE, Router, RouterLosses
+from tests.distributed.scenarios import config_of
+from titanlite.config.read import Faults
+from titanlite.loop.checks import check
+from titanlite.optim import balance
+
+DIM, EXPERTS, TOP_K, ROWS, LENGTH = 12, 6, 2, 3, 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    """Counts are added up over all ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def mixture(score: str = "softmax", bias: bool = False) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(Router(DIM, EXPERTS, TOP_K, score, bias=bias), Experts(EXPERTS, DIM, 8))
+    with torch.no_grad():
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            tensor.normal_(std=0.5)
+    return layer
+
+
+def start_counting(layer: MoE, speed: float = 0.0) -> Router:
+    router = layer.router
+    router.counts, router.step_counts = (torch.zeros(EXPERTS, dtype=torch.int64) for _ in range(2))
+    router.bias_update_speed = speed
+    return router
+
+
+def by_hand(router: Router, x: torch.Tensor, losses: RouterLosses) -> torch.Tensor:
+    """The two losses, sequence by sequence and token by token, as the papers write them."""
+    total = torch.zeros(())
+    for sequence in x:
+        frequency, probability = torch.zeros(EXPERTS), torch.zeros(EXPERTS)
+        for token in sequence:
+            logits = router.weight @ token
+            scores = logits.softmax(0) if router.score == "softmax" else logits.sigmoid()
+            total = total + losses.z * logits.exp().sum().log() ** 2
+            frequency[scores.argsort(descending=True)[:TOP_K]] += EXPERTS / (TOP_K * LENGTH)
+            probability = probability + scores / scores.sum() / LENGTH
+        total = total + losses.balance * (frequency * probability).sum()
+    return total
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "losses", [RouterLosses(0.7, 0.0, 1, ""), RouterLosses(0.0, 0.2, 1, ""), RouterLosses(0.7, 0.2, 1, "")]
+)
+def test_the_gradients_are_those_of_the_loss_and_the_routers_losses_together(score, losses):
+    layer, x, slopes = mixture(score), torch.randn(ROWS, LENGTH, DIM, requires_grad=True), torch.randn(ROWS, LENGTH, DIM)
+    inputs = [x, *layer.parameters()]
+    plain = layer(x)
+    expected = torch.autograd.grad((plain * slopes).sum() + by_hand(layer.router, x, losses), inputs)
+    layer.router.losses = losses
+    found = layer(x)
+    assert torch.equal(found, plain)  # the loss that is reported does not change
+    for ours, theirs in zip(torch.autograd.grad((found * slopes).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_balance_loss_is_lowest_where_all_experts_get_as_many_tokens():
+    router = mixture().router
+    even = torch.eye(EXPERTS).repeat(2, 1) * 4 + torch.eye(EXPERTS).roll(1, 0).repeat(2, 1) * 4
+    uneven = torch.zeros(2 * EXPERTS, EXPERTS)
+    uneven[:, :TOP_K] = 4
+    values = []
+    for logits in (even, uneven):
+        scores = logits.softmax(dim=-1)
+        values.append(router.own_loss(logits, scores, scores.topk(TOP_K).indices, 1, RouterLosses(1.0, 0.0, 1, "")).item())
+    assert values[0] == pytest.approx(1.0) and values[1] > 2.0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_counts_each_row_of_each_microbatch_once_and_passes_without_gradient_not_at_all(recompute):
+    layer = mixture()
+    router = start_counting(layer)
+    balance.begin_step(layer)
+    expected = torch.zeros(EXPERTS, dtype=torch.int64)
+    for seed in range(3):
+        x = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        expected += F.one_hot(router(x)[1], EXPERTS).sum((0, 1))
+        result = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        result.sum().backward()
+        balance.add_microbatch(layer)
+        with torch.no_grad():
+            layer(torch.randn(ROWS, LENGTH, DIM))  # as validation does
+    assert torch.equal(router.step_counts, expected) and expected.sum() == 3 * ROWS * LENGTH * TOP_K
+
+
+def test_a_bias_rises_for_experts_below_the_mean_falls_above_it_and_does_not_move_on_a_skipped_step():
+    layer = mixture(bias=True)
+    router = start_counting(layer, speed=0.25)
+    before = router.bias.clone()
+    router.step_counts.copy_(torch.tensor([0, 4, 5, 6, 3, 6]))  # the mean is 4
+    balance.move_biases(layer, skipped=torch.tensor(1.0))
+    assert torch.equal(router.bias, before)
+    balance.move_biases(layer, skipped=torch.tensor(0.0))
+    assert torch.equal(router.bias, before + torch.tensor([0.25, 0, -0.25, -0.25, 0.25, -0.25]))
+
+
+def test_reports_say_how_uneven_the_load_is():
+    layer = mixture(bias=True)
+    router = start_counting(layer)
+    router.step_counts.copy_(torch.tensor([0, 2, 2, 2, 2, 4]))
+    router.bias.copy_(torch.tensor([0.0, -0.5, 0.25, 0, 0, 0]))
+    values = balance.load(layer, expert_ranks=2)
+    shares = [1 / 6] * 4 + [1 / 3]
+    assert values == {
+        "expert_load/0": pytest.approx(2.0),
+        "expert_load": pytest.approx(2.0),
+        "expert_entropy": pytest.approx(-sum(share * math.log(share) for share in shares) / math.log(EXPERTS)),
+        "dead_experts": 1,
+        "expert_rank_load": pytest.approx(4 / 3),
+        "router_bias_range": pytest.approx(0.75),
+    }
+    assert balance.load(torch.nn.Linear(2, 2), 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "moe", "training", "word"),
+    [
+        ("tests.tiny", {"balance_loss": 0.1}, {}, "moe.balance_loss = 0.1: tests.tiny plain has no Router of models/moe.py"),
+        ("tests.tiny", {"bias_update_speed": 0.1}, {}, "moe.bias_update_speed = 0.1: tests.tiny plain has no Router"),
+        ("tests.tiny_moe", {"bias_update_speed": 0.1}, {}, "the routers of tests.tiny_moe plain have no bias; set it to 0"),
+        (
+            "tests.tiny_moe",
+            {"router_z_loss": 0.1},
+            {"mixed_precision_param": "float16"},
+            "float16.* scales the loss, and this",
+        ),
+    ],
+)
+def test_keys_without_effect_on_a_model_are_refused(model, moe, training, word):
+    config = config_of({}, model={"name": model}, moe=moe, training=training)
+    with pytest.raises(Faults, match=word):
+        check(config, "some.toml", 1, open_files=False)

@@ -1,0 +1,106 @@
+"""The balance of experts: losses of the routers, a bias that follows the load, and reports of the load.
+
+Counts are integers, added up over microbatches and ranks, so that biases are equal on every mesh, bit for bit.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.moe import Router, RouterLosses, routers_of
+from titanlite.config.schema import Config
+
+
+def balance_experts(model: nn.Module, config: Config, sequences: int, split: DeviceMesh) -> None:
+    """Gives the routers of a model with memory what training wants of them.
+
+    sequences: of a global batch. split: the ranks among which each of them is split, one dimension.
+    """
+    moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
+    balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
+    for router in routers_of(model):
+        router.losses = RouterLosses(balance, z, split.size(), group_name) if balance or z else None
+        router.bias_update_speed = moe.bias_update_speed
+        router.counts = torch.zeros(len(router.weight), dtype=torch.int64, device=router.weight.device)
+        router.step_counts = router.counts.clone()
+
+
+def begin_step(model: nn.Module) -> None:
+    """Before the first microbatch of a step."""
+    for counts in _step_counts(routers_of(model)):
+        counts.zero_()
+
+
+def add_microbatch(model: nn.Module) -> None:
+    """After each backward pass, whose recomputation has counted again."""
+    for router in routers_of(model):
+        if router.counts is not None and router.step_counts is not None:
+            router.step_counts += router.counts
+
+
+def move_biases(model: nn.Module, skipped: Tensor) -> None:
+    """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
+    routers = [router for router in routers_of(model) if router.bias_update_speed and router.bias is not None]
+    for router, counts in zip(routers, _over_all_ranks(routers), strict=False):
+        assert router.bias is not None
+        # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
+        behind = (counts.sum() - counts * len(counts)).sign()
+        router.bias += behind * (1 - skipped) * router.bias_update_speed
+
+
+def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
+    """For the reports, of the latest step; {} without routers. All ranks together; a host sync.
+
+    The load of an expert is the number of its tokens relative to the mean of its layer.
+    """
+    routers = routers_of(model)
+    values: dict[str, float] = {}
+    loads, entropies, of_ranks, dead = [], [], [], 0
+    for number, counts in enumerate(each.cpu() for each in _over_all_ranks(routers)):
+        shares = counts / counts.sum().clamp(min=1)
+        loads.append(float(shares.max()) * len(counts))
+        entropies.append(float(torch.special.entr(shares).sum() / torch.tensor(len(counts)).log()))
+        of_ranks.append(float(shares.unflatten(0, (expert_ranks, -1)).sum(1).max()) * expert_ranks)
+        dead += int((counts == 0).sum())
+        values[f"expert_load/{number}"] = loads[-1]
+    if not loads:
+        return {}
+    values |= {"expert_load": max(loads), "expert_entropy": min(entropies), "dead_experts": dead}
+    if expert_ranks > 1:
+        values["expert_rank_load"] = max(of_ranks)
+    biases = [router.bias for router in routers if router.bias is not None]
+    if biases:
+        values["router_bias_range"] = max(float(bias.max() - bias.min()) for bias in biases)
+    return values
+
+
+def _step_counts(routers: list[Router]) -> list[Tensor]:
+    return [router.step_counts for router in routers if router.step_counts is not None]
+
+
+def _over_all_ranks(routers: list[Router]) -> list[Tensor]:
+    """The counts of a step, (experts,) int64 for each router, by one all-reduce."""
+    counts = _step_counts(routers)
+    if not counts:
+        return []
+    together = torch.cat(counts)
+    dist.all_reduce(together)
+    return list(together.split([len(each) for each in counts]))
+
+
+def faults(config: Config, model: nn.Module) -> Iterator[str]:
+    """Keys of [moe] for a model without routers, or without the bias that they move; precisions that lose the losses."""
+    moe, routers = config.moe, routers_of(model)
+    used: dict[str, Any] = {name: getattr(moe, name) for name in ("bias_update_speed", "balance_loss", "router_z_loss")}
+    for name, value in used.items():
+        if value and not routers:
+            yield f"moe.{name} = {value:g}: {config.model.title} has no Router of models/moe.py; set it to 0"
+        elif value and name == "bias_update_speed" and all(router.bias is None for router in routers):
+            yield f"moe.{name} = {value:g}: the routers of {config.model.title} have no bias; set it to 0"
+        elif value and name != "bias_update_speed" and config.training.mixed_precision_param == "float16":
+            precision = 'training.mixed_precision_param = "float16"'
+            yield f"moe.{name} = {value:g}: {precision} scales the loss, and this is not part of it; use bfloat16"
