@@ -4,7 +4,7 @@ No token is dropped, and memory is bounded under any routing. A rank receives at
 that follows in further rounds, of which all ranks compute the same number from the same counts. Of the first round the backward
 pass finds what it needs; further rounds are sent and computed again, so what is kept has one size. Everything is one operation
 of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph, and never again. The host
-waits for the device once a layer and pass, for the counts: the sizes of messages must be numbers.
+waits for the device once a layer and forward pass, for the counts: the sizes of messages must be numbers.
 """
 
 from collections.abc import Iterator
