@@ -315,7 +315,8 @@ PROBES: dict[str, Callable[..., object]] = {
     **_of(
         steps,
         "optimizer.name optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.momentum optimizer.nesterov optimizer.ns_steps"
-        " optimizer.weight_decay optimizer.decay_parameters optimizer.implementation optimizer.rounding training.max_norm",
+        " optimizer.weight_decay optimizer.decay_parameters optimizer.implementation optimizer.rounding training.max_norm"
+        " moe.bias_update_speed moe.balance_loss moe.router_z_loss",
     ),
     **_of(
         batches,

@@ -80,7 +80,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "sequence_chunks": 2,
         "offload": True,
     },
-    "moe": {"max_tokens_factor": 0.5},
+    "moe": {"max_tokens_factor": 0.5, "bias_update_speed": 1e-3, "balance_loss": 1e-4, "router_z_loss": 1e-3},
     "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
     "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
     "float8": {

@@ -44,6 +44,7 @@ SOURCE = Path("run/checkpoint/step-00000010")
 # goes on with another value, still be the uninterrupted one, but for rounding?
 MATHEMATICS = """
     model.name training.global_batch_size training.max_norm training.z_loss
+    moe.bias_update_speed moe.balance_loss moe.router_z_loss
     training.mixed_precision_param training.mixed_precision_reduce
     training.seed training.document_policy training.document_mask
     training.dtype optimizer.rounding

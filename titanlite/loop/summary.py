@@ -30,6 +30,8 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     masters = f"masters and moments {training.dtype}{rounding}"
     experts = ", experts do not" if any(isinstance(module, Experts) for module in model.modules()) else ""
     products = f", blocks multiply in float8 {config.float8.recipe_name}{experts}" if config.float8.enable else ""
+    degree = config.parallelism.expert_parallel_degree
+    apart = f", experts split over {degree}" if degree > 1 else ""
     reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     cfg = config.activation_checkpoint
@@ -57,7 +59,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
         "compiled": compiled,
-        "parameters": f"sharded over {mesh['dp_shard'].size() * mesh['cp'].size()}, reshard after forward: {reshard}"
+        "parameters": f"sharded over {mesh['dp_shard'].size() * mesh['cp'].size()}, reshard after forward: {reshard}{apart}"
         if isinstance(model, FSDPModule)
         else "whole",
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
