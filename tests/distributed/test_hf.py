@@ -18,8 +18,9 @@ from tests.repetitions import slow_but
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
-from titanlite.hf.folder import Entry, find_weights, their_names
+from titanlite.hf.folder import Entry, each_expert, find_weights, their_names
 from titanlite.loop.step import build_model
+from titanlite.tools.model_facts import stored_tensors_of
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_hf"
@@ -30,7 +31,7 @@ RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8)
 
 
 def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[str, Tensor], int, int]:
-    """(whole parameters on rank 0, values that this rank has read of the file, values of its own shards)."""
+    """(whole tensors on rank 0, values that this rank has read of the file, values of its own shards)."""
     config = config_of(degrees, flavor, model={"name": name, "flavor": flavor})
     family = load_family(name, flavor)
     model = build_model(family, config, mesh_of(degrees), CPU)
@@ -44,9 +45,9 @@ def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[s
 
     with patch.object(load, "_slice", counted):
         load.load_weights(model_tensors(model), find_weights(folder, family, model))
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters.values())
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
+    tensors = {name: tensor.detach() for name, tensor in stored_tensors_of(model).items()}
+    own = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors.values())
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return (whole if dist.get_rank() == 0 else {}), count, own
 
 
@@ -70,13 +71,13 @@ def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pool
     degrees, ranks = RANKS[mesh]
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
     results = pools[ranks].run(f"{HERE}:read", folder=folder, name=name, flavor=flavor, degrees=degrees)
-    parameters, file = results[0][0], tensors_of(folder)
-    names = their_names(load_family(name, flavor), parameters)
-    assert {names[ours] for ours in parameters} == file.keys()
-    for ours, found in parameters.items():
-        assert torch.equal(found, file[names[ours]].float()), ours
+    tensors, file, module = results[0][0], tensors_of(folder), load_family(name, flavor).module
+    names = their_names(load_family(name, flavor), tensors)
+    assert {part for ours, tensor in tensors.items() for part in each_expert(names[ours], tensor.shape)} == file.keys()
+    for ours, found in tensors.items():
+        assert torch.equal(found, hf_folders.of_files(module, ours, found, file).float()), ours
     assert [count for _, count, _ in results] == [own for _, _, own in results]
-    total = sum(p.numel() for p in parameters.values())
+    total = sum(tensor.numel() for tensor in tensors.values())
     assert ranks == 1 or max(count for _, count, _ in results) < 0.6 * total
 
 

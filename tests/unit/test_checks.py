@@ -15,7 +15,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel import expert
+from titanlite.parallel import fsdp
 from titanlite.transforms import compile
 
 TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
@@ -291,7 +291,7 @@ def test_without_a_mesh_for_each_parameter_split_experts_are_not_compiled_and_no
     compiled, kept = {COMPILE: True, BACKEND: "aot_eager"}, {AC: "selective", BLOCKS: "op"}
     for keys in (compiled, kept):
         assert faults(MIXTURE | {EP: 2} | keys, ranks=2) == []
-    monkeypatch.setattr(expert, "MESH_PER_PARAMETER", False)
+    monkeypatch.setattr(fsdp, "MESH_PER_PARAMETER", False)
     (fault,) = faults(MIXTURE | {EP: 2} | compiled, ranks=2)
     assert f"{EP} = 2: with {COMPILE} = true, needs PyTorch 2.13" in fault
     (fault,) = faults(MIXTURE | {EP: 2} | kept, ranks=2)

@@ -83,7 +83,7 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: Dev
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and Deferred.of(config).replicas:
         for unit in waiting_units(model):
             for group in _groups(unit):
-                group._reduce_scatter_comm = _WholeReduceScatter(type(unit).__name__, group)
+                group._reduce_scatter_comm = _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group)
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
         depth = parallelism.fsdp_prefetch
         for place, block in enumerate(blocks):
