@@ -390,7 +390,8 @@ def test_rope_scaling_stretches_long_wavelengths_only():
 def test_models_import_torch_the_standard_library_and_themselves_only():
     allowed = {"torch", "models", *sys.stdlib_module_names}
     files = sorted(Path(models.__file__).parent.rglob("*.py"))
-    shared = {"__init__.py", "attention.py", "blocks.py", "decoder.py", "head.py", "moe.py", "rope.py", "split.py"}
+    parts = ("__init__", "attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "rope", "split")
+    shared = {f"{part}.py" for part in parts}
     families = {f"{module.__name__.split('.')[1]}.py" for module in FAMILIES}
     assert {file.name for file in files} == shared | families
     for file in files:
