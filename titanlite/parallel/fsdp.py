@@ -111,7 +111,7 @@ def _mesh_info(mesh: DeviceMesh) -> Any:
 
 def _groups(unit: nn.Module) -> list[Any]:
     """FSDP2's groups of a unit's parameters, which are gathered and reduced together: one for each mesh."""
-    state = unit._get_fsdp_state()  # type: ignore[operator]
+    state = unit._get_fsdp_state()  # type: ignore[operator]  # of FSDPModule
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # 2.11
