@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.moe import routers_of
 from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
+from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
@@ -66,7 +67,7 @@ def alone(pools):
     return functools.cache(lambda function: pools[1].run(f"{HERE}:{function}", degrees={}, config=config)[0])
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", slow_but(["shard 2 ep 2, recomputed", "shard 2, compiled, per operation"], CELLS))
 def test_counts_and_biases_are_exactly_those_of_one_process(pools, alone, cell):
     degrees, sections, accumulation = CELLS[cell]
     config = config_of_cell(degrees, sections, accumulation)
@@ -77,7 +78,7 @@ def test_counts_and_biases_are_exactly_those_of_one_process(pools, alone, cell):
         assert all(map(torch.equal, found.biases, expected.biases))
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", slow_but(["tp 2 ep 2, per operation", "context 2 x tp 2 ep 4"], CELLS))
 def test_gradients_with_the_routers_losses_are_those_of_one_process(pools, alone, cell):
     degrees, sections, accumulation = CELLS[cell]
     config = config_of_cell(degrees, sections, accumulation)
