@@ -37,6 +37,7 @@ def start_counting(layer: MoE, speed: float = 0.0) -> Router:
     router = layer.router
     router.counts, router.step_counts = (torch.zeros(EXPERTS, dtype=torch.int64) for _ in range(2))
     router.bias_update_speed = speed
+    layer.routers = [router]
     return router
 
 

@@ -22,7 +22,8 @@ def balance_experts(model: nn.Module, config: Config, sequences: int, split: Dev
     """
     moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
     balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
-    for router in routers_of(model):
+    model.routers = routers_of(model)  # type: ignore[assignment]  # a list, so that they stay the modules of their blocks
+    for router in _counting(model):
         router.losses = RouterLosses(balance, z, split.size(), group_name) if balance or z else None
         router.bias_update_speed = moe.bias_update_speed
         router.counts = torch.zeros(len(router.weight), dtype=torch.int64, device=router.weight.device)
@@ -31,20 +32,20 @@ def balance_experts(model: nn.Module, config: Config, sequences: int, split: Dev
 
 def begin_step(model: nn.Module) -> None:
     """Before the first microbatch of a step."""
-    for counts in _step_counts(routers_of(model)):
+    for counts in _step_counts(_counting(model)):
         counts.zero_()
 
 
 def add_microbatch(model: nn.Module) -> None:
     """After each backward pass, whose recomputation has counted again."""
-    for router in routers_of(model):
+    for router in _counting(model):
         if router.counts is not None and router.step_counts is not None:
             router.step_counts += router.counts
 
 
 def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
-    routers = [router for router in routers_of(model) if router.bias_update_speed and router.bias is not None]
+    routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
     for router, counts in zip(routers, _over_all_ranks(routers), strict=False):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
@@ -53,14 +54,14 @@ def move_biases(model: nn.Module, skipped: Tensor) -> None:
 
 
 def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
-    """For the reports, of the latest step; {} without routers. All ranks together; a host sync.
+    """For the reports, of the latest step; {} without routers. All ranks together; two host syncs.
 
     The load of an expert is the number of its tokens relative to the mean of its layer.
     """
-    routers = routers_of(model)
+    routers = _counting(model)
     values: dict[str, float] = {}
     loads, entropies, of_ranks, dead = [], [], [], 0
-    for number, counts in enumerate(each.cpu() for each in _over_all_ranks(routers)):
+    for number, counts in enumerate(_over_all_ranks(routers, torch.device("cpu"))):
         shares = counts / counts.sum().clamp(min=1)
         loads.append(float(shares.max()) * len(counts))
         entropies.append(float(torch.special.entr(shares).sum() / torch.tensor(len(counts)).log()))
@@ -74,22 +75,27 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
         values["expert_rank_load"] = max(of_ranks)
     biases = [router.bias for router in routers if router.bias is not None]
     if biases:
-        values["router_bias_range"] = max(float(bias.max() - bias.min()) for bias in biases)
+        values["router_bias_range"] = torch.stack([bias.max() - bias.min() for bias in biases]).max().item()
     return values
+
+
+def _counting(model: nn.Module) -> list[Router]:
+    """The routers that `balance_experts` has found. A step does not search a large model for them, which takes milliseconds."""
+    return getattr(model, "routers", [])
 
 
 def _step_counts(routers: list[Router]) -> list[Tensor]:
     return [router.step_counts for router in routers if router.step_counts is not None]
 
 
-def _over_all_ranks(routers: list[Router]) -> list[Tensor]:
-    """The counts of a step, (experts,) int64 for each router, by one all-reduce."""
+def _over_all_ranks(routers: list[Router], device: torch.device | None = None) -> list[Tensor]:
+    """The counts of a step, (experts,) int64 for each router, by one all-reduce. device: of the result; None: the routers'."""
     counts = _step_counts(routers)
     if not counts:
         return []
     together = torch.cat(counts)
     dist.all_reduce(together)
-    return list(together.split([len(each) for each in counts]))
+    return list(together.to(device).split([len(each) for each in counts]))
 
 
 def faults(config: Config, model: nn.Module) -> Iterator[str]:
