@@ -20,6 +20,7 @@ class Decoder(nn.Module):
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
+    pipeline: Any = None  # titanlite.parallel.pipeline.Pipeline, where other ranks have the other blocks
     generates = True  # False: some layer has a memory of earlier tokens that it does not keep in seq.cache
 
     def tie_weights(self) -> None:

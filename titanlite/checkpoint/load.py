@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -79,17 +79,23 @@ def faults(source: Path, found: Manifest, part: int = 0, parts: int = 1) -> Iter
 
 @phase("loading the checkpoint")
 def load_tensors(
-    source: Path, saved: Manifest, tensors: dict[str, Tensor], exclude: Sequence[str] = (), prefix: str = ""
+    source: Path,
+    saved: Manifest,
+    tensors: dict[str, Tensor],
+    exclude: Sequence[str] = (),
+    prefix: str = "",
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Loads a checkpoint into `tensors`, in place. All ranks together.
 
-    exclude: patterns of tensors that keep their values. prefix: ignores tensors of the checkpoint without this prefix. Raises
-    UserError that lists every tensor that is missing in the checkpoint, is only in the checkpoint, or has another shape there.
+    exclude: patterns of tensors that keep their values. prefix: ignores tensors of the checkpoint without this prefix.
+    elsewhere: tensors that other ranks load, of other stages of a pipeline. Raises UserError that lists every tensor that is
+    missing in the checkpoint, is only in the checkpoint, or has another shape there.
     """
     with together():  # it may have been damaged after it was verified
         entries = tensor_entries(read_metadata(source, saved.files))
     stored = {name: entry for name, entry in entries.items() if name.startswith(prefix)}
-    targets, known = dict(tensors), stored.keys() | tensors.keys()
+    targets, known = dict(tensors), {*stored, *tensors, *elsewhere}
     for pattern in exclude:
         names = fnmatch.filter(known, pattern)
         if not names:
@@ -98,6 +104,8 @@ def load_tensors(
         for name in names:
             stored.pop(name, None)
             targets.pop(name, None)
+    for name in {*elsewhere} - targets.keys():
+        stored.pop(name, None)
     if mismatches := list(_mismatches(targets, stored)):
         remedy = "checkpoint.exclude_from_loading can list tensors that keep their initial values or are not loaded"
         raise UserError(listed(f"{source}: does not fit this run:", mismatches, remedy))

@@ -29,6 +29,11 @@ _WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is no
 _WITH_SAMPLES = _WITH_VALIDATION.and_when("metrics.enable_tensorboard = true")
 _WITH_CONTEXT = EffectiveWhen("parallelism.context_parallel_degree > 1")
 _WITH_EXPERTS = EffectiveWhen("parallelism.expert_parallel_degree > 1")
+_WITH_PIPELINE, _WITHOUT_PIPELINE = (
+    EffectiveWhen("parallelism.pipeline_parallel_degree > 1"),
+    "parallelism.pipeline_parallel_degree = 1",
+)
+Schedules = Literal["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 _WITH_OVERLAP = EffectiveWhen(
     "parallelism.tensor_parallel_degree > 1",
     *("compile.enable = true", 'compile.components has "model"', 'compile.backend = "inductor"', CUDA),
@@ -167,18 +172,28 @@ class Parallelism(Section):
     """Ranks over which the experts of a mixture are split, and to which their tokens travel. It is no further dimension: it
     divides data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, and ranks with the same experts shard
     these among each other."""
+    pipeline_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
+    """Ranks over which the blocks are cut into stages, between which hidden states travel. The microbatches of a step are those
+    of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
+    pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
+    """In which order stages work on microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
+    two or more, which makes the idle time shorter (docs/parallelism.md). "InterleavedZeroBubble" computes gradients of weights
+    in idle time too."""
+    pipeline_parallel_layers_per_stage: Annotated[Literal[-1] | bounds.Count, _WITH_PIPELINE] = -1
+    """Blocks of each stage but the last, which has the rest. -1: as many that the longest stage takes as few FLOPs as possible,
+    the head's included."""
     fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
-    freed, except the head's, whose backward pass comes next. "never": kept for the backward pass (shard-grad-op, ZeRO-2). A
-    number N: resharded over N ranks, so that the second gather stays among them; N divides the shard degree."""
+    freed, except the head's, whose backward pass comes next; kept in a pipeline, which would gather them for every microbatch.
+    "never": kept for the backward pass (shard-grad-op, ZeRO-2). A number N: resharded over N ranks, so that the second gather stays among them; N divides the shard degree."""
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
     """How many blocks ahead parameters are gathered, in the forward and in the backward pass. FSDP2's own value is 1; each
     further block costs memory for its parameters and hides more of a slow network."""
-    reduce_every_microbatch: Annotated[bool, EffectiveWhen(ACCUMULATION)] = True
+    reduce_every_microbatch: Annotated[bool, EffectiveWhen(ACCUMULATION).and_when(_WITHOUT_PIPELINE)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
     all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
-    gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32"."""
+    gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces all once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
     """Overlap the collectives of tensor parallelism with the adjacent matrix products, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable."""
@@ -396,7 +411,10 @@ class Config(Table):
 
     def accumulates(self, ranks: int) -> bool:
         """Whether a step on so many ranks has more than one microbatch."""
-        together = self.parallelism.tensor_parallel_degree * self.parallelism.context_parallel_degree  # read the same samples
+        cfg = self.parallelism
+        together = (
+            cfg.tensor_parallel_degree * cfg.context_parallel_degree * cfg.pipeline_parallel_degree
+        )  # read the same samples
         return self.microbatches(max(1, ranks // together)) > 1
 
     def global_batch(self, data_degree: int) -> int:

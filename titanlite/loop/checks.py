@@ -20,7 +20,7 @@ from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import divergence, loss, resume, validation
 from titanlite.optim import balance, build, lr_schedule, state
-from titanlite.parallel import context, expert, mesh, tensor
+from titanlite.parallel import context, expert, mesh, pipeline, tensor
 from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
@@ -67,6 +67,7 @@ def check(
         with reported:
             faults += part(config)
     faults += mesh.faults(config, ranks)
+    faults += pipeline.microbatch_faults(config, ranks)
     faults += sources.faults(config) if open_files else ()
     faults += process.faults(local_ranks) if local_ranks is not None else ()
     with reported:
@@ -95,6 +96,7 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
         yield from _misfits(config, family)
     yield from context.faults(config, model)
     yield from expert.faults(config, model)
+    yield from pipeline.faults(config, family, model)
     yield from attention_kernels.faults(config, family)
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)

@@ -4,7 +4,7 @@ A step's loss is the sum of the cross entropies of all its labels, over all rank
 that neither the mesh nor accumulation changes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
 import torch
@@ -20,6 +20,7 @@ from models.split import split_sequence
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
+from titanlite.parallel.pipeline import Microbatch
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
@@ -33,13 +34,26 @@ def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:
     """Sum of the cross entropies of one microbatch, (batch, seq) labels; () float32. Of split sequences, this rank's part."""
     assert model.head is not None, "a pipeline stage without head has no loss"
+    inputs, labels, seq = arranged(model, batch)
+    return model.head(model(inputs, seq), labels)
+
+
+def summed_losses(model: Decoder, batches: Sequence[Batch]) -> Tensor:
+    """`summed_loss` of each microbatch of a step, (microbatches,) float32, without gradients; 0 on ranks without the head."""
+    if model.pipeline is not None:
+        return model.pipeline.evaluate([arranged(model, batch) for batch in batches])
+    return torch.stack([summed_loss(model, batch) for batch in batches])
+
+
+def arranged(model: Decoder, batch: Batch) -> Microbatch:
+    """What a forward pass of a microbatch needs; of split sequences, this rank's part."""
     inputs, labels = batch.inputs(), batch.labels()
     seq = sequence_of(inputs, batch.documents)
     if model.context is not None:  # only now: a label, a position, a document follow from the tokens around
         split = split_sequence(*model.context, inputs.shape[1], inputs.device)
         inputs, labels, positions = (whole[:, split.places] for whole in (inputs, labels, seq.positions))
         seq = seq._replace(positions=positions, split=split)
-    return model.head(model(inputs, seq), labels)
+    return Microbatch(inputs, labels, seq)
 
 
 def sequence_of(inputs: Tensor, documents: Tensor | None) -> SeqInfo:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,7 +164,8 @@ def restore(
     if begin is None and cfg.initial_load_path and not cfg.initial_load_model_only:
         begin = source, load.verified(source)
     if begin is not None:
-        start = load_run(*begin, run, run_tensors(model, optimizer, loss_scale))
+        tensors = run_tensors(model, optimizer, loss_scale)
+        start = load_run(*begin, run, tensors, _elsewhere(model, tensors))
         log.info("resumed from %s", begin[0])
         return start
     if cfg.initial_load_path:
@@ -182,7 +183,8 @@ def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
 
     exclude, tensors = run.config.checkpoint.exclude_from_loading, model_tensors(model)
     if run.config.checkpoint.initial_load_in_hf:
-        load_weights(tensors, find_weights(source, run.family, model, exclude))
+        weights = find_weights(source, run.family, run.family.on_meta(), exclude)
+        load_weights(tensors, {name: entries for name, entries in weights.items() if name in tensors})
         return
     found = load.verified(source)
     for change in run.family.changes_since(found.numbers["architecture"]):
@@ -195,11 +197,13 @@ def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
         )
     if not adapted:
         tensors = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-    load.load_tensors(source, found, tensors, exclude, "model.")
+    load.load_tensors(source, found, tensors, exclude, "model.", _elsewhere(model, tensors))
 
 
-def load_run(source: Path, found: Manifest, run: Setting, tensors: dict[str, Tensor]) -> tuple[Progress, Schedule]:
-    """Loads one checkpoint into `tensors`. Raises UserError for one that does not fit."""
+def load_run(
+    source: Path, found: Manifest, run: Setting, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()
+) -> tuple[Progress, Schedule]:
+    """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load. Raises UserError for one that does not fit."""
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
     refuse_foreign(source, found)
@@ -207,7 +211,7 @@ def load_run(source: Path, found: Manifest, run: Setting, tensors: dict[str, Ten
     exclude = run.config.checkpoint.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
         exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
-    load.load_tensors(source, found, tensors, exclude)
+    load.load_tensors(source, found, tensors, exclude, elsewhere=elsewhere)
     if found.numbers.get("scaled") != SCALED:
         restart(tensors)
     return _progress(run.data, found.numbers), schedule
@@ -221,6 +225,12 @@ def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
             log.info("data: another mixture: %s continues after %s of its samples", mixed.source.name, f"{reached.drawn:,}")
     losses = {name: numbers[name] for name in ("loss_sum", "loss_count") if name in numbers}
     return Progress(numbers["step"], numbers["samples"], began, **losses)
+
+
+def _elsewhere(model: nn.Module, tensors: Iterable[str]) -> Collection[str]:
+    """The names of tensors that ranks with other stages of a pipeline load."""
+    pipeline = getattr(model, "pipeline", None)
+    return pipeline.gathered(tensors) if pipeline is not None else ()
 
 
 def refuse_foreign(source: Path, found: Manifest) -> None:

@@ -12,12 +12,12 @@ from models.moe import routers_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import at, phase
-from titanlite.loop.loss import count_labels, summed_loss
+from titanlite.loop.loss import arranged, count_labels, summed_loss
 from titanlite.optim import balance
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.fsdp import DEFERRED, Deferred, choose_reductions
-from titanlite.parallel.mesh import data_degree, sequence_mesh
+from titanlite.parallel.mesh import data_degree, sequence_mesh, stage_group
 from titanlite.parallel.parallelize import parallelize
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
@@ -41,9 +41,10 @@ def begin_training(
     """The model with its initial weights, an optimizer that has its state, and the loss scale of float16."""
     model, precision = build_model(family, config, mesh, device), config.training.mixed_precision_param
     if routers_of(model):
-        balance.balance_experts(model, config, config.global_batch(data_degree(mesh)), sequence_mesh(mesh))
+        batch, together = config.global_batch(data_degree(mesh)), stage_group(mesh)
+        balance.balance_experts(model, config, batch, sequence_mesh(mesh), together)
     at(0, "creating the optimizer state")
-    optimizer = build_optimizer(model, config.optimizer, DTYPES[precision])
+    optimizer = build_optimizer(model, config.optimizer, DTYPES[precision], group=stage_group(mesh))
     loss_scale = LossScale(device) if precision == "float16" else None
     if loss_scale is not None and isinstance(model.head, Head):
         model.head.scale = loss_scale.scale  # updated in place
@@ -62,15 +63,21 @@ def forward_backward(
     labels = count_labels(batch, mesh)
     if loss_scale is not None:
         loss_scale.divisor = loss_scale.scale * labels
-    share = torch.zeros((), device=batch.tokens.device)
+
+    def to_backward(summed: Tensor) -> Tensor:
+        return summed / labels if loss_scale is None else summed * loss_scale.scale
+
     microbatches = batch.microbatches()
     balance.begin_step(model)
+    if model.pipeline is not None:
+        losses = model.pipeline.train([arranged(model, each) for each in microbatches], to_backward, balance.add_microbatch)
+        return losses.sum() if loss_scale is None else losses.sum() / loss_scale.divisor
+    share = torch.zeros((), device=batch.tokens.device)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
         summed = summed_loss(model, microbatch)
-        loss = summed / labels
-        (loss if loss_scale is None else summed * loss_scale.scale).backward()
-        share += loss.detach()
+        to_backward(summed).backward()
+        share += summed.detach() / labels
         balance.add_microbatch(model)
     return share
 
@@ -83,7 +90,9 @@ def update(
     Where that norm is not finite, a fused optimizer skips the step on the device, without a host sync, and the loss scale
     shrinks.
     """
-    norm = clip_gradients(optimizer, max_norm, loss_scale.divisor if loss_scale else None)
+    pipeline = getattr(model, "pipeline", None)
+    stages, tied = (pipeline.ranks, pipeline.tied) if pipeline else (1, None)
+    norm = clip_gradients(optimizer, max_norm, loss_scale.divisor if loss_scale else None, stages, tied)
     set_lr(optimizer, lr)
     overflow = (~norm.isfinite()).float()
     if optimizer.defaults["fused"]:

@@ -13,7 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
-from titanlite.loop.loss import summed_loss
+from titanlite.loop.loss import summed_losses
 from titanlite.parallel.mesh import DATA_DIMENSIONS, LOSS_DIMENSIONS, data_degree, data_rank, sum_over
 
 
@@ -37,11 +37,12 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
         for source, total in enumerate(sums):
             for batch in range(rounds(data, source, config, data_degree(mesh))):
                 part = part_of_batch(data, source, config, batch, data_rank(mesh), data_degree(mesh)).to(device)
-                for microbatch in part.microbatches():
+                microbatches = part.microbatches()
+                for microbatch, loss in zip(microbatches, summed_losses(model, microbatches), strict=True):
                     labels = microbatch.labels()
                     counted = labels != IGNORE
                     text = lengths[torch.where(counted, labels, 0)] * counted
-                    total += torch.stack([summed_loss(model, microbatch).double(), counted.sum().double(), text.sum().double()])
+                    total += torch.stack([loss.double(), counted.sum().double(), text.sum().double()])
     losses, counts = sum_over(LOSS_DIMENSIONS, sums[:, :1].clone(), mesh), sum_over(DATA_DIMENSIONS, sums[:, 1:].clone(), mesh)
     sums = torch.cat([losses, counts], dim=1).cpu()
     values = _figures("", sums.sum(0))

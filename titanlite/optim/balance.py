@@ -15,14 +15,19 @@ from models.moe import Router, RouterLosses, routers_of
 from titanlite.config.schema import Config
 
 
-def balance_experts(model: nn.Module, config: Config, sequences: int, split: DeviceMesh) -> None:
+def balance_experts(
+    model: nn.Module, config: Config, sequences: int, split: DeviceMesh, together: dist.ProcessGroup | None = None
+) -> None:
     """Gives the routers of a model with memory what training wants of them.
 
-    sequences: of a global batch. split: the ranks among which each of them is split, one dimension.
+    sequences: of a global batch. split: the ranks among which each of them is split, one dimension. together: the ranks that
+    have the same routers; None: all.
     """
     moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
     balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
-    model.routers = routers_of(model)  # type: ignore[assignment]  # a list, so that they stay the modules of their blocks
+    for each in (model, *(stage.part for stage in getattr(getattr(model, "pipeline", None), "stages", ()))):
+        each.routers = routers_of(each)  # type: ignore[assignment]  # a list, so that they stay the modules of their blocks
+        each.router_ranks = together  # type: ignore[assignment]  # no module
     for router in _counting(model):
         router.losses = RouterLosses(balance, z, split.size(), group_name) if balance or z else None
         router.bias_update_speed = moe.bias_update_speed
@@ -46,7 +51,7 @@ def add_microbatch(model: nn.Module) -> None:
 def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
     routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
-    for router, counts in zip(routers, _over_all_ranks(routers), strict=False):
+    for router, counts in zip(routers, _over_all_ranks(routers, model), strict=False):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
         behind = (counts.sum() - counts * len(counts)).sign()
@@ -58,10 +63,10 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
 
     The load of an expert is the number of its tokens relative to the mean of its layer.
     """
-    routers = _counting(model)
+    found = _of_all_stages(model)
     values: dict[str, float] = {}
     loads, entropies, of_ranks, dead = [], [], [], 0
-    for number, counts in enumerate(_over_all_ranks(routers, torch.device("cpu"))):
+    for number, (counts, _) in enumerate(found):
         shares = counts / counts.sum().clamp(min=1)
         loads.append(float(shares.max()) * len(counts))
         entropies.append(float(torch.special.entr(shares).sum() / torch.tensor(len(counts)).log()))
@@ -73,10 +78,22 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
     values |= {"expert_load": max(loads), "expert_entropy": min(entropies), "dead_experts": dead}
     if expert_ranks > 1:
         values["expert_rank_load"] = max(of_ranks)
-    biases = [router.bias for router in routers if router.bias is not None]
-    if biases:
-        values["router_bias_range"] = torch.stack([bias.max() - bias.min() for bias in biases]).max().item()
+    if ranges := [spread for _, spread in found if spread is not None]:
+        values["router_bias_range"] = max(ranges)
     return values
+
+
+def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
+    """The counts of each router, on the CPU, and the range of its bias, in the order of the layers."""
+    routers = _counting(model)
+    biases = [router.bias for router in routers if router.bias is not None]
+    ranges: list[Any] = torch.stack([bias.max() - bias.min() for bias in biases]).tolist() if biases else [None] * len(routers)
+    found = list(zip(_over_all_ranks(routers, model, torch.device("cpu")), ranges, strict=True))
+    if (pipeline := getattr(model, "pipeline", None)) is None:
+        return found
+    layers = [int(name.split(".")[1]) for name, module in model.named_modules() if isinstance(module, Router)]
+    every = sorted(pipeline.gathered(list(zip(layers, found, strict=True))), key=lambda pair: pair[0])
+    return [of_router for _, of_router in every]
 
 
 def _counting(model: nn.Module) -> list[Router]:
@@ -88,13 +105,13 @@ def _step_counts(routers: list[Router]) -> list[Tensor]:
     return [router.step_counts for router in routers if router.step_counts is not None]
 
 
-def _over_all_ranks(routers: list[Router], device: torch.device | None = None) -> list[Tensor]:
+def _over_all_ranks(routers: list[Router], model: nn.Module, device: torch.device | None = None) -> list[Tensor]:
     """The counts of a step, (experts,) int64 for each router, by one all-reduce. device: of the result; None: the routers'."""
     counts = _step_counts(routers)
     if not counts:
         return []
     together = torch.cat(counts)
-    dist.all_reduce(together)
+    dist.all_reduce(together, group=model.router_ranks)  # type: ignore[arg-type]  # no module
     return list(together.to(device).split([len(each) for each in counts]))
 
 

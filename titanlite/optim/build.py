@@ -20,10 +20,14 @@ from titanlite.transforms.shards import local_part
 
 
 def build_optimizer(
-    model: nn.Module, cfg: Optimizer, compute: torch.dtype = torch.float32, compiler: Compiler = compile_kernel
+    model: nn.Module,
+    cfg: Optimizer,
+    compute: torch.dtype = torch.float32,
+    compiler: Compiler = compile_kernel,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer `cfg.name`, with one parameter group that is decayed and one that is not. bfloat16 parameters are rounded
-    according to `cfg.rounding`. For Muon all ranks together.
+    according to `cfg.rounding`. For Muon all ranks of `group` together, those that have the same layers; None: of the run.
 
     Every trained parameter has zero moments from the start, also one that never gets a gradient: so every checkpoint of a run
     holds the same tensors, and a new process can read them.
@@ -51,7 +55,7 @@ def build_optimizer(
     if not matrices:
         raise UserError('optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"')
     precision = torch.float32 if compute == torch.float32 else torch.bfloat16
-    return Muon(groups(matrices), _adam(groups(others), cfg, own), cfg, precision, own)
+    return Muon(groups(matrices), _adam(groups(others), cfg, own), cfg, precision, own, group)
 
 
 def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | None) -> torch.optim.Optimizer:
@@ -85,11 +89,18 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, multiple: Tensor | None = None) -> Tensor:
+def clip_gradients(
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
+    multiple: Tensor | None = None,
+    stages: int = 1,
+    on_two: nn.Parameter | None = None,
+) -> Tensor:
     """Scales the gradients down to a global L2 norm of `max_norm` at most; returns the norm before that, () float32.
 
     multiple: what the gradients are multiples by (`LossScale.divisor`); they and the norm are divided by it first. A fused
     optimizer receives the divisor and applies it within its step; for other optimizers the gradients are divided here.
+    stages: the ranks of a pipeline, which have different parameters. on_two: the parameter that two of them have.
 
     Every rank sums the squares of its shards, divided by their replication factors; one all-reduce over the whole mesh gives
     the norm of the whole model's gradient. There is no host sync.
@@ -98,7 +109,8 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float, multiple: 
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
-                by_replication.setdefault(replication_factor(p.grad), []).append(local_part(p.grad))
+                copies = replication_factor(p.grad) // stages * (2 if p is on_two else 1)
+                by_replication.setdefault(copies, []).append(local_part(p.grad))
     if not by_replication:
         raise UserError("no gradient reaches any parameter: the loss does not depend on what is trained")
     total = torch.stack([_sum_of_squares(local) / n for n, local in by_replication.items()]).sum()

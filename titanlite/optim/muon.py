@@ -8,6 +8,7 @@ as an update of AdamW: learning rate and weight decay carry over. AdamW updates 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Optimizer
@@ -26,7 +27,7 @@ class Muon(torch.optim.Optimizer):
 
     groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
     of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and `grad_scale` if the
-    optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks construct it together.
+    optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks of `group` construct it together.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Muon(torch.optim.Optimizer):
         cfg: Optimizer,
         precision: torch.dtype,
         compiler: Compiler | None,
+        group: dist.ProcessGroup | None = None,
     ):
         super().__init__(groups, {"lr": cfg.lr, "fused": rest.defaults["fused"]})
         self._momentum, self._nesterov, self._ns_steps = cfg.momentum, cfg.nesterov, cfg.ns_steps
@@ -43,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         self._gather = rounding.elementwise(self._momentum_of, compiler)
         self._update = rounding.elementwise(self._updated, compiler)
         self._parts = [Part(group, self.state, (MOMENTUM,), cfg.rounding == "compensated") for group in self.param_groups]
-        self._exchange = Exchange([p for part in self._parts for p in part.parameters])
+        self._exchange = Exchange([p for part in self._parts for p in part.parameters], group)
         self.rest = rest
         self.state.update(rest.state)
         rest.state = self.state

@@ -50,14 +50,14 @@ class Round(NamedTuple):
 
 
 class Exchange:
-    """The rounds for the same matrices at every step. All ranks construct it, and call `map`, together.
+    """The rounds for the same matrices at every step. All ranks of a group construct it, and call `map`, together.
 
     matrices: two-dimensional parameters, DTensors on any meshes or plain tensors that every rank holds whole.
     """
 
-    def __init__(self, matrices: list[Tensor]):
-        self._shapes = [tuple(matrix.shape) for matrix in matrices]
-        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    def __init__(self, matrices: list[Tensor], group: dist.ProcessGroup | None = None):
+        self._shapes, self._group = [tuple(matrix.shape) for matrix in matrices], group
+        self._rank, self._world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self._boxes = [_boxes(matrix, self._world) for matrix in matrices]
         self._rounds: tuple[list[int], list[Round]] = [], []
 
@@ -85,11 +85,18 @@ class Exchange:
             return [function(shard) for shard in shards]
         sending = torch.cat([shard.flatten()[:count] for shard, count in zip(shards, one.sent, strict=False)])
         whole = sending.new_empty(one.shape)
-        for box, part in zip(one.gathered, _all_to_all(sending, one.sent, one.gathered), strict=True):
+        for box, part in zip(one.gathered, self._all_to_all(sending, one.sent, one.gathered), strict=True):
             box.of(whole).copy_(part)
         result = function(whole) if whole.numel() else whole
         back = torch.cat([box.of(result).flatten() for box in one.returned])
-        return _all_to_all(back, [box.size for box in one.returned], one.mine)[: len(shards)]
+        return self._all_to_all(back, [box.size for box in one.returned], one.mine)[: len(shards)]
+
+    def _all_to_all(self, values: Tensor, sent: list[int], received: list[Box]) -> list[Tensor]:
+        """The boxes that all ranks sent to this one. sent: how many of `values` are for each rank."""
+        sizes = [box.size for box in received]
+        output = values.new_empty(sum(sizes))
+        dist.all_to_all_single(output, values, sizes, sent, group=self._group)
+        return [part.view(box.rows, box.columns) for part, box in zip(output.split(sizes), received, strict=True)]
 
 
 def _senders(boxes: list[Box], owner: int) -> set[int]:
@@ -117,12 +124,4 @@ def _boxes_of_layout(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple
     for rank, coordinate in zip(mesh.mesh.flatten().tolist(), coordinates, strict=True):
         local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
         boxes[rank] = Box(*offset, *local)
-    return [boxes[rank] for rank in range(len(boxes))]
-
-
-def _all_to_all(values: Tensor, sent: list[int], received: list[Box]) -> list[Tensor]:
-    """The boxes that all ranks sent to this one. sent: how many of `values` are for each rank."""
-    sizes = [box.size for box in received]
-    output = values.new_empty(sum(sizes))
-    dist.all_to_all_single(output, values, sizes, sent)
-    return [part.view(box.rows, box.columns) for part, box in zip(output.split(sizes), received, strict=True)]
+    return [boxes[rank] for rank in sorted(boxes)]

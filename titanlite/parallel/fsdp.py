@@ -31,11 +31,15 @@ from titanlite.transforms.shards import local_part
 MESH_PER_PARAMETER = hasattr(_fsdp_common, "ShardPlacementResult")
 
 
-def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None) -> None:
+def apply_fsdp(
+    model: Decoder, config: Config, mesh: DeviceMesh, of_experts: DeviceMesh | None = None, root: nn.Module | None = None
+) -> None:
     """Applies FSDP2 to embedding, each block and head. Gradients are summed, not averaged: the loss is divided already.
 
-    of_experts: the mesh that shards experts, where that is not the one of all other parameters.
+    of_experts: the mesh that shards experts, where that is not the one of all other parameters. root: what is called instead of
+    the model.
     """
+    root = root or model
     training, parallelism = config.training, config.parallelism
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[training.mixed_precision_param],
@@ -43,7 +47,8 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: Dev
         cast_forward_inputs=False,  # activations leave the embedding in param_dtype; RoPE's tables stay in float32
     )
     policy = parallelism.fsdp_reshard_after_forward
-    of_block = policy if isinstance(policy, int) else policy != "never"
+    kept = policy == "never" or (policy == "default" and parallelism.pipeline_parallel_degree > 1)
+    of_block = policy if isinstance(policy, int) else not kept
     of_head = False if policy == "default" else of_block
     offload = CPUOffloadPolicy() if parallelism.cpu_offload else OffloadPolicy()
     shards = fsdp_mesh(mesh)
@@ -75,8 +80,8 @@ def apply_fsdp(model: Decoder, config: Config, mesh: DeviceMesh, of_experts: Dev
                 sharded_embed.set_unshard_in_backward(False)
         if head is not None:
             fully_shard(head, reshard_after_forward=of_head, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
-    for module in model.modules():
+    fully_shard(root, reshard_after_forward=False, **options)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
@@ -134,7 +139,8 @@ class Deferred(NamedTuple):
     @classmethod
     def of(cls, config: Config) -> "Deferred":
         """FSDP2 adds up what waits in the precision of the reduction, which must not be narrower than that of the gradients."""
-        training, shards = config.training, not config.parallelism.reduce_every_microbatch
+        training, parallelism = config.training, config.parallelism
+        shards = not parallelism.reduce_every_microbatch or parallelism.pipeline_parallel_degree > 1
         narrow = training.mixed_precision_reduce == "bfloat16" and training.dtype == "float32"
         return cls(shards, not shards and not narrow)
 

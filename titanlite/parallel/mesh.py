@@ -18,8 +18,13 @@ from titanlite.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples
-LOSS_DIMENSIONS = (*DATA_DIMENSIONS, "cp")  # ranks whose losses are parts of the global batch's
-WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that have a model together, and each some tokens
+LOSS_DIMENSIONS = (
+    "pp",
+    *DATA_DIMENSIONS,
+    "cp",
+)  # ranks whose losses are parts of the global batch's; only a last stage's is not 0
+WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that have a stage's layers together, and each some tokens
+WITHIN_A_STAGE = ("dp_replicate", *WITHIN_A_REPLICA)  # ranks that have the same layers
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
@@ -27,9 +32,12 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
     context, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    pipeline = parallelism.pipeline_parallel_degree
     fixed = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
     if context > 1:
         fixed["context_parallel_degree"] = context
+    if pipeline > 1:
+        fixed["pipeline_parallel_degree"] = pipeline
     if shard > 0:
         fixed["data_parallel_shard_degree"] = shard
     product = math.prod(fixed.values())
@@ -38,8 +46,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
         raise UserError(f"parallelism: {names} needs {product} processes, and there are {world_size}")
     if world_size % product:
         raise UserError(f"parallelism: {names} does not divide the number of processes, {world_size}")
-    shard = world_size // (replicate * context * tensor)
-    return {"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "cp": context, "tp": tensor}
+    shard = world_size // (pipeline * replicate * context * tensor)
+    return {"pp": pipeline, "dp_replicate": replicate, "dp_shard": shard, "cp": context, "tp": tensor}
 
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
@@ -71,6 +79,11 @@ def parts_of(degrees: dict[str, int]) -> int:
 def sequence_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks that have parts of the same sequences, between which context and sequence parallelism split them."""
     return mesh["cp", "tp"]._flatten("cp_tp")
+
+
+def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that have the same layers; None: all of them."""
+    return mesh[WITHIN_A_STAGE]._flatten("within_a_stage").get_group() if mesh["pp"].size() > 1 else None
 
 
 def ranks_of(degrees: dict[str, int]) -> int:

@@ -11,6 +11,7 @@ from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
+from titanlite.parallel.pipeline import Pipeline, cut
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import float8
@@ -65,7 +66,15 @@ def parallelize(
     # Not earlier: what came before depends on the numbers of layers, and patterns can name one.
     for name in set(model.layers).difference(layers) if layers is not None else ():
         del model.layers[name]
+    # As late, since tables name all of a model.
+    dim = model.head.output.in_features if model.head is not None else 0
+    stages = cut(model, config, family, mesh["pp"]) if mesh["pp"].size() > 1 else []
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
-    if sharded:
-        apply_fsdp(model, config, mesh, experts.fsdp if experts else None)
+    of_experts = experts.fsdp if experts else None
+    for stage in stages:
+        apply_fsdp(stage.part, config, mesh, of_experts, root=stage)
+    if stages:
+        model.pipeline = Pipeline(stages, model, config, mesh, device, dim)
+    elif sharded:
+        apply_fsdp(model, config, mesh, of_experts)
     return model

@@ -37,6 +37,7 @@ DEGREES = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
     "ep": "expert_parallel_degree",
+    "pp": "pipeline_parallel_degree",
 }
 # The meshes of `check-model`, and of `verify` by default: a new dimension joins with one line.
 MESHES = {
@@ -75,6 +76,14 @@ class Run(NamedTuple):
             if parameter.grad is not None:
                 yield name, parameter.grad / divisor
 
+    def of_all_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The values of all ranks of a pipeline by name, in the order of the whole model; else these."""
+        if self.model.pipeline is None:
+            return values
+        every = dict(self.model.pipeline.gathered(values.items()))
+        names = [name for name, _ in family_of(self.config.model).on_meta().named_parameters()]
+        return {name: every.pop(name) for name in names if name in every} | every  # adapters last
+
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:
     """A copy of the configuration with other values in some sections."""
@@ -85,7 +94,8 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:
     """The configuration on another mesh, with this global batch. degrees: those that are not 1."""
     parts = parts_of(degrees)
-    local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts))
+    # a pipeline needs as many microbatches as ranks
+    local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts // degrees.get("pp", 1)))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
     split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
     return split.settled(Place(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another
@@ -137,16 +147,17 @@ def batches_of(config: Config, data: Data, mesh: DeviceMesh) -> Batches:
 
 def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
     """Trains `training.steps` steps on this rank's part of each batch; all ranks return the same."""
-    weights = {name: whole(parameter) for name, parameter in run.model.named_parameters()}
+    weights = run.of_all_stages({name: whole(parameter) for name, parameter in run.model.named_parameters()})
     global_batches, gradients = [], {}
     for number, batch in follow(run, build_schedule(run.config), batches, range(1, run.config.training.steps + 1)):
         global_batches.append(_gather_batch(batch, run.mesh))
         if number == 1:
-            gradients = {name: whole(gradient) for name, gradient in run.gradients()}
+            gradients = run.of_all_stages({name: whole(gradient) for name, gradient in run.gradients()})
     steps = run.steps.read()
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
     dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}
     updates = {name: whole(p) - weights[name] for name, p in run.model.named_parameters() if p.requires_grad}
+    updates = run.of_all_stages(updates)
     return Trajectory(weights, global_batches, [s.loss for s in steps], [s.norm for s in steps], gradients, dtypes, updates)
 
 

@@ -31,7 +31,7 @@ def initialize(model: Decoder, family: Family, seed: int, device: torch.device) 
     Raises UserError naming each parameter or buffer that the family's `initial` table does not cover.
     """
     materialize(model, device)
-    distributions, faults = match_initial(model, family)
+    distributions, faults = match_initial(model, family, whole=getattr(model, "pipeline", None) is None)
     if faults:
         raise UserError("\n".join(faults))
     for name, tensor in named_tensors(model):
@@ -40,9 +40,10 @@ def initialize(model: Decoder, family: Family, seed: int, device: torch.device) 
     assert not unset, f"not initialised: {unset}"
 
 
-def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Distribution], list[str]]:
+def match_initial(model: nn.Module, family: Family, whole: bool = True) -> tuple[dict[str, Distribution], list[str]]:
     """The distribution of every parameter and buffer by name, and the faults of the family's `initial` table.
 
+    whole: False for stages of a pipeline, in which a pattern may match nothing.
     A model is built without memory, which loses what a constructor computes into a buffer: a buffer can only be constant.
     """
     named = dict(named_tensors(model))
@@ -50,7 +51,7 @@ def match_initial(model: nn.Module, family: Family) -> tuple[dict[str, Distribut
     substituted = [(path, module.own_initial()) for path, module in model.named_modules() if hasattr(module, "own_initial")]
     own = {f"{path}.{name}": how for path, initial in substituted for name, how in initial.items()}
     others = [name for name in named if name not in own]
-    distributions, faults = match_table(family.module.initial(family.config), others, "initial")
+    distributions, faults = match_table(family.module.initial(family.config), others, "initial", whole)
     distributions |= own
     for name, tensor in named.items():
         distribution = distributions.get(name)

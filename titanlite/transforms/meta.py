@@ -51,7 +51,13 @@ def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:
     flops = family.module.flops(family.config, config.training.seq_len)
     if not config.lora.enable:
         return flops
-    frozen = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    frozen += sum(module.numbers_of_a_token() for module in model.modules() if isinstance(module, MoE))
+    frozen = numbers_of_a_token(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Flops(*(value - 2 * frozen + 6 * trained for value in flops))
+
+
+def numbers_of_a_token(module: nn.Module | None) -> int:
+    """How many numbers of its matrices each token is multiplied by."""
+    linears = [each.weight for each in module.modules() if isinstance(each, nn.Linear)] if module is not None else []
+    mixtures = [each for each in module.modules() if isinstance(each, MoE)] if module is not None else []
+    return sum(weight.numel() for weight in linears) + sum(each.numbers_of_a_token() for each in mixtures)

@@ -162,10 +162,10 @@ def described(module: ModuleType, description: Description) -> Any:
     return config
 
 
-def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dict[str, Any], list[str]]:
+def match_table(table: dict[str, Any], names: list[str], what: str, whole: bool = True) -> tuple[dict[str, Any], list[str]]:
     """The value of the first matching pattern for each name, and a list of faults.
 
-    A name that no pattern matches is a fault. So is a pattern that matches no name: it is misspelt.
+    A name that no pattern matches is a fault. So is a pattern that matches no name, if they are all of a model: it is misspelt.
     """
     values: dict[str, Any] = {}
     used = set()
@@ -177,7 +177,7 @@ def match_table(table: dict[str, Any], names: list[str], what: str) -> tuple[dic
     # one fault for all layers: layers.0.x, layers.1.x, ... are reported as layers.*.x
     unmatched = dict.fromkeys(every_layer(name) for name in names if name not in values)
     faults = [f"{what}: no pattern matches {name}" for name in unmatched]
-    faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if pattern not in used]
+    faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if whole and pattern not in used]
     return values, faults
 
 

@@ -1,0 +1,318 @@
+"""Pipeline parallelism: the blocks are cut into stages on different ranks, between which hidden states travel.
+
+PyTorch's schedules (torch.distributed.pipelining) run the stages; they accumulate the gradients of all microbatches, and FSDP2
+reduces them once a step. Each rank's model is a `Decoder` whose tensors have the names that they have in the whole model, so
+that initial values, optimizers and checkpoints need not know of stages.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.attention import SeqInfo
+from models.decoder import Decoder
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
+from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.meta import numbers_of_a_token
+from titanlite.transforms.registry import Family
+
+_T = TypeVar("_T")
+
+# How many stages a rank has, unless pipeline_parallel_layers_per_stage decides it.
+STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2}
+_REFUSED = {
+    "InterleavedZeroBubble": "not supported yet",
+    "ZBVZeroBubble": "not supported yet",
+    "DualPipeV": "not supported yet",
+}
+
+
+class Microbatch(NamedTuple):
+    """What a forward pass needs. Every stage has it; only hidden states travel."""
+
+    inputs: Tensor  # (batch, seq), this rank's part of split sequences
+    labels: Tensor  # (batch, seq)
+    seq: SeqInfo
+
+
+# ----------------------------------------------------------------------------------------------------------- cutting a model
+
+
+def stages_of_rank(schedule: str, rank: int, ranks: int, stages: int) -> range:
+    """The numbers of the stages that a rank of the pipeline has."""
+    return range(rank, stages, ranks)
+
+
+def split_layers(config: Config, family: Family, model: Decoder) -> list[list[str]]:
+    """The names of the blocks of each stage. model: whole, on the meta device.
+
+    Without `pipeline_parallel_layers_per_stage` the longest stage is as short as it can be, counted in FLOPs of the model's own
+    formula; the last stage has the head too. Raises ValueError if there are fewer blocks than stages.
+    """
+    names, cfg = list(model.layers), config.parallelism
+    if (size := cfg.pipeline_parallel_layers_per_stage) != -1:
+        return [names[first : first + size] for first in range(0, len(names), size)]
+    stages = STAGES_OF_A_RANK[cfg.pipeline_parallel_schedule] * cfg.pipeline_parallel_degree
+    of_head = numbers_of_a_token(model.head)
+    products = [numbers_of_a_token(block) for block in model.layers.values()]
+    every = family.module.flops(family.config, config.training.seq_len).causal / 6  # with attention, which blocks share alike
+    attention = (every - sum(products) - of_head) / len(names)
+    sizes = balanced([each + attention for each in products], stages, of_head)
+    ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
+    return [names[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
+    """How many of `costs`, in their order, each part gets so that the largest sum is smallest. The last one costs `of_last` more.
+
+    Of equal divisions the one with the smallest sum of squares. Raises ValueError if there are fewer costs than parts.
+    """
+    if len(costs) < parts:
+        raise ValueError(f"{len(costs)} blocks are fewer than {parts} stages")
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: (largest sum, sum of squares, sizes) of the first n costs in as many parts as the loop has made
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for part in range(1, parts + 1):
+        extra = of_last if part == parts else 0.0
+        longer: dict[int, tuple[float, float, list[int]]] = {}
+        for end in range(part, len(costs) - (parts - part) + 1):
+            options = []
+            for begin, (largest, squares, sizes) in best.items():
+                if begin < end:
+                    cost = sums[end] - sums[begin] + extra
+                    options.append((max(largest, cost), squares + cost * cost, [*sizes, end - begin]))
+            longer[end] = min(options)
+        best = longer
+    return best[len(costs)][2]
+
+
+def cut(model: Decoder, config: Config, family: Family, pp: DeviceMesh) -> list["Stage"]:
+    """Removes what other ranks of `pp` have from a whole model on the meta device; returns this rank's stages of the rest.
+
+    If embedding and head are one parameter, the rank with the head keeps it as `embed.weight`, its name in the whole model.
+    """
+    layers = split_layers(config, family, model)
+    mine = stages_of_rank(config.parallelism.pipeline_parallel_schedule, pp.get_local_rank(), pp.size(), len(layers))
+    kept = {name for number in mine for name in layers[number]}
+    for name in [name for name in model.layers if name not in kept]:
+        del model.layers[name]
+    last = len(layers) - 1
+    tied = model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
+    if last not in mine:
+        model.head = None
+    if 0 not in mine and not (tied and last in mine):
+        model.embed = None
+    return [Stage(model, number, layers[number], number == last) for number in mine]
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a rank's model, with the embedding before the first one and the head after the last one."""
+
+    microbatches: Sequence[Microbatch] = ()  # of the step that runs
+
+    def __init__(self, model: Decoder, number: int, layers: Sequence[str], last: bool):
+        super().__init__()
+        self.number = number
+        self.part = copy.copy(model)  # the same blocks and parameters, and other attributes
+        ends = {"embed": model.embed if number == 0 else None, "head": model.head if last else None}
+        blocks = nn.ModuleDict({name: model.layers[name] for name in layers})
+        self.part._modules = {**model._modules, "layers": blocks, **ends}
+        self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        """Hidden states (batch, seq, dim) of microbatch `number`, (1,) int64 on the CPU. x: those before; ignored by stage 0."""
+        inputs, _, seq = self.microbatches[int(number)]
+        hidden = self.part(inputs if self.number == 0 else x, seq)
+        if self.after is not None:
+            self.after(self.part)
+        return hidden
+
+
+# ------------------------------------------------------------------------------------------------------------ running stages
+
+
+class Pipeline:
+    """A rank's stages, and the schedule that runs them together with those of the other ranks of `pp`."""
+
+    def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device, dim: int):
+        """dim: the width of hidden states."""
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+        logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
+        pp, training, cfg = mesh["pp"], config.training, config.parallelism
+        self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
+        self.microbatches = config.microbatches(data_degree(mesh))
+        count = int(len(stages) * pp.size())
+        self.head = stages[-1].part.head
+        seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
+        hidden = torch.empty(
+            training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
+        )
+        number = torch.empty(1, dtype=torch.int64, device="meta")
+        parts = [
+            PipelineStage(
+                stage,
+                stage.number,
+                count,
+                device,
+                input_args=number if stage.number == 0 else hidden,
+                output_args=hidden,
+                group=self.group,
+            )
+            for stage in stages
+        ]
+        kind = get_schedule_class(cfg.pipeline_parallel_schedule)
+        several: Any = parts if issubclass(kind, PipelineScheduleMulti) else parts[0]
+        self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._loss, scale_grads=False)
+        if model.head is not None and model.embed is not None and self.stages[0].number > 0:
+            model.embed.weight = model.head.output.weight  # FSDP2 has replaced it in the head
+
+    def train(
+        self,
+        microbatches: Sequence[Microbatch],
+        to_backward: Callable[[Tensor], Tensor],
+        after: Callable[[Decoder], None] | None = None,
+    ) -> Tensor:
+        """Adds the gradients of a step; returns to_backward(summed loss) of each microbatch, (microbatches,) float32.
+
+        Zeros on ranks without the head. after: called with a part of the model after each of its forward passes.
+        """
+        losses = self._run(self._schedule.step, microbatches, to_backward, after)
+        self._add_tied_gradients()
+        return losses
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """The summed loss of each microbatch, (microbatches,) float32; zeros on ranks without the head. Without gradients."""
+        return self._run(self._schedule.eval, microbatches, lambda summed: summed, None)
+
+    def _run(
+        self,
+        run: Callable[..., Any],
+        microbatches: Sequence[Microbatch],
+        to_backward: Callable[[Tensor], Tensor],
+        after: Callable[[Decoder], None] | None,
+    ) -> Tensor:
+        assert len(microbatches) == self.microbatches, "a schedule is made for a number of microbatches"
+        self._to_backward = to_backward
+        numbers = torch.arange(len(microbatches))
+        losses: list[Tensor] = []
+        for stage in self.stages:
+            stage.microbatches, stage.after = microbatches, after
+        first = (numbers,) if self.stages[0].number == 0 else ()
+        of_head = {"target": numbers, "losses": losses} if self.head is not None else {}
+        run(*first, **of_head, return_outputs=False, number=numbers)
+        for stage in self.stages:
+            stage.microbatches = ()
+        device = microbatches[0].inputs.device
+        return torch.stack(losses).detach() if losses else torch.zeros(len(microbatches), device=device)
+
+    def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
+        assert self.head is not None
+        return self._to_backward(self.head(hidden, self.stages[-1].microbatches[int(number)].labels))
+
+    @property
+    def tied(self) -> Tensor | None:
+        """The parameter that is both the first stage's embedding and the last one's output, if this rank has it."""
+        if not getattr(self.model.config, "tied_embeddings", False) or self.model.embed is None:
+            return None
+        return self.model.embed.weight
+
+    def _add_tied_gradients(self) -> None:
+        """Gives the first and the last rank the sum of their gradients of the tied parameter, the same bit for bit."""
+        if self.tied is None:
+            return
+        assert self.tied.grad is not None
+        own = self.tied.grad.to_local() if hasattr(self.tied.grad, "to_local") else self.tied.grad
+        others = torch.empty_like(own)
+        rank = dist.get_rank(self.group)
+        peer = dist.get_global_rank(self.group, self.ranks - 1 - rank)
+        exchange = [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, others, peer, self.group)]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        own.add_(others)
+
+    def gathered(self, values: Iterable[_T]) -> list[_T]:
+        """The values of all ranks of the pipeline, which call this together."""
+        of_ranks: list[list[_T]] = [[]] * self.ranks
+        dist.all_gather_object(of_ranks, list(values), group=self.group)
+        return [value for part in of_ranks for value in part]
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+
+def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
+    """Models that cannot be cut into so many stages, numbers of microbatches that a schedule does not take, pairs of options."""
+    cfg = config.parallelism
+    degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
+    if degree == 1:
+        return
+    key = f"parallelism.pipeline_parallel_degree = {degree}"
+    if schedule not in STAGES_OF_A_RANK:
+        known = ", ".join(f'"{name}"' for name in STAGES_OF_A_RANK)
+        yield f'parallelism.pipeline_parallel_schedule = "{schedule}": {_REFUSED[schedule]}; use one of {known}'
+        return
+    others = [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]
+    others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
+    if others:
+        yield f"{key}: {config.model.name} has {', '.join(others)} beside embed, layers and head, and no stage to put it in; set it to 1"
+    yield from _stage_faults(config, family, model, key)
+    if config.validation.sample_prompts:
+        yield f"{key}: validation.sample_prompts needs the whole model on a rank; set it to [], and use titanlite generate"
+    if cfg.cpu_offload:
+        yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
+
+
+def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
+    cfg = config.parallelism
+    degree, schedule, size = (
+        cfg.pipeline_parallel_degree,
+        cfg.pipeline_parallel_schedule,
+        cfg.pipeline_parallel_layers_per_stage,
+    )
+    try:
+        stages = len(split_layers(config, family, model))
+    except ValueError as error:
+        yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
+        return
+    of_a_rank = STAGES_OF_A_RANK[schedule]
+    if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
+        wanted = f"{degree} stages" if of_a_rank == 1 else f"a multiple of {degree} stages, at least {of_a_rank * degree}"
+        yield (
+            f"parallelism.pipeline_parallel_layers_per_stage = {size}: makes {stages} stages of the {len(model.layers)} blocks of "
+            f'{config.model.title}, and "{schedule}" on {degree} ranks needs {wanted}; set it to -1'
+        )
+
+
+def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
+    """A number of microbatches that the schedule does not take."""
+    cfg = config.parallelism
+    degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
+    try:
+        count = config.microbatches(parts_of(resolve_degrees(cfg, ranks)))
+    except UserError:  # titanlite/parallel/mesh.py reports it
+        return
+    if degree == 1:
+        return
+    sizes = "global_batch_size / (local_batch_size x data-parallel ranks)"
+    if count < degree and schedule != "LoopedBFS":
+        yield (
+            f'parallelism.pipeline_parallel_schedule = "{schedule}": {degree} ranks need at least {degree} microbatches a step, '
+            f"{sizes}, and there are {count}; raise training.global_batch_size or lower training.local_batch_size"
+        )
+    elif schedule == "Interleaved1F1B" and count % max(1, count // degree):
+        yield (
+            f'parallelism.pipeline_parallel_schedule = "{schedule}": {count} microbatches a step, {sizes}, cannot be done in '
+            f"equal rounds of {degree} or slightly more; make them a multiple of {degree}"
+        )
