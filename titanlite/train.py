@@ -114,7 +114,7 @@ def train(
 
     first, batches = progress.step + 1, batches_from(progress)
     reporter = Reporter(config, first, active=main_rank)
-    peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config, model)
+    peak, flops = peak_flops(device, training.mixed_precision_param), training_flops(family, config)
     measure_speed = functools.partial(speed, clock, global_batch * training.seq_len, mesh.size(), flops, peak)
     incidents, unread = Incidents(config, global_batch, first, active=main_rank), Steps(mesh)
     watch = profiling.Watch(config, device, clock)

@@ -29,10 +29,8 @@ _WITH_VALIDATION_TEXT = _WITH_VALIDATION.and_when("validation.dataset_path is no
 _WITH_SAMPLES = _WITH_VALIDATION.and_when("metrics.enable_tensorboard = true")
 _WITH_CONTEXT = EffectiveWhen("parallelism.context_parallel_degree > 1")
 _WITH_EXPERTS = EffectiveWhen("parallelism.expert_parallel_degree > 1")
-_WITH_PIPELINE, _WITHOUT_PIPELINE = (
-    EffectiveWhen("parallelism.pipeline_parallel_degree > 1"),
-    "parallelism.pipeline_parallel_degree = 1",
-)
+_WITH_PIPELINE = EffectiveWhen("parallelism.pipeline_parallel_degree > 1")
+_WITHOUT_PIPELINE = "parallelism.pipeline_parallel_degree = 1"
 Schedules = Literal["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 _WITH_OVERLAP = EffectiveWhen(
     "parallelism.tensor_parallel_degree > 1",
@@ -185,7 +183,8 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Annotated[bounds.Reshard, _WITH_FSDP] = "default"
     """What happens to a block's gathered parameters after its forward pass. "always": freed (full shard, ZeRO-3). "default":
     freed, except the head's, whose backward pass comes next; kept in a pipeline, which would gather them for every microbatch.
-    "never": kept for the backward pass (shard-grad-op, ZeRO-2). A number N: resharded over N ranks, so that the second gather stays among them; N divides the shard degree."""
+    "never": kept for the backward pass (shard-grad-op, ZeRO-2). A number N: resharded over N ranks, so that the second gather
+    stays among them; N divides the shard degree."""
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
     """How many blocks ahead parameters are gathered, in the forward and in the backward pass. FSDP2's own value is 1; each
     further block costs memory for its parameters and hides more of a slow network."""

@@ -203,7 +203,10 @@ def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
 def load_run(
     source: Path, found: Manifest, run: Setting, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()
 ) -> tuple[Progress, Schedule]:
-    """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load. Raises UserError for one that does not fit."""
+    """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load.
+
+    Raises UserError for a checkpoint that does not fit.
+    """
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
     refuse_foreign(source, found)

@@ -12,7 +12,7 @@ from titanlite.loop.resume import Progress, Setting
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree
 from titanlite.transforms.attention_kernels import attention_sentence
-from titanlite.transforms.meta import training_flops
+from titanlite.transforms.meta import on_meta, training_flops
 
 
 def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress) -> dict[str, str]:
@@ -21,9 +21,10 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     training = config.training
     used = {name: mesh[name].size() for name in mesh.mesh_dim_names or () if mesh[name].size() > 1}
     split = f", sequences split by {config.parallelism.context_parallel_method}" if "cp" in used else ""
-    flops = training_flops(family, config, model)
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    flops = training_flops(family, config)
+    whole = on_meta(family, config)  # of a pipeline, no rank has it
+    total = sum(p.numel() for p in whole.parameters())
+    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
     frozen = f", of which {trained:,} are trained" if trained < total else ""
     held = f", frozen weights {training.mixed_precision_param}" if config.lora.enable else ""
     rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""

@@ -26,8 +26,8 @@ def balance_experts(
     moe, group_name = config.moe, split.get_group().group_name if split.size() > 1 else ""
     balance, z = moe.balance_loss / sequences, moe.router_z_loss / (sequences * config.training.seq_len)
     for each in (model, *(stage.part for stage in getattr(getattr(model, "pipeline", None), "stages", ()))):
-        each.routers = routers_of(each)  # type: ignore[assignment]  # a list, so that they stay the modules of their blocks
-        each.router_ranks = together  # type: ignore[assignment]  # no module
+        each.routers = routers_of(each)  # a list, so that they stay the modules of their blocks
+        each.router_ranks = together
     for router in _counting(model):
         router.losses = RouterLosses(balance, z, split.size(), group_name) if balance or z else None
         router.bias_update_speed = moe.bias_update_speed
@@ -111,7 +111,7 @@ def _over_all_ranks(routers: list[Router], model: nn.Module, device: torch.devic
     if not counts:
         return []
     together = torch.cat(counts)
-    dist.all_reduce(together, group=model.router_ranks)  # type: ignore[arg-type]  # no module
+    dist.all_reduce(together, group=model.router_ranks)
     return list(together.to(device).split([len(each) for each in counts]))
 
 

@@ -18,11 +18,8 @@ from titanlite.errors import UserError
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples
-LOSS_DIMENSIONS = (
-    "pp",
-    *DATA_DIMENSIONS,
-    "cp",
-)  # ranks whose losses are parts of the global batch's; only a last stage's is not 0
+# Ranks whose losses are parts of the global batch's. Of a pipeline, only the last stage's is not 0.
+LOSS_DIMENSIONS = ("pp", *DATA_DIMENSIONS, "cp")
 WITHIN_A_REPLICA = ("dp_shard", "cp", "tp")  # ranks that have a stage's layers together, and each some tokens
 WITHIN_A_STAGE = ("dp_replicate", *WITHIN_A_REPLICA)  # ranks that have the same layers
 

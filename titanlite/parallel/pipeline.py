@@ -71,9 +71,10 @@ def split_layers(config: Config, family: Family, model: Decoder) -> list[list[st
 
 
 def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
-    """How many of `costs`, in their order, each part gets so that the largest sum is smallest. The last one costs `of_last` more.
+    """How many of `costs`, in their order, each part gets so that the largest sum is smallest.
 
-    Of equal divisions the one with the smallest sum of squares. Raises ValueError if there are fewer costs than parts.
+    of_last: what the last part costs in addition. Of equal divisions the one with the smallest sum of squares. Raises
+    ValueError if there are fewer costs than parts.
     """
     if len(costs) < parts:
         raise ValueError(f"{len(costs)} blocks are fewer than {parts} stages")
@@ -130,7 +131,10 @@ class Stage(nn.Module):
         self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
     def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """Hidden states (batch, seq, dim) of microbatch `number`, (1,) int64 on the CPU. x: those before; ignored by stage 0."""
+        """Hidden states (batch, seq, dim) of microbatch `number`, (1,) int64 on the CPU.
+
+        x: those of the stage before; stage 0 ignores it.
+        """
         inputs, _, seq = self.microbatches[int(number)]
         hidden = self.part(inputs if self.number == 0 else x, seq)
         if self.after is not None:
@@ -253,7 +257,7 @@ class Pipeline:
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
-    """Models that cannot be cut into so many stages, numbers of microbatches that a schedule does not take, pairs of options."""
+    """Schedules that are not supported, models that cannot be cut into so many stages, options that need a whole model."""
     cfg = config.parallelism
     degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
     if degree == 1:
@@ -266,7 +270,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     others = [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]
     others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
     if others:
-        yield f"{key}: {config.model.name} has {', '.join(others)} beside embed, layers and head, and no stage to put it in; set it to 1"
+        yield f"{key}: in {config.model.name}, no stage has {', '.join(others)}, beside embed, layers and head; set it to 1"
     yield from _stage_faults(config, family, model, key)
     if config.validation.sample_prompts:
         yield f"{key}: validation.sample_prompts needs the whole model on a rank; set it to [], and use titanlite generate"
@@ -276,11 +280,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
     cfg = config.parallelism
-    degree, schedule, size = (
-        cfg.pipeline_parallel_degree,
-        cfg.pipeline_parallel_schedule,
-        cfg.pipeline_parallel_layers_per_stage,
-    )
+    degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
     try:
         stages = len(split_layers(config, family, model))
     except ValueError as error:
@@ -290,8 +290,8 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
         wanted = f"{degree} stages" if of_a_rank == 1 else f"a multiple of {degree} stages, at least {of_a_rank * degree}"
         yield (
-            f"parallelism.pipeline_parallel_layers_per_stage = {size}: makes {stages} stages of the {len(model.layers)} blocks of "
-            f'{config.model.title}, and "{schedule}" on {degree} ranks needs {wanted}; set it to -1'
+            f"parallelism.pipeline_parallel_layers_per_stage = {cfg.pipeline_parallel_layers_per_stage}: makes {stages} stages "
+            f'of {len(model.layers)} blocks, and "{schedule}" on {degree} ranks needs {wanted}; set it to -1'
         )
 
 
@@ -308,8 +308,8 @@ def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
     sizes = "global_batch_size / (local_batch_size x data-parallel ranks)"
     if count < degree and schedule != "LoopedBFS":
         yield (
-            f'parallelism.pipeline_parallel_schedule = "{schedule}": {degree} ranks need at least {degree} microbatches a step, '
-            f"{sizes}, and there are {count}; raise training.global_batch_size or lower training.local_batch_size"
+            f'parallelism.pipeline_parallel_schedule = "{schedule}": {degree} ranks need at least {degree} microbatches a '
+            f"step, {sizes}, and there are {count}; raise training.global_batch_size or lower training.local_batch_size"
         )
     elif schedule == "Interleaved1F1B" and count % max(1, count // degree):
         yield (

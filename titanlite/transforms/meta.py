@@ -42,7 +42,7 @@ def run_forward(model: Decoder, batch: int, seq_len: int) -> None:
         errors.disabled = False
 
 
-def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:
+def training_flops(family: Family, config: Config) -> Flops:
     """FLOPs a token of a run. The family's are those of training every weight: 6 for each number of a matrix.
 
     A frozen matrix costs 4 of them, since no gradient of it is computed, and what is trained beside frozen matrices, such as
@@ -51,6 +51,7 @@ def training_flops(family: Family, config: Config, model: nn.Module) -> Flops:
     flops = family.module.flops(family.config, config.training.seq_len)
     if not config.lora.enable:
         return flops
+    model = on_meta(family, config)
     frozen = numbers_of_a_token(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Flops(*(value - 2 * frozen + 6 * trained for value in flops))
