@@ -73,8 +73,7 @@ def parallelize(
     of_experts = experts.fsdp if experts else None
     for stage in stages:
         apply_fsdp(stage.part, config, mesh, of_experts, root=stage)
-    if stages:
-        model.pipeline = Pipeline(stages, model, config, mesh, device, dim)
-    elif sharded:
+    model.pipeline = Pipeline(stages, model, config, mesh, device, dim) if stages else None
+    if sharded and not stages:
         apply_fsdp(model, config, mesh, of_experts)
     return model

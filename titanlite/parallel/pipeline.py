@@ -256,6 +256,15 @@ class Pipeline:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
+def unsplittable(model: Decoder, degree: int) -> str:
+    """Why a model cannot be cut into stages for so many ranks; "" if it can."""
+    others = [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]
+    others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
+    if others:
+        return f"no stage has {', '.join(others)}, beside embed, layers and head"
+    return f"{degree} ranks share {len(model.layers)} blocks" if len(model.layers) < degree else ""
+
+
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """Schedules that are not supported, models that cannot be cut into so many stages, options that need a whole model."""
     cfg = config.parallelism
@@ -267,10 +276,9 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
         known = ", ".join(f'"{name}"' for name in STAGES_OF_A_RANK)
         yield f'parallelism.pipeline_parallel_schedule = "{schedule}": {_REFUSED[schedule]}; use one of {known}'
         return
-    others = [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]
-    others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
-    if others:
-        yield f"{key}: in {config.model.name}, no stage has {', '.join(others)}, beside embed, layers and head; set it to 1"
+    if reason := unsplittable(model, degree):
+        yield f"{key}: in {config.model.name}, {reason}; set it to 1"
+        return
     yield from _stage_faults(config, family, model, key)
     if config.validation.sample_prompts:
         yield f"{key}: validation.sample_prompts needs the whole model on a rank; set it to [], and use titanlite generate"

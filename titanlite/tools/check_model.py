@@ -23,7 +23,7 @@ from torch import Tensor
 from titanlite.config.read import read_config
 from titanlite.config.schema import Model
 from titanlite.errors import UserError
-from titanlite.parallel import context, expert
+from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools import model_behaviour, model_facts
 from titanlite.tools.compare import MESHES, compare, meshes_of
@@ -221,6 +221,8 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
             raise NotRun(f"{reason}; context parallelism refuses this model")
         if "ep" in degrees and (reason := expert.unsplittable(family.on_meta(), degrees["ep"])):
             raise NotRun(f"the model has {reason}; expert parallelism refuses it")
+        if "pp" in degrees and (reason := pipeline.unsplittable(family.on_meta(), degrees["pp"])):
+            raise NotRun(f"{reason}; pipeline parallelism refuses this model")
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)
         meshes.append(mesh)

@@ -46,6 +46,7 @@ MESHES = {
     "shard 2": {"dp_shard": 2},
     "replicate 2": {"dp_replicate": 2},
     "context 2": {"cp": 2},
+    "pipeline 2": {"pp": 2},
 }
 _OF_MIXTURES = {"experts 2": {"dp_shard": 2, "ep": 2}}  # a further one for models with experts
 
@@ -80,9 +81,15 @@ class Run(NamedTuple):
         """The values of all ranks of a pipeline by name, in the order of the whole model; else these."""
         if self.model.pipeline is None:
             return values
-        every = dict(self.model.pipeline.gathered(values.items()))
+        every = everywhere(self.model, values)
         names = [name for name, _ in family_of(self.config.model).on_meta().named_parameters()]
         return {name: every.pop(name) for name in names if name in every} | every  # adapters last
+
+
+def everywhere(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of all stages, where a model is one of a pipeline's; the ranks of the pipeline together."""
+    pipeline = getattr(model, "pipeline", None)
+    return values if pipeline is None else dict(pipeline.gathered(values.items()))
 
 
 def replaced(config: Config, **sections: dict[str, Any]) -> Config:

@@ -36,6 +36,7 @@ from titanlite.tools.compare import (
     Run,
     Trajectory,
     begin,
+    everywhere,
     on_mesh,
     record_run,
     relative_difference,
@@ -132,11 +133,11 @@ def train_small(
     if step:
         source = step_folder(saves, step)
         try:
-            load_tensors(source, verified(source), tensors)
+            load_tensors(source, verified(source), tensors, elsewhere=everywhere(run.model, dict.fromkeys(tensors)))
         except UserError as error:  # on all ranks
             return Trained(trajectory, faults, unreadable=str(error), buffers=buffers)
     _save(saves, step + 1, tensors)
-    return Trained(trajectory, faults, stored=_digests(tensors), buffers=buffers)
+    return Trained(trajectory, faults, stored=everywhere(run.model, _digests(tensors)), buffers=buffers)
 
 
 def gradients_small(
@@ -176,15 +177,16 @@ def damage(trained: Trained, stored: dict[str, str]) -> list[str]:
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(buffer) for name, buffer in model.named_buffers()}
+    return everywhere(model, {name: whole(buffer) for name, buffer in model.named_buffers()})
 
 
 def _buffers(model: nn.Module, before: dict[str, Tensor]) -> Buffers:
     after = _values(model)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, after)
+    stored = everywhere(model, dict.fromkeys(model_tensors(model)))
     unequal = [name for name, value in after.items() if any(not torch.equal(of_rank[name], value) for of_rank in everywhere)]
-    return Buffers(before, after, unequal, [name for name in after if f"model.{name}" in model_tensors(model)])
+    return Buffers(before, after, unequal, [name for name in after if f"model.{name}" in stored])
 
 
 def forgotten_buffers(buffers: Buffers) -> list[str]:

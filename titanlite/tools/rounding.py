@@ -32,7 +32,7 @@ def gradients(run: Run, batch: Batch) -> dict[str, Tensor]:
     """The gradients of this rank's part of a batch, whole and on the CPU, without a step."""
     process.seed_step(run.config.training.seed, 1, rng_rank(run.mesh))
     forward_backward(run.model, batch.to(run.device), run.mesh, run.loss_scale, Deferred.of(run.config))
-    return {name: whole(gradient) for name, gradient in run.gradients()}
+    return run.of_all_stages({name: whole(gradient) for name, gradient in run.gradients()})
 
 
 def noise_of(build: Build, batch: Batch) -> dict[str, float]:

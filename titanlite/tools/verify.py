@@ -25,7 +25,7 @@ from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel import context, expert
+from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
 from titanlite.tools.compare import (
     DEGREES,
@@ -141,6 +141,10 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     config = read_config(known.config, options)
     if known.mesh is not None and len(known.mesh) < 2:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")
+    if known.mesh is not None and _degrees(known.mesh[0]).get("pp", 1) > 1:
+        raise UserError(
+            f'--mesh "{known.mesh[0]}": the first mesh is the reference, which has no pipeline; begin with --mesh 1'
+        )
     float32 = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float32")
     config = replaced(
         config,
@@ -162,6 +166,8 @@ def _default_meshes(config: Config) -> list[dict[str, int]]:
         refused.add("ep")
     if config.activation_checkpoint.sequence_chunks > 1:
         refused.add("tp")
+    if pipeline.unsplittable(model, 2):
+        refused.add("pp")
     return [{}, *(degrees for degrees in meshes_of(model).values() if refused.isdisjoint(degrees))]
 
 
