@@ -11,7 +11,7 @@ from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
-from titanlite.parallel.pipeline import Pipeline, cut
+from titanlite.parallel.pipeline import Pipeline, cut, shares
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import float8
@@ -68,7 +68,8 @@ def parallelize(
         del model.layers[name]
     # As late, since tables name all of a model.
     dim = model.head.output.in_features if model.head is not None else 0
-    stages = cut(model, config, family, mesh["pp"]) if mesh["pp"].size() > 1 else []
+    pp = mesh["pp"]
+    stages = cut(model, shares(config, family, model)[pp.get_local_rank()]) if pp.size() > 1 else []
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
     of_experts = experts.fsdp if experts else None
     for stage in stages:

@@ -46,11 +46,6 @@ class Microbatch(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- cutting a model
 
 
-def stages_of_rank(schedule: str, rank: int, ranks: int, stages: int) -> range:
-    """The numbers of the stages that a rank of the pipeline has."""
-    return range(rank, stages, ranks)
-
-
 def split_layers(config: Config, family: Family, model: Decoder) -> list[list[str]]:
     """The names of the blocks of each stage. model: whole, on the meta device.
 
@@ -61,13 +56,27 @@ def split_layers(config: Config, family: Family, model: Decoder) -> list[list[st
     if (size := cfg.pipeline_parallel_layers_per_stage) != -1:
         return [names[first : first + size] for first in range(0, len(names), size)]
     stages = STAGES_OF_A_RANK[cfg.pipeline_parallel_schedule] * cfg.pipeline_parallel_degree
-    of_head = numbers_of_a_token(model.head)
-    products = [numbers_of_a_token(block) for block in model.layers.values()]
-    every = family.module.flops(family.config, config.training.seq_len).causal / 6  # with attention, which blocks share alike
-    attention = (every - sum(products) - of_head) / len(names)
-    sizes = balanced([each + attention for each in products], stages, of_head)
+    blocks, of_head = costs(config, family, model)
+    sizes = balanced(list(blocks.values()), stages, of_head)
     ends = [sum(sizes[: stage + 1]) for stage in range(stages)]
     return [names[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def costs(config: Config, family: Family, model: Decoder) -> tuple[dict[str, float], float]:
+    """What each block, and the head, computes for a token, in multiplications of a forward pass."""
+    products = {name: numbers_of_a_token(block) for name, block in model.layers.items()}
+    of_head = numbers_of_a_token(model.head)
+    # 6 FLOPs of training for each of them; what remains is attention, of which all blocks get the same
+    every = family.module.flops(family.config, config.training.seq_len).causal / 6
+    attention = (every - sum(products.values()) - of_head) / len(products)
+    return {name: numbers + attention for name, numbers in products.items()}, of_head
+
+
+def stage_costs(config: Config, family: Family, model: Decoder) -> list[float]:
+    """What each stage computes for a token, as in `costs`."""
+    layers, (blocks, of_head) = split_layers(config, family, model), costs(config, family, model)
+    sums = [sum(blocks[name] for name in names) for names in layers]
+    return [*sums[:-1], sums[-1] + of_head]
 
 
 def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
@@ -97,23 +106,42 @@ def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
     return best[len(costs)][2]
 
 
-def cut(model: Decoder, config: Config, family: Family, pp: DeviceMesh) -> list["Stage"]:
-    """Removes what other ranks of `pp` have from a whole model on the meta device; returns this rank's stages of the rest.
+class Share(NamedTuple):
+    """What a rank of a pipeline has of a model."""
+
+    stages: dict[int, list[str]]  # number of a stage -> its blocks
+    embed: bool
+    head: bool
+    tied: bool  # the head's output is the embedding
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of the whole model is here."""
+        part, _, rest = name.partition(".")
+        if part == "layers":
+            return any(rest.partition(".")[0] in blocks for blocks in self.stages.values())
+        return self.head if part == "head" else self.embed or (self.tied and self.head)
+
+
+def shares(config: Config, family: Family, model: Decoder) -> list[Share]:
+    """The share of each rank of a pipeline. model: whole, on the meta device."""
+    layers, ranks = split_layers(config, family, model), config.parallelism.pipeline_parallel_degree
+    tied = model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
+    numbers = [range(rank, len(layers), ranks) for rank in range(ranks)]
+    return [Share({n: layers[n] for n in mine}, 0 in mine, len(layers) - 1 in mine, tied) for mine in numbers]
+
+
+def cut(model: Decoder, share: Share) -> list["Stage"]:
+    """Removes all but a rank's share from a whole model on the meta device; returns its stages.
 
     If embedding and head are one parameter, the rank with the head keeps it as `embed.weight`, its name in the whole model.
     """
-    layers = split_layers(config, family, model)
-    mine = stages_of_rank(config.parallelism.pipeline_parallel_schedule, pp.get_local_rank(), pp.size(), len(layers))
-    kept = {name for number in mine for name in layers[number]}
-    for name in [name for name in model.layers if name not in kept]:
+    for name in [name for name in model.layers if not share.has(f"layers.{name}")]:
         del model.layers[name]
-    last = len(layers) - 1
-    tied = model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
-    if last not in mine:
-        model.head = None
-    if 0 not in mine and not (tied and last in mine):
-        model.embed = None
-    return [Stage(model, number, layers[number], number == last) for number in mine]
+    last = max(share.stages)
+    stages = [Stage(model, number, blocks, share.head and number == last) for number, blocks in share.stages.items()]
+    model.head = model.head if share.head else None
+    model.embed = model.embed if share.has("embed.weight") else None
+    return stages
 
 
 class Stage(nn.Module):
@@ -150,8 +178,9 @@ class Pipeline:
 
     def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device, dim: int):
         """dim: the width of hidden states."""
-        from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+        from titanlite.parallel.late_buffers import LateBuffersStage
 
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
         pp, training, cfg = mesh["pp"], config.training, config.parallelism
@@ -164,8 +193,8 @@ class Pipeline:
             training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
         )
         number = torch.empty(1, dtype=torch.int64, device="meta")
-        parts = [
-            PipelineStage(
+        self._parts = [
+            LateBuffersStage(
                 stage,
                 stage.number,
                 count,
@@ -177,7 +206,7 @@ class Pipeline:
             for stage in stages
         ]
         kind = get_schedule_class(cfg.pipeline_parallel_schedule)
-        several: Any = parts if issubclass(kind, PipelineScheduleMulti) else parts[0]
+        several: Any = self._parts if issubclass(kind, PipelineScheduleMulti) else self._parts[0]
         self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._loss, scale_grads=False)
         if model.head is not None and model.embed is not None and self.stages[0].number > 0:
             model.embed.weight = model.head.output.weight  # FSDP2 has replaced it in the head
@@ -216,8 +245,9 @@ class Pipeline:
         first = (numbers,) if self.stages[0].number == 0 else ()
         of_head = {"target": numbers, "losses": losses} if self.head is not None else {}
         run(*first, **of_head, return_outputs=False, number=numbers)
-        for stage in self.stages:
+        for stage, part in zip(self.stages, self._parts, strict=True):
             stage.microbatches = ()
+            part.clear()
         device = microbatches[0].inputs.device
         return torch.stack(losses).detach() if losses else torch.zeros(len(microbatches), device=device)
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.memory import GIB, machine_memory, narrower
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
+from titanlite.parallel.pipeline import Share, shares
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
@@ -18,33 +20,49 @@ from titanlite.transforms.registry import family_of
 _MORE_RANKS = [2**power for power in range(1, 13)]
 
 
-def kept_bytes(config: Config, model: nn.Module, ranks: int) -> int:
+def kept_bytes(config: Config, model: Decoder, ranks: int) -> int:
     """Bytes of parameters, gradients and optimizer state on each rank: the least that it holds. model: on the meta device.
 
     Raises UserError for a mesh that does not fit the ranks.
     """
+    family = family_of(config.model)
+    return max(_kept_bytes(config, model, ranks, share) for share in shares(config, family, model))
+
+
+def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: Share) -> int:
     degrees = resolve_degrees(config.parallelism, ranks)
-    apart = _experts(model)
+    apart, late = _experts(model), reduces_once(config)
     total = 0
     for name, p in model.named_parameters():
+        if not share.has(name):
+            continue
         size = p.numel() * p.element_size()
         if p.requires_grad:
             size += p.numel() * state_bytes(name, p, config.optimizer)
-            if config.parallelism.reduce_every_microbatch:
+            if not late:
                 size += p.numel() * p.element_size()
         # experts are split over all ranks of a replica, or know no tensor parallelism
         whole_over_tp = id(p) in apart and config.parallelism.expert_parallel_degree == 1
         total += size * (degrees["tp"] if whole_over_tp else 1)
     kept = total // (degrees["dp_shard"] * degrees["cp"] * degrees["tp"])
-    if not config.parallelism.reduce_every_microbatch:  # as the reduction takes them, until the last microbatch
-        kept += unsharded(config, model) * DTYPES[config.training.mixed_precision_reduce].itemsize
+    if late:  # as the reduction takes them, until the last microbatch
+        kept += unsharded(config, model, share) * DTYPES[config.training.mixed_precision_reduce].itemsize
     return kept
 
 
-def unsharded(config: Config, model: nn.Module) -> int:
-    """How many trained values a rank has where FSDP2 has gathered all. model: on the meta device, or parallelized."""
+def reduces_once(config: Config) -> bool:
+    """Whether gradients are reduced after the last microbatch of a step only."""
+    return not config.parallelism.reduce_every_microbatch or config.parallelism.pipeline_parallel_degree > 1
+
+
+def unsharded(config: Config, model: nn.Module, share: Share | None = None, frozen: bool = False) -> int:
+    """How many trained values a rank has where FSDP2 has gathered all. model: whole, on the meta device, or parallelized.
+
+    share: of a pipeline's rank. frozen: those that are not trained too.
+    """
     apart, parallelism = _experts(model), config.parallelism
-    trained = [(p.numel(), id(p) in apart) for p in model.parameters() if p.requires_grad]
+    mine = [p for name, p in model.named_parameters() if share is None or share.has(name)]
+    trained = [(p.numel(), id(p) in apart) for p in mine if p.requires_grad or frozen]
     of_experts = sum(size for size, is_expert in trained if is_expert) // parallelism.expert_parallel_degree
     return of_experts + sum(size for size, is_expert in trained if not is_expert) // parallelism.tensor_parallel_degree
 
@@ -54,7 +72,7 @@ def _experts(model: nn.Module) -> set[int]:
     return {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
 
 
-def faults(config: Config, model: nn.Module, ranks: int, local_ranks: int) -> Iterator[str]:
+def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iterator[str]:
     """A GPU, or the machine's memory, that cannot hold what `local_ranks` of `ranks` ranks keep there; with what fits."""
     offload = config.parallelism.cpu_offload
     on_gpu = torch.cuda.is_available() and not offload
@@ -78,10 +96,10 @@ def faults(config: Config, model: nn.Module, ranks: int, local_ranks: int) -> It
         )
 
 
-def _ways(config: Config, model: nn.Module, ranks: int, room: int) -> Iterator[tuple[str, int]]:
+def _ways(config: Config, model: Decoder, ranks: int, room: int) -> Iterator[tuple[str, int]]:
     """Options that leave less to keep, each with the bytes that remain; of more ranks, the first number that fits `room`."""
     parallelism = config.parallelism
-    if not parallelism.reduce_every_microbatch:
+    if not parallelism.reduce_every_microbatch and parallelism.pipeline_parallel_degree == 1:
         other = config.model_copy(update={"parallelism": parallelism.model_copy(update={"reduce_every_microbatch": True})})
         yield "parallelism.reduce_every_microbatch = true", kept_bytes(other, model, ranks)
     if (other_dtype := narrower(config)) is not None:

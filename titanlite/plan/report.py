@@ -15,8 +15,9 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float,
     rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
     if prediction.host:
         rows["in the host's memory"] = prediction.host
+    which = prediction.pipeline or "rank 0"
     return [
-        f"{config.model.title}, {prediction.parameters:,} parameters, on {ranks} ranks; this is rank 0",
+        f"{config.model.title}, {prediction.parameters:,} parameters, on {ranks} ranks; this is {which}",
         *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),
         f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matrix products and attention)",
         "  collectives of a step, and what this rank sends in them:",

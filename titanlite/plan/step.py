@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -82,38 +83,46 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
     return Held({name: held[name] - before[name] for name in layers}, peaks)
 
 
-def measure_work(setup: Setup, layers: Layers, microbatches: int) -> Work:
-    """What the forward and backward passes of a step of the whole model compute and send; the few layers are run.
+class Part(NamedTuple):
+    """What happens in one place of the program in a step."""
 
-    Two microbatches are run: all but the last one of a step are equal.
+    place: str  # one of the few layers, "embed", "head", or "" before the first microbatch
+    work: Work
+
+
+def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: bool = False) -> list[Part]:
+    """What the forward and backward passes of a step of the few layers compute and send.
+
+    often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
     model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
-    begun: list[tuple[int, Work]] = []  # (how often what follows happens in a step, what had been recorded when it began)
-    first = iter([max(1, microbatches - 1)])
+    begun: list[tuple[str, int, Work]] = []  # (place, microbatches that this stands for, what had been recorded by then)
+    microbatches = iter(often_run)
     often = 1
 
     def enter_microbatch(*_: Any) -> None:
         nonlocal often
-        often = next(first, 1)
-        enter("")
+        often = next(microbatches)
+        enter("embed")
 
     def enter(place: str) -> None:
-        begun.append((often * (layers.times(place) if place in layers.few else 1), recorder.work()))
+        begun.append((place, often, recorder.work()))
 
     _announce(model, enter)
     model.register_forward_pre_hook(enter_microbatch, prepend=True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _materialize(model)
         float8.measure_weights(model)  # as the step before has done
+        if kept and isinstance(model, FSDPModule):
+            model.set_reshard_after_backward(False)
         with recorder:
             enter("")
-            _forward_backward(model, setup, min(microbatches, 2))
-    ends = [work for _, work in begun[1:]] + [recorder.work()]
-    parts = [
-        combine(lambda start, end, times=times: times * (end - start), start, end)
-        for (times, start), end in zip(begun, ends, strict=True)
+            _forward_backward(model, setup, len(often_run))
+    ends = [work for _, _, work in begun[1:]] + [recorder.work()]
+    return [
+        Part(place, combine(lambda start, end, times=times: times * (end - start), start, end))
+        for (place, times, start), end in zip(begun, ends, strict=True)
     ]
-    return combine(lambda *numbers: sum(numbers), *parts)
 
 
 def _announce(model: Decoder, enter: Callable[[str], None]) -> None:

@@ -182,10 +182,10 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 
 def _buffers(model: nn.Module, before: dict[str, Tensor]) -> Buffers:
     after = _values(model)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, after)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, after)
     stored = everywhere(model, dict.fromkeys(model_tensors(model)))
-    unequal = [name for name, value in after.items() if any(not torch.equal(of_rank[name], value) for of_rank in everywhere)]
+    unequal = [name for name, value in after.items() if any(not torch.equal(of_rank[name], value) for of_rank in of_ranks)]
     return Buffers(before, after, unequal, [name for name in after if f"model.{name}" in stored])
 
 
