@@ -54,6 +54,8 @@ def config_of(degrees: dict[str, int], flavor: str = "plain", accumulation: int 
     }
     if "cp" in degrees:
         values["parallelism"] = {"context_parallel_degree": degrees["cp"]}
+    if "pp" in degrees:
+        values["parallelism"] = values.get("parallelism", {}) | {"pipeline_parallel_degree": degrees["pp"]}
     if "ep" in degrees:
         values["parallelism"] = values.get("parallelism", {}) | {"expert_parallel_degree": degrees["ep"]}
     for section, keys in sections.items():

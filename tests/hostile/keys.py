@@ -42,6 +42,7 @@ HOLDS: dict[str, dict[str, str]] = {
     "parallelism.tensor_parallel_degree > 1": {"parallelism.tensor_parallel_degree": "2"},
     "parallelism.context_parallel_degree > 1": {"parallelism.context_parallel_degree": "2"},
     "parallelism.expert_parallel_degree > 1": {"parallelism.expert_parallel_degree": "2"},
+    "parallelism.pipeline_parallel_degree > 1": {"parallelism.pipeline_parallel_degree": "2"},
     "model.hf_assets_path is set": {"model.hf_assets_path": '"assets"'},
     "dataloader.workers > 0": {"dataloader.workers": "1"},
     "profiling.enable_profiling = true": {"profiling.enable_profiling": "true"},
@@ -56,6 +57,7 @@ HOLDS: dict[str, dict[str, str]] = {
 FAILS: dict[str, dict[str, str]] = {
     "metrics.enable_tensorboard = true": {"metrics.enable_tensorboard": "false"},
     "metrics.spike_window > 0": {"metrics.spike_window": "0"},
+    "parallelism.pipeline_parallel_degree = 1": {"parallelism.pipeline_parallel_degree": "2"},
     "checkpoint.keep_latest_k > 0": {"checkpoint.keep_latest_k": "0"},
     "optimizer.weight_decay > 0": {"optimizer.weight_decay": "0.0"},
     'training.document_policy != "truncate"': {"training.document_policy": '"truncate"'},

@@ -114,6 +114,13 @@ def layout(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch) -> objec
         seen += [experts.exchange and experts.exchange[1:] for experts in experts_of(model)]
     seen += [(type(part).__name__, type(part.forward).__name__) for part in model.layers.modules()]
     seen.append(partitioner.activation_memory_budget)
+    if model.pipeline is not None:
+        return (
+            seen,
+            model.pipeline.schedule_name,
+            model.pipeline.microbatches,
+            [[*each.part.layers] for each in model.pipeline.stages],
+        )
     if not isinstance(model, FSDPModule):
         return seen  # nothing is reduced
     microbatches, deferred = config.global_batch(parts) // (config.training.local_batch_size * parts), fsdp.Deferred.of(config)
@@ -174,12 +181,12 @@ def run(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch, newest: int
     monkeypatch.setattr(load, "verified", lambda source: Manifest(numbers, {}))
     monkeypatch.setattr(load, "load_tensors", lambda source, _, tensors, exclude, *more: seen.append((str(source), exclude)))
     monkeypatch.setattr(resume, "refuse_foreign", lambda *_: None)
-    monkeypatch.setattr(resume, "find_weights", lambda source, family, model, exclude: seen.append(("hf", str(source))))
+    monkeypatch.setattr(resume, "find_weights", lambda source, family, model, exclude: seen.append(("hf", str(source))) or {})
     monkeypatch.setattr(resume, "load_weights", lambda *_: None)
     monkeypatch.setattr(
         resume,
         "load_run",
-        lambda source, _, setting, tensors: (
+        lambda source, _, setting, tensors, elsewhere: (
             seen.append(("resumed", str(source))) or (Progress(0, 0, setting.data.beginning()), build_schedule(setting.config))
         ),
     )
@@ -306,6 +313,8 @@ PROBES: dict[str, Callable[..., object]] = {
         " parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree"
         " parallelism.context_parallel_degree parallelism.context_parallel_method"
         " parallelism.expert_parallel_degree moe.max_tokens_factor"
+        " parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule"
+        " parallelism.pipeline_parallel_layers_per_stage"
         " parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch"
         " parallelism.enable_async_tensor_parallel parallelism.cpu_offload activation_checkpoint.mode"
         " activation_checkpoint.selective_ac_option activation_checkpoint.memory_budget activation_checkpoint.sequence_chunks"

@@ -67,6 +67,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "context_parallel_degree": 2,
         "context_parallel_method": "ulysses",
         "expert_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "GPipe",
+        "pipeline_parallel_layers_per_stage": 3,
         "fsdp_reshard_after_forward": 2,
         "fsdp_prefetch": 3,
         "reduce_every_microbatch": False,
@@ -303,7 +306,7 @@ def test_each_key_of_torchtitan_is_refused_with_what_to_use_instead(tmp_path):
         section, _, name = word.partition(".")
         tables.setdefault(section, []).append(name or "enable")
     on = {"checkpoint.enable": "true", "profiling.enable_profiling": "true", "parallelism.context_parallel_degree": "9"}
-    on |= {"parallelism.expert_parallel_degree": "9"}
+    on |= {"parallelism.expert_parallel_degree": "9", "parallelism.pipeline_parallel_degree": "9"}
     text = "".join(f"[{section}]\n" + "".join(f"{name} = 9\n" for name in names) for section, names in tables.items())
     for key, value in on.items():
         section, _, name = key.partition(".")

@@ -61,6 +61,12 @@ MORE: dict[str, dict[str, str]] = {
     "parallelism.tensor_parallel_degree": {"parallelism.tensor_parallel_degree": "2"},
     "parallelism.context_parallel_degree": {"parallelism.context_parallel_degree": "2"},
     "parallelism.expert_parallel_degree": {"parallelism.expert_parallel_degree": "2", "model.name": '"tests.tiny_moe"'},
+    "parallelism.pipeline_parallel_degree": {"parallelism.pipeline_parallel_degree": "2"},
+    "parallelism.pipeline_parallel_schedule": {"parallelism.pipeline_parallel_schedule": '"GPipe"'},
+    "parallelism.pipeline_parallel_layers_per_stage": {
+        "parallelism.pipeline_parallel_layers_per_stage": "3",
+        "model.overrides": "{ n_layers = 4 }",
+    },
     "moe.max_tokens_factor": {"model.name": '"tests.tiny_moe"'},
     "moe.bias_update_speed": {"model.name": '"tests.tiny_moe"', "model.flavor": '"shared"', "moe.bias_update_speed": "0.5"},
     "moe.balance_loss": {"model.name": '"tests.tiny_moe"', "moe.balance_loss": "0.5"},

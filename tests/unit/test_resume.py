@@ -62,6 +62,7 @@ NOTHING = """
     parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree
     parallelism.context_parallel_degree parallelism.context_parallel_method
     parallelism.expert_parallel_degree moe.max_tokens_factor
+    parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_schedule parallelism.pipeline_parallel_layers_per_stage
     parallelism.fsdp_reshard_after_forward parallelism.fsdp_prefetch parallelism.reduce_every_microbatch
     parallelism.cpu_offload parallelism.enable_async_tensor_parallel
     optimizer.implementation float8.emulate

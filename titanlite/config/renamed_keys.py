@@ -13,13 +13,13 @@ from typing import Any
 
 from titanlite.config.effects import FILE, OPTION, Layer
 
-_NO_PIPELINE = "there is no pipeline parallelism yet; use shard and tensor-parallel degrees"
+_STAGES = "use pipeline_parallel_layers_per_stage; without it, stages take the same FLOPs, those of the head included"
 _NO_IMAGES = "models read text only"
 
 INSTEAD: dict[str, str] = {
     # sections
     "fault_tolerance": "remove it; a restarted job resumes from its newest checkpoint",
-    "experimental": "set model.name to the dotted name of your own module; for pipelines: " + _NO_PIPELINE,
+    "experimental": "set model.name to the dotted name of your own module; for pipelines, parallelism.pipeline_parallel_degree",
     "mx": "there are no MX formats; use training.mixed_precision_param",
     "quantize": "[float8] has recipe_name, enable_fsdp_float8_all_gather, emulate, and filter_fqns with patterns of titanlite's"
     " names, such as layers.*.attention.w[kv]; there are no MX formats and no grouped products",
@@ -62,8 +62,14 @@ INSTEAD: dict[str, str] = {
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
     "parallelism.disable_loss_parallel": "the loss is always vocabulary-parallel under tensor parallelism",
     "parallelism.enable_compiled_autograd": "compiled autograd is not supported; remove the key",
-    "parallelism.module_fqns_per_model_part": _NO_PIPELINE,
-    "parallelism.pipeline_parallel_*": _NO_PIPELINE,
+    "parallelism.module_fqns_per_model_part": _STAGES,
+    "parallelism.pipeline_parallel_split_points": _STAGES,
+    "parallelism.pipeline_parallel_first_stage_less_layers": _STAGES,
+    "parallelism.pipeline_parallel_last_stage_less_layers": _STAGES,
+    "parallelism.pipeline_parallel_microbatch_size": "use training.local_batch_size, the sequences of a microbatch, and "
+    "training.global_batch_size, those of a step",
+    "parallelism.pipeline_parallel_schedule_csv": "use parallelism.pipeline_parallel_schedule",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "not supported; remove the key",
     "parallelism.context_parallel_rotate_method": 'use parallelism.context_parallel_method; "gather" is what "allgather" does',
     "parallelism.context_parallel_load_balancer": "all ranks have as many keys to attend to; remove the key",
     "parallelism.expert_tensor_parallel_degree": "tensor parallelism does not split experts; use expert_parallel_degree alone",

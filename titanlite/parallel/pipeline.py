@@ -185,7 +185,7 @@ class Pipeline:
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
         pp, training, cfg = mesh["pp"], config.training, config.parallelism
         self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
-        self.microbatches = config.microbatches(data_degree(mesh))
+        self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
         seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
@@ -205,7 +205,7 @@ class Pipeline:
             )
             for stage in stages
         ]
-        kind = get_schedule_class(cfg.pipeline_parallel_schedule)
+        kind = get_schedule_class(self.schedule_name)
         several: Any = self._parts if issubclass(kind, PipelineScheduleMulti) else self._parts[0]
         self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._loss, scale_grads=False)
         if model.head is not None and model.embed is not None and self.stages[0].number > 0:

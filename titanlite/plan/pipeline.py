@@ -12,6 +12,7 @@ from torch import nn
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 
 
 class Rehearsal(NamedTuple):
@@ -21,33 +22,60 @@ class Rehearsal(NamedTuple):
     kept: list[int]  # bytes that each rank keeps for backward passes when it keeps the most
 
 
-def orders(config: Config, microbatches: int, stages: int) -> dict[int, list[Any]]:
-    """The actions of each rank in their order, as PyTorch's schedule has them. Needs a process group; a fake one will do."""
+class Action(NamedTuple):
+    """A pass of a microbatch through a stage."""
+
+    kind: str  # "F" or "B", forward or backward
+    stage: int
+    number: int  # of the microbatch
+
+
+def orders(config: Config, microbatches: int, stages: int) -> list[list[Action]]:
+    """The actions of each rank in their order. Needs a process group; a fake one will do.
+
+    PyTorch's schedules with several stages a rank have lists, which they run. Those with one are loops; the list that "1F1B"
+    has beside its loop lacks a forward pass in 2.13.
+    """
+    schedule, ranks = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_degree
+    if STAGES_OF_A_RANK[schedule] > 1:
+        return _listed(schedule, ranks, microbatches, stages)
+    forward = [[Action("F", rank, number) for number in range(microbatches)] for rank in range(ranks)]
+    backward = [[Action("B", rank, number) for number in range(microbatches)] for rank in range(ranks)]
+    ahead = [microbatches if schedule == "GPipe" else min(microbatches, ranks - rank) for rank in range(ranks)]
+    return [
+        [
+            *first[:more],
+            *(each for pair in zip(last, first[more:], strict=False) for each in pair),
+            *last[microbatches - more :],
+        ]
+        for first, last, more in zip(forward, backward, ahead, strict=True)
+    ]
+
+
+def _listed(schedule: str, ranks: int, microbatches: int, stages: int) -> list[list[Action]]:
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+    from torch.distributed.pipelining.schedules import get_schedule_class
 
-    kind, ranks = get_schedule_class(config.parallelism.pipeline_parallel_schedule), config.parallelism.pipeline_parallel_degree
-    parts = [PipelineStage(nn.Identity(), number, stages, torch.device("cpu")) for number in range(0, stages, ranks)]
-    several: Any = parts if issubclass(kind, PipelineScheduleMulti) else parts[0]
-    order = kind(several, n_microbatches=microbatches, loss_fn=lambda *_: None).pipeline_order
-    return {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+    parts: Any = [PipelineStage(nn.Identity(), number, stages, torch.device("cpu")) for number in range(0, stages, ranks)]
+    order = get_schedule_class(schedule)(parts, n_microbatches=microbatches, loss_fn=lambda *_: None).pipeline_order
+    return [
+        [Action(str(each.computation_type.value), each.stage_index, each.microbatch_index) for each in order[rank] if each]
+        for rank in range(ranks)
+    ]
 
 
-def rehearse(
-    order: dict[int, list[Any]], forward: Sequence[float], backward: Sequence[float], kept: Sequence[int]
-) -> Rehearsal:
+def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequence[float], kept: Sequence[int]) -> Rehearsal:
     """Plays a step. forward, backward: what a stage takes for a microbatch. kept: bytes from its forward to its backward pass.
 
     Raises UserError if no rank can go on.
     """
     done: dict[tuple[int, str, int], float] = {}  # when (stage, F or B, microbatch) ends
     clocks, places, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
-    last, waiting = len(forward) - 1, set(order)
+    last, waiting = len(forward) - 1, set(range(len(order)))
     while waiting:
         moved = False
         for rank in sorted(waiting):
-            for action in order[rank][places[rank] :]:
-                stage, number, kind = action.stage_index, action.microbatch_index, str(action.computation_type.value)
+            for kind, stage, number in order[rank][places[rank] :]:
                 needs = _needs(stage, number, kind, last)
                 if any(each not in done for each in needs):
                     break
@@ -61,8 +89,8 @@ def rehearse(
             else:
                 waiting.remove(rank)
         if waiting and not moved:
-            stuck = {rank: str(order[rank][places[rank]]) for rank in sorted(waiting)}
-            raise UserError(f"the schedule stops: ranks wait for each other before these actions: {stuck}")
+            stuck = ", ".join(f"rank {rank} before {order[rank][places[rank]]}" for rank in sorted(waiting))
+            raise UserError(f"the schedule stops, because ranks wait for each other: {stuck}")
     busy = sum((forward if kind == "F" else backward)[stage] for stage, kind, _ in done)
     return Rehearsal(1 - busy / (len(order) * max(clocks)), most)
 

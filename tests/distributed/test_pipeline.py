@@ -1,0 +1,207 @@
+"""A pipeline's stages: the same weights, batches, losses, norms and gradients as on one process; checkpoints of any mesh."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
+from tests.distributed.test_resume import STEPS, Degrees, losses, reports, run, stored
+from tests.repetitions import slow_but
+from titanlite.config.schema import Config
+from titanlite.loop.step import begin_training, forward_backward
+from titanlite.loop.validation import validate
+from titanlite.parallel.late_buffers import LateBuffersStage
+from titanlite.parallel.mesh import ranks_of
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.plan.pipeline import Action, orders
+from titanlite.plan.step import pretended_ranks
+from titanlite.tools.compare import Trajectory, compare
+from titanlite.transforms.registry import family_of
+
+HERE = "tests.distributed.test_pipeline"
+TWO, FOUR = {"pp": 2}, {"pp": 4}
+SHARD, TP, CP = {"pp": 2, "dp_shard": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "cp": 2}
+COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
+FULL, OPERATIONS = ({"activation_checkpoint": MODES[mode]} for mode in ("full", "per operation"))
+INTERLEAVED, FLAT, BFS = (
+    {"parallelism": {"pipeline_parallel_schedule": name}} for name in ("Interleaved1F1B", "GPipe", "LoopedBFS")
+)
+MIXTURE = {
+    "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
+    "moe": {"balance_loss": 0.01, "bias_update_speed": 0.01},
+}
+    "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
+    "moe": {"balance_loss": 0.01, "bias_update_speed": 0.01},
+}
+DOCUMENTS = {"training": {"document_mask": True, "seq_len": 32}}
+MUON = {"optimizer": {"name": "Muon", "lr": 1e-3, "implementation": "for-loop"}}
+# Each pair of a mesh, a schedule, and what else changes what a stage does.
+CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
+    "pp 2": (TWO, ()),
+    "pp 2, tied": (TWO, ({"model": {"flavor": "tied"}},)),
+    "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
+    "pp 2, LoopedBFS": (TWO, (BFS,)),
+    "pp 2, interleaved, documents": (TWO, (INTERLEAVED, DOCUMENTS)),
+    "pp 4, compiled": (FOUR, (COMPILED,)),
+    "pp 4, a block for each stage but the last": (FOUR, ({"parallelism": {"pipeline_parallel_layers_per_stage": 1}},)),
+    "pp 2 x shard 2, interleaved, compiled": (SHARD, (INTERLEAVED, COMPILED)),
+    "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
+    "pp 2 x shard 2, resharded, documents": (SHARD, ({"parallelism": {"fsdp_reshard_after_forward": "always"}}, DOCUMENTS)),
+    "pp 2 x shard 2, Muon": (SHARD, (MUON,)),
+    "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
+    "pp 2 x tp 2, tied, recomputed, compiled": (TP, ({"model": {"flavor": "tied"}}, FULL, COMPILED)),
+    "pp 2 x replicate 2, per operation": ({"pp": 2, "dp_replicate": 2}, (OPERATIONS,)),
+    "pp 2 x context 2, interleaved, documents": (CP, (INTERLEAVED, DOCUMENTS)),
+    "pp 2 x context 2, compiled, tied": (CP, ({"model": {"flavor": "tied"}}, COMPILED)),
+    "pp 2, mixture, interleaved, recomputed": (TWO, (MIXTURE, INTERLEAVED, FULL)),
+    "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),
+    "pp 2 x tp 2, ep 2, compiled": ({**TP, "ep": 2}, (MIXTURE, COMPILED)),
+    "pp 2 x shard 2, adapters, z-loss": (SHARD, ({"lora": {"enable": True, "rank": 4}}, {"training": {"z_loss": 1e-3}})),
+    "pp 2 x shard 2 x context 2": ({**SHARD, "cp": 2}, ()),
+    "pp 2 x shard 2 x tp 2, ep 2": ({**SHARD, "tp": 2, "ep": 2}, (MIXTURE, INTERLEAVED)),
+    "pp 2 x replicate 2 x tp 2, tied": ({"pp": 2, "dp_replicate": 2, "tp": 2}, ({"model": {"flavor": "tied"}},)),
+}
+SHORT = [name for name, (degrees, _) in CELLS.items() if ranks_of(degrees) == 2] + [
+    "pp 4, compiled",
+    "pp 2 x shard 2, tied, per operation",
+    "pp 2 x tp 2, interleaved",
+    "pp 2 x shard 2, ep 2",
+    "pp 2 x shard 2 x context 2",
+]
+
+
+def config_of_cell(degrees: Degrees, changes: tuple[dict[str, Any], ...]) -> Config:
+    sections: dict[str, dict[str, Any]] = {"model": {"name": "tests.tiny", "flavor": "deep"}, "training": {"steps": 3}}
+    for change in changes:
+        for section, keys in change.items():
+            sections[section] = {**sections.get(section, {}), **keys}
+    microbatches = 4 // (degrees.get("dp_shard", 1) * degrees.get("dp_replicate", 1)) if "pp" in degrees else 1
+    return config_of(degrees, sections["model"].pop("flavor", "deep"), microbatches, **sections)
+
+
+@functools.cache
+def reference(pool: Pool, config: str) -> Trajectory:
+    return pool.run("tests.distributed.scenarios:trajectory", degrees={}, config=Config.model_validate_json(config))[0][0]
+
+
+@pytest.mark.parametrize("cell", slow_but(SHORT, CELLS))
+def test_gradients_are_those_of_one_process(pools, cell, record_property):
+    degrees, changes = CELLS[cell]
+    there = config_of_cell(degrees, changes)
+    alone = config_of_cell({}, tuple(change for change in changes if "parallelism" not in change))
+    alone = alone.model_copy(update={"compile": Config().compile, "activation_checkpoint": Config().activation_checkpoint})
+    found, _ = pools[ranks_of(degrees)].run(
+        "tests.distributed.scenarios:trajectory", timeout=300, degrees=degrees, config=there
+    )[0]
+    comparison = compare(found, reference(pools[1], alone.model_dump_json()))
+    record_property("worst", str(comparison))
+    assert [str(each) for each in comparison.excessive] == []
+    assert comparison.of("gradients")
+
+
+@pytest.mark.parametrize("flavor", ["deep", "tied"])
+def test_a_run_goes_on_with_other_numbers_of_stages(pools, tmp_path, flavor):
+    more = {"flavor": flavor, "training": {"local_batch_size": 2}}
+    wide = FOUR if flavor == "deep" else TWO
+    run(pools, TWO, tmp_path / "whole", STEPS, **more)
+    for degrees, steps in ((TWO, 4), ({}, 8), (wide, STEPS)):
+        run(pools, degrees, tmp_path / "parts", steps, **more)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
+    assert found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("degrees", [TWO, pytest.param(SHARD, marks=pytest.mark.slow)], ids=["pp 2", "pp 2 x shard 2"])
+def test_on_the_same_mesh_a_resumed_run_is_equal_bit_for_bit(pools, tmp_path, degrees):
+    more = {"flavor": "tied", "training": {"local_batch_size": 2}}
+    run(pools, degrees, tmp_path / "whole", STEPS, **more)
+    for steps in (5, STEPS):
+        run(pools, degrees, tmp_path / "parts", steps, **more)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_has_every_tensor_once_and_a_tied_one_under_one_name(pools, tmp_path):
+    for degrees in ({}, TWO):
+        run(pools, degrees, tmp_path / str(len(degrees)), 2, flavor="tied", training={"local_batch_size": 2})
+    alone, split = stored(tmp_path / "0", 2), stored(tmp_path / "1", 2)
+    assert alone.keys() == split.keys()
+    assert "model.head.output.weight" not in split
+
+
+def validated(degrees: Degrees) -> dict[str, float]:
+    """Two rounds of validation with a step of training between them."""
+    config = config_of(degrees, "deep", 4 if degrees else 1, validation={"enable": True, "steps": 3})
+    mesh, data = mesh_of(degrees), learnable_data(config)
+    model, _, scale = begin_training(family_of(config.model), config, mesh, CPU)
+    first = validate(model, data, config, mesh, CPU)
+    forward_backward(model, next(rank_batches(config, mesh)), mesh, scale)
+    assert validate(model, data, config, mesh, CPU) == first
+    return first
+
+
+@pytest.mark.parametrize("degrees", [TWO, pytest.param(SHARD, marks=pytest.mark.slow)], ids=["pp 2", "pp 2 x shard 2"])
+def test_every_rank_has_the_validation_loss_of_one_process(pools, degrees):
+    expected = pools[1].run(f"{HERE}:validated", degrees={})[0]
+    for found in pools[ranks_of(degrees)].run(f"{HERE}:validated", degrees=degrees):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_reports_have_the_load_of_all_layers(pools, tmp_path):
+    more = {"model": {"name": "tests.tiny_moe"}, "flavor": "shared", "training": {"local_batch_size": 2}}
+    for degrees in ({}, TWO):
+        run(pools, degrees, tmp_path / str(len(degrees)), 2, moe={"bias_update_speed": 0.01}, **more)
+    alone, split = (reports(tmp_path / name) for name in "01")
+    for expected, found in zip(alone, split, strict=True):
+        loads = {key: value for key, value in expected.items() if "expert" in key or "router" in key}
+        assert loads
+        assert {key: found[key] for key in loads} == pytest.approx(loads)
+
+
+def another_number_of_microbatches() -> str:
+    config = config_of(TWO, "deep", 4)
+    model, _, scale = begin_training(family_of(config.model), config, mesh_of(TWO), CPU)
+    batch = next(rank_batches(config, mesh_of(TWO)))
+    try:
+        forward_backward(model, batch._replace(tokens=batch.tokens[:2]), mesh_of(TWO), scale)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_schedule_takes_no_other_number_of_microbatches(pools):
+    assert all("a number of microbatches" in text for text in pools[2].run(f"{HERE}:another_number_of_microbatches"))
+
+
+def passes_of(schedule: str) -> list[Action]:
+    """What this rank runs in a step, in its order."""
+    config = config_of(TWO, "deep", 4, parallelism={"pipeline_parallel_schedule": schedule})
+    model, _, scale = begin_training(family_of(config.model), config, mesh_of(TWO), CPU)
+    seen: list[Action] = []
+
+    def noted(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def note(stage: LateBuffersStage, number: int, *words: Any, **named: Any) -> Any:
+            seen.append(Action(kind, stage.stage_index, number))
+            return run(stage, number, *words, **named)
+
+        return note
+
+    forward = noted("F", LateBuffersStage.forward_one_chunk)
+    backward = noted("B", LateBuffersStage.backward_one_chunk)
+    with patch.multiple(LateBuffersStage, forward_one_chunk=forward, backward_one_chunk=backward):
+        forward_backward(model, next(rank_batches(config, mesh_of(TWO))), mesh_of(TWO), scale)
+    return seen
+
+
+@pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
+def test_ranks_run_what_is_rehearsed(pools, schedule):
+    config = config_of(TWO, "deep", 4, parallelism={"pipeline_parallel_schedule": schedule})
+    with pretended_ranks(2):
+        expected = orders(config, 4, 2 * STAGES_OF_A_RANK[schedule])
+    assert pools[2].run(f"{HERE}:passes_of", schedule=schedule) == expected

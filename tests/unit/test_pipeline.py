@@ -1,0 +1,122 @@
+"""Where a model is cut, what a rehearsed schedule says, and which pipelines are refused."""
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from tests.distributed.scenarios import config_of
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.loop.checks import check
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, microbatch_faults, shares, split_layers, stage_costs
+from titanlite.plan.pipeline import orders, rehearse
+from titanlite.plan.step import pretended_ranks
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import family_of
+
+
+def pipelined(ranks: int, schedule: str = "1F1B", microbatches: int = 8, layers: int = 8, **keys: Any) -> Config:
+    parallelism = {"pipeline_parallel_degree": ranks, "pipeline_parallel_schedule": schedule, **keys}
+    batch = {"global_batch_size": microbatches, "local_batch_size": 1}
+    return config_of({}, "plain", model={"overrides": {"n_layers": layers}}, parallelism=parallelism, training=batch)
+
+
+def with_folder(config: Config, folder: str) -> Config:
+    return config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": folder})})
+
+
+def test_the_longest_part_is_as_short_as_any_division_makes_it():
+    numbers = random.Random(0)
+    for _ in range(60):
+        costs = [numbers.uniform(0.5, 3.0) for _ in range(numbers.randint(2, 8))]
+        parts, extra = numbers.randint(1, len(costs)), numbers.uniform(0, 4)
+        sizes = balanced(costs, parts, extra)
+        assert sum(sizes) == len(costs)
+        assert min(sizes) >= 1
+
+        def longest(ends: tuple[int, ...], costs: list[float] = costs, extra: float = extra) -> float:
+            bounds = [0, *ends, len(costs)]
+            sums = [sum(costs[begin:end]) for begin, end in itertools.pairwise(bounds)]
+            return max(*sums[:-1], sums[-1] + extra, 0.0)
+
+        best = min(longest(ends) for ends in itertools.combinations(range(1, len(costs)), parts - 1))
+        assert longest(tuple(itertools.accumulate(sizes))[:-1]) == pytest.approx(best)
+
+
+def test_a_large_head_leaves_fewer_blocks_to_the_last_stage():
+    family = family_of(pipelined(2).model)
+    for vocabulary, expected in ((16, [4, 4]), (2**10, [5, 3])):
+        config = pipelined(2)
+        config.model.overrides["vocab_size"] = vocabulary
+        family = family_of(config.model)
+        assert [len(stage) for stage in split_layers(config, family, on_meta(family, config))] == expected
+
+
+def test_costs_of_stages_are_the_models_own_flops():
+    config = pipelined(4)
+    family = family_of(config.model)
+    total = sum(stage_costs(config, family, on_meta(family, config)))
+    assert 6 * total == pytest.approx(family.module.flops(family.config, config.training.seq_len).causal)
+
+
+@pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
+@pytest.mark.parametrize("flavor", ["plain", "tied"])
+def test_every_tensor_is_on_one_rank_but_a_tied_one(schedule, flavor):
+    config = pipelined(2, schedule)
+    family = family_of(config.model.model_copy(update={"flavor": flavor}))
+    model = on_meta(family, config)
+    for name, _ in model.named_parameters():
+        holders = [share.has(name) for share in shares(config, family, model)]
+        assert sum(holders) == (2 if flavor == "tied" and name == "embed.weight" else 1), name
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks, microbatches",
+    [("GPipe", 4, 6), ("1F1B", 4, 8), ("1F1B", 2, 2), ("Interleaved1F1B", 4, 8), ("LoopedBFS", 2, 4)],
+)
+def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, ranks, microbatches):
+    """(p - 1) / (v m + p - 1) for p ranks with v stages each and m microbatches (Narayanan et al., arXiv:2104.04473, 2.2)."""
+    several = STAGES_OF_A_RANK[schedule]
+    with pretended_ranks(ranks):
+        order = orders(pipelined(ranks, schedule), microbatches, several * ranks)
+    stages = several * ranks
+    found = rehearse(order, [1.0] * stages, [2.0] * stages, [1] * stages)
+    assert found.idle == pytest.approx((ranks - 1) / (several * microbatches + ranks - 1))
+    if schedule == "GPipe":
+        assert found.kept == [microbatches] * ranks
+    if schedule == "1F1B":
+        assert found.kept == [min(microbatches, ranks - rank) for rank in range(ranks)]
+
+
+def test_a_schedule_that_stops_is_found():
+    with pretended_ranks(2):
+        order = orders(pipelined(2, "GPipe"), 4, 2)
+    order[1] = [order[1][-1], *order[1][:-1]]  # the last backward pass first
+    with pytest.raises(UserError, match="the schedule stops, because ranks wait for each other"):
+        rehearse(order, [1.0, 1.0], [2.0, 2.0], [1, 1])
+
+
+@pytest.mark.parametrize(
+    "config, ranks, message",
+    [
+        (pipelined(2, microbatches=1), 2, "2 ranks need at least 2 microbatches a step"),
+        (pipelined(4, "Interleaved1F1B", 11), 4, "11 microbatches a step"),
+        (pipelined(4, layers=3), 4, "4 ranks share 3 blocks"),
+        (pipelined(4, "Interleaved1F1B", layers=6), 4, "6 blocks are fewer than 8 stages"),
+        (pipelined(2, pipeline_parallel_layers_per_stage=3), 2, "makes 3 stages of 8 blocks"),
+        (pipelined(2, "ZBVZeroBubble"), 2, 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
+        (pipelined(3), 4, "pipeline_parallel_degree = 3"),
+    ],
+)
+def test_an_impossible_pipeline_is_refused_before_a_process_starts(config, ranks, message, tmp_path):
+    with pytest.raises(UserError) as caught:
+        check(with_folder(config, str(tmp_path / "out")), "run.toml", ranks, open_files=False)
+    assert message in str(caught.value)
+
+
+def test_a_number_of_microbatches_that_fits_is_no_fault():
+    for schedule, counts in {"1F1B": (2, 3, 8), "GPipe": (2, 5), "Interleaved1F1B": (2, 4, 6), "LoopedBFS": (1, 2, 5)}.items():
+        for count in counts:
+            assert [*microbatch_faults(pipelined(2, schedule, count), 2)] == [], (schedule, count)
