@@ -191,7 +191,7 @@ CASES = [
     (1, {LIMIT: 90.0}, [f"{LIMIT} = 90", f"no effect unless {SAVE} = true"], {SAVE: True}),
     (1, {NONFINITE: "rollback"}, [f'{NONFINITE} = "rollback"', "go back to", f"{SAVE} = true"], {NONFINITE: "skip"}),
     (1, {NONFINITE: "rollback"}, [f'{NONFINITE} = "rollback"'], {SAVE: True}),
-    (1, {NONFINITE: "rollback", SAVE: True, EXCLUDE: ["a"]}, [f'{NONFINITE} = "rollback"', EXCLUDE, "'a'"], {EXCLUDE: []}),
+    (1, {NONFINITE: "rollback", SAVE: True, EXCLUDE: ["a"]}, [f'"rollback" with {EXCLUDE} = ["a"]'], {EXCLUDE: []}),
     (1, {NONFINITE: "skip", FUSED: "foreach"}, [f'{FUSED} = "foreach" with {NONFINITE} = "skip"'], {FUSED: "fused"}),
     (1, {SAVE: True, ONLY: False}, [f"{ONLY} = false", f"no effect unless {WEIGHTS} is set"], {WEIGHTS: "weights"}),
     (1, {SAVE: True, EVERY: 1000, KEEP: 0}, [f"{EVERY} = 1000", f"no effect unless {KEEP} > 0"], {KEEP: 1}),
