@@ -364,7 +364,7 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 _ROLLBACK, _BRANCH = 'training.on_nonfinite = "rollback"', "checkpoint.initial_load_model_only = false"
 _CONFLICTS: tuple[Conflict, ...] = (
     (_ROLLBACK, "checkpoint.enable = false", "there is no checkpoint to go back to; set checkpoint.enable = true"),
-    (_ROLLBACK, "checkpoint.exclude_from_loading is set", "it goes back to whole checkpoints; use these in different starts"),
+    (_ROLLBACK, "checkpoint.exclude_from_loading is set", "a rollback loads whole checkpoints; use them in different starts"),
     (_BRANCH, "checkpoint.initial_load_in_hf = true", "a folder in Hugging Face's format holds weights only; set it to true"),
 )
 
