@@ -57,16 +57,20 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.flatten(-2).transpose(1, 2).float()
 
 
-def write_float8(folder: Path, source: Path) -> dict[str, Tensor]:
-    """A folder like another, with its matrices in float8, as DeepSeek-V3's is; -> the bfloat16 and float32 values of all."""
-    block = tuple(FLOAT8["weight_block_size"])
+def write_float8(folder: Path, source: Path, block: tuple[int, int] = (16, 24)) -> dict[str, Tensor]:
+    """A folder like another, with its matrices in float8, as DeepSeek-V3's is; -> the bfloat16 and float32 values of all.
+
+    Biases of routers, which another folder may have as zeros, are numbers that bfloat16 does not hold.
+    """
     stored, values = {}, {}
     for name, tensor in tensors_of(source).items():
-        stored[name] = values[name] = tensor.float() if name.endswith("score_correction_bias") else tensor.bfloat16()
+        stored[name] = values[name] = tensor.bfloat16()
+        if name.endswith("correction_bias"):
+            stored[name] = values[name] = torch.linspace(-0.1, 0.1, len(tensor))
         if not name.endswith(_PLAIN):
             stored[name], stored[f"{name}_scale_inv"] = to_float8(tensor, block)
             values[name] = from_float8(stored[name], stored[f"{name}_scale_inv"], block)
-    write(folder, source, stored, FLOAT8)
+    write(folder, source, stored, FLOAT8 | {"weight_block_size": block})
     return values
 
 
