@@ -46,7 +46,7 @@ class Float8Blocks(Entry):
         values = super().read(box).float()
         rows, columns = (torch.arange(part.start, part.stop) // size for part, size in zip(box, self.block, strict=True))
         scales = self.scales.read(tuple(slice(int(part[0]), int(part[-1]) + 1) for part in (rows, columns))).float()
-        values *= scales[(rows - rows[0])[:, None], columns - columns[0]]
+        values *= scales.index_select(1, columns - columns[0]).index_select(0, rows - rows[0])
         return _checked(values, scales, self.scales)
 
 
@@ -66,7 +66,7 @@ class Mxfp4(Entry):
         groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
         blocks = self.blocks.read((experts, outputs, groups, slice(0, _GROUP // 2)))
         scales = self.scales.read((experts, outputs, groups)).view(torch.float8_e8m0fnu).float()
-        values = _PAIRS[blocks.int()].flatten(-2)  # (experts, outputs, groups, 32)
+        values = _PAIRS.index_select(0, blocks.int().flatten()).view(*scales.shape, _GROUP)  # // as [...] is 3.6 times slower
         values = _checked(values.mul_(scales[..., None]), scales, self.scales).flatten(-2)
         first = groups.start * _GROUP
         return values[..., inputs.start - first : inputs.stop - first].transpose(1, 2)
@@ -75,7 +75,7 @@ class Mxfp4(Entry):
 def _checked(values: Tensor, scales: Tensor, entry: Entry) -> Tensor:
     if not (scales > 0).all():  # NaN is not
         raise UserError(f"{entry.file}: {entry.name}: has scales that are not above 0")
-    if not values.isfinite().all():
+    if not torch.stack(values.aminmax()).isfinite().all():  # NaN is both
         raise UserError(f"{entry.file}: {entry.name}: weights times these scales are not finite")
     return values
 
