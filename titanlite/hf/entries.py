@@ -66,7 +66,7 @@ class Mxfp4(Entry):
         groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
         blocks = self.blocks.read((experts, outputs, groups, slice(0, _GROUP // 2)))
         scales = self.scales.read((experts, outputs, groups)).view(torch.float8_e8m0fnu).float()
-        values = _PAIRS.index_select(0, blocks.int().flatten()).view(*scales.shape, _GROUP)  # // as [...] is 3.6 times slower
+        values = _PAIRS.index_select(0, blocks.int().flatten()).view(*scales.shape, _GROUP)  # 3.6 times as fast as an index
         values = _checked(values.mul_(scales[..., None]), scales, self.scales).flatten(-2)
         first = groups.start * _GROUP
         return values[..., inputs.start - first : inputs.stop - first].transpose(1, 2)
