@@ -93,7 +93,11 @@ _PUBLISHED = {
     qwen3_moe: {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
     mixtral: {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
     olmoe: {"1b-7b": 6_919_161_856},
-    deepseek_v3: {"moonlight-16b": 15_960_108_544, "671b": 671_026_404_352},  # without multi-token prediction
+    deepseek_v3: {  # without multi-token prediction
+        "moonlight-16b": 15_960_108_544,
+        "671b": 671_026_404_352,
+        "kimi-k2": 1_026_408_209_408,
+    },
 }
 
 
@@ -170,6 +174,24 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
     scaled = {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     assert gemma3.from_hf({**twelve, **bases, **scaled}) == gemma3.FLAVORS["12b"]
     assert gemma3.from_hf({**two, "rope_theta": 10000.0}) == gemma3.FLAVORS["2-9b"]
+
+
+def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
+    """What its config.json says, apart from ids, names of code and quantisation."""
+    published = {
+        **{"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "hidden_act": "silu"},
+        **{"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False},
+        **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 50000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 0},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    }
+    assert deepseek_v3.from_hf(published) == deepseek_v3.FLAVORS["kimi-k2"]
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def items_of(ours: str, theirs: str, shape: tuple[int, ...], dtype: torch.dtype)
 class Exported:
     """The weights of a checkpoint by their names in the model, with adapters merged, in the dtype of the export.
 
-    dtype: of all floating-point tensors; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run. Raises
-    named: the module that the user's command names as the model's. UserError if the family has changed since the checkpoint was
-    saved.
+    dtype: of all floating-point parameters; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run.
+    named: the module that the user's command names as the model's. Raises UserError if the family has changed since the
+    checkpoint was saved.
     """
 
     def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = "", named: str = ""):
@@ -81,6 +81,7 @@ class Exported:
         if rank_and_world()[0] == 0:
             warn_of_changes(stored.source, stored.manifest.numbers.get("model_source"), self.family.module)
         self.model = self.family.on_meta()
+        self._buffers = dict(self.model.named_buffers())
         self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries if name.startswith("model.")]
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
@@ -103,8 +104,11 @@ class Exported:
         return loaded
 
     def dtype_of(self, name: str) -> torch.dtype:
+        """Of an exported weight. A buffer, the bias of a router, loses no precision: transformers has it in float32."""
         stored = self.stored.entries[f"model.{name}"].properties.dtype
-        return self._dtype if self._dtype and stored.is_floating_point else stored
+        if self._dtype is None or not stored.is_floating_point:
+            return stored
+        return torch.promote_types(stored, self._dtype) if name in self._buffers else self._dtype
 
     def read_tensor(self, name: str) -> Tensor:
         """A whole weight with its adapter merged, in the dtype of the export. name: in the model."""
