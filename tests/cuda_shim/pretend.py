@@ -109,6 +109,8 @@ def install(inductor: bool = False) -> None:
     torch.Tensor.record_stream = lambda tensor, stream: None
     DeviceMesh._concatenate = staticmethod(_on_real_numbers(DeviceMesh._concatenate))
     DeviceMesh._flatten = _on_real_numbers(DeviceMesh._flatten)
+    DeviceMesh._unflatten = _on_real_numbers(DeviceMesh._unflatten)
+    DeviceMesh.mesh = property(_on_real_numbers(DeviceMesh.mesh.fget))
     F.scaled_dot_product_attention = torch.compiler.allow_in_graph(_attention)
     for name in _ATTENTION:
         setattr(torch.backends.cuda, f"can_use_{name}_attention", _check_of(name))
@@ -116,10 +118,10 @@ def install(inductor: bool = False) -> None:
         torch.compile = _with_aot_eager(torch.compile)
 
 
-def _on_real_numbers(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-    """A function that makes a mesh of others, whose ranks it reads on the host."""
+def _on_real_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a mesh of others, or the tensor of its ranks, which it reads on the host."""
 
-    def made(*args: Any) -> DeviceMesh:
+    def made(*args: Any) -> Any:
         with unset_fake_temporarily():
             return make(*args)
 
