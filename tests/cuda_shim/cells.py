@@ -114,6 +114,12 @@ class Cell(NamedTuple):
         return 2 * VARIANTS[self.variant].passes if "ep" in self.degrees else 0
 
     @property
+    def runs(self) -> tuple[str, ...]:
+        """Operations that its step must run: shared experts compute beside the exchange, where nothing is compiled."""
+        aside = "ep" in self.degrees and "compiled" not in self.variant
+        return (*VARIANTS[self.variant].runs, *(("aten.mm.default on another stream",) if aside else ()))
+
+    @property
     def attention(self) -> tuple[str, ...]:
         """The kernels of attention that its step must run: over gathered keys, only FlexAttention has the mask."""
         return ("flex",) if "gather" in self.mesh else VARIANTS[self.variant].attention

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from models import exchange, llama3, moe
+from tests.cuda_shim import pretend
 from titanlite.data.batch import Batch
 from titanlite.loop import step
 from titanlite.transforms import attention_kernels
@@ -60,6 +61,20 @@ def _choice_with_wait(chosen: torch.Tensor, n_experts: int) -> moe.Choice:
     return choice
 
 
+class _DoesNotWait(pretend.Stream):
+    def wait_stream(self, other: pretend.Stream) -> None: ...
+
+
+class _NobodyWaits(pretend.Stream):
+    def state(self) -> dict[pretend.Stream, int]:
+        return {}
+
+
+def _side_stream(kind: type[pretend.Stream]) -> Planted:
+    stream = kind()
+    return Planted(moe, "_side_stream", lambda _: stream, _MIXTURE)
+
+
 _counts = itertools.count(2)
 _first_rows = torch.compile(lambda matrix, count: matrix[:count] + 1, fullgraph=True)
 
@@ -79,4 +94,6 @@ PLANTED: dict[str, Planted] = {
     "a blocking copy": Planted(Batch, "to", _copy_blocking),
     "another copy of counts in the exchange": Planted(exchange, "_counts_of_all", _counts_twice, _MIXTURE),
     "a copy of counts outside of the exchange": Planted(moe.Choice, "of", _choice_with_wait, _MIXTURE),
+    "shared experts that do not wait for their input": _side_stream(_DoesNotWait),
+    "shared experts for which nobody waits": _side_stream(_NobodyWaits),
 }

@@ -56,6 +56,7 @@ class Watch:
         self.operations: set[str] = set()  # that had a tensor on the device, in steps
         self.waits_for_counts = 0  # in steps
         self._mode = mode
+        self._written: dict[Any, tuple[Any, pretend.Stream, int]] = {}  # storage -> itself, what has written it in steps
         self._strict, self._offloaded = False, offloaded
         self._dispatch, self._pinned = mode.dispatch, {}
         mode.dispatch = self._watched
@@ -118,6 +119,7 @@ class Watch:
 
     def _judge(self, operation: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         self.operations.add(str(operation))
+        self._judge_streams(operation, given, made)
         if operation in _COPIES:
             self._judge_copy(operation, args, kwargs, made[0])
         on_device = [tensor for tensor in (*given, *made) if tensor.device.type == "cuda"]
@@ -127,6 +129,25 @@ class Watch:
             self._forbid(operation, f"float64 kernel on {largest:,} values")
         if on_device and _name(operation) in _WITHOUT_CUDA:
             self._forbid(operation, "no CUDA kernel")
+
+    def _judge_streams(self, operation: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        """No kernel reads what another stream may still have to write. Not in the backward pass, in which autograd chooses the
+        streams and waits: the shim has one for it. Recomputation and hooks are judged there too.
+        """
+        stream, (module, _) = pretend.current_stream(), _function()
+        if operation.is_view or operation.namespace == "prim":  # no kernel
+            return
+        if stream is not pretend.default_stream() and module.startswith("models."):
+            self.operations.add(f"{operation} on another stream")
+        for tensor in given:
+            storage, writer, number = self._written.get(tensor.untyped_storage()._cdata, (None, stream, 0))
+            if module and storage is not None and storage() is not None and not stream.comes_after(writer, number):
+                self._forbid(operation, "race: it does not wait for the stream that writes what it reads")
+        stream.done += 1
+        for tensor in made:
+            if tensor.device.type == "cuda":
+                storage = tensor.untyped_storage()
+                self._written[storage._cdata] = weakref.ref(storage), stream, stream.done
 
     def _judge_copy(self, operation: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         source = args[1] if operation is _aten.copy_.default else args[0]

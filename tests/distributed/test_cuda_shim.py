@@ -31,6 +31,8 @@ _PLANTED = {
     "a blocking copy": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.cuda_shim.planted:",
     "another copy of counts in the exchange": "host syncs: 8 copies of counts to the host in a step instead of 4",
     "a copy of counts outside of the exchange": "host sync: a blocking copy from cuda to cpu: aten._to_copy.default in ",
+    "shared experts that do not wait for their input": "race: it does not wait for the stream that writes what it reads: ",
+    "shared experts for which nobody waits": "race: it does not wait for the stream that writes what it reads: aten.add.",
 }
 _OFTEN = [
     "an .item() in the step", "a float64 kernel", "a mask on the CPU", "a pageable copy",
