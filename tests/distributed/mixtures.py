@@ -4,7 +4,9 @@ Experts are a choice, which rounding can change where two scores are almost equa
 reference is known too: rounding must be far below it.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -53,8 +55,9 @@ def config_of_cell(flavor: str, degrees: dict[str, int], variant: str, **more: d
     return config_of(degrees, flavor, 2 if variant == "accumulated" else 1, **sections)
 
 
-def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, float]:
-    """What one process does, and the smallest margin of a choice in all its steps."""
+@contextlib.contextmanager
+def watched_margins() -> Iterator[list[float]]:
+    """The smallest margin of each choice that this process makes."""
     margins: list[float] = []
     choose = Router.choose
 
@@ -64,6 +67,12 @@ def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, fl
         return chosen
 
     with mock.patch.object(Router, "choose", watched):
+        yield margins
+
+
+def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, float]:
+    """What one process does, and the smallest margin of a choice in all its steps."""
+    with watched_margins() as margins:
         found = trajectory(degrees, config)
     assert found is not None
     return found[0], min(margins)
@@ -72,6 +81,8 @@ def with_margin(degrees: dict[str, int], config: Config) -> tuple[Trajectory, fl
 def margin_of(router: Router, scores: Tensor) -> float:
     """The smallest difference between a score that decides and the next one, of experts and of groups."""
     smallest = []
+    if router.bias is not None:
+        scores = scores + router.bias
     if router.groups > 1:
         of_groups = scores.unflatten(1, (router.groups, -1)).topk(2, dim=-1).values.sum(dim=-1)
         best = of_groups.topk(router.top_groups + 1, dim=-1).values
