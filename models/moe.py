@@ -5,6 +5,7 @@ Experts know no tensor parallelism: sequence parallelism gives each rank its own
 the ranks that have their experts (exchange.py).
 """
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -73,6 +74,29 @@ class _Reordered(torch.autograd.Function):
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return slopes[inverse].unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+
+
+class _Aside(torch.autograd.Function):
+    """x for another stream of the device. Its slopes wait for all that the backward pass has queued there, also for the
+    gradients of weights: no edge of the graph brings these back to this stream, where FSDP2 reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, side: torch.cuda.Stream) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        x.record_stream(side)  # the backward pass frees it on this stream, perhaps before the other one has read it
+        ctx.side = side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None]:
+        torch.cuda.current_stream(slopes.device).wait_stream(ctx.side)
+        return slopes, None
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of shared experts: one for all layers, so that their memory is used again."""
+    return torch.cuda.Stream(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------- modules
@@ -244,6 +268,9 @@ class MoE(nn.Module):
         return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same
+        side = self.stream_beside_exchange(x)
+        # first, so that the device has work while the exchange waits for the counts
+        shared = self.shared_results(x, side)
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(x)
         choice = Choice.of(chosen, self.experts.n_experts)
@@ -251,4 +278,25 @@ class MoE(nn.Module):
         rows = self.experts(tokens, choice)
         results = _Reordered.apply(rows, choice.inverse, choice.order, 1).unflatten(0, (-1, choice.copies))
         mixed = (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)
-        return mixed if self.shared is None or self.shared_input is None else mixed + self.shared(self.shared_input(x))
+        if shared is None:
+            return mixed
+        if side is not None:
+            current = torch.cuda.current_stream(x.device)
+            current.wait_stream(side)
+            shared.record_stream(current)
+        return mixed + shared
+
+    def stream_beside_exchange(self, x: Tensor) -> torch.cuda.Stream | None:
+        """Where shared experts compute while tokens travel; None: on the same stream. Compiled blocks have one stream."""
+        travels = self.shared is not None and self.experts.exchange is not None
+        return _side_stream(x.device) if travels and x.is_cuda and not torch.compiler.is_compiling() else None
+
+    def shared_results(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor | None:
+        """What every token uses in addition, computed on `side` if it is given."""
+        if self.shared is None or self.shared_input is None:
+            return None
+        if side is None:
+            return self.shared(self.shared_input(x))
+        x = _Aside.apply(x, side)
+        with torch.cuda.stream(side):
+            return self.shared(self.shared_input(x))

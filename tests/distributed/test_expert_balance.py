@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from models.moe import routers_of
 from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
@@ -56,6 +57,18 @@ def balanced(degrees: dict[str, int], config: Config) -> Balanced:
     return Balanced(counts, biases)
 
 
+def biases_around_an_overflow(degrees: dict[str, int], config: Config) -> list[Tensor]:
+    """Before the updates of each step; the gradient of the second one is not finite on the last rank."""
+    run = begin(config, mesh_of(degrees), CPU)
+    biases = []
+    for number, _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, STEPS + 1)):
+        biases.append(torch.stack([router.bias for router in routers_of(run.model)]).clone())
+        if number == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            gradient = routers_of(run.model)[0].weight.grad
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
+    return biases
+
+
 def trained(degrees: dict[str, int], config: Config) -> Trajectory:
     torch._dynamo.reset()
     return record(config, learnable_data(config), mesh_of(degrees), CPU)
@@ -76,6 +89,15 @@ def test_counts_and_biases_are_exactly_those_of_one_process(pools, alone, cell):
     for found in pools[ranks_of(degrees)].run(f"{HERE}:balanced", timeout=300, degrees=degrees, config=config):
         assert all(map(torch.equal, found.counts, expected.counts))
         assert all(map(torch.equal, found.biases, expected.biases))
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2, "ep": 2}])
+def test_a_step_that_is_skipped_on_one_rank_moves_no_bias_on_any(pools, degrees):
+    config = config_of_cell(degrees, {}, 1)
+    for first, second, third, fourth in pools[ranks_of(degrees)].run(
+        f"{HERE}:biases_around_an_overflow", degrees=degrees, config=config
+    ):
+        assert not torch.equal(first, second) and torch.equal(second, third) and not torch.equal(third, fourth)
 
 
 @pytest.mark.parametrize("cell", slow_but(["tp 2 ep 2, per operation", "context 2 x tp 2 ep 4"], CELLS))

@@ -128,6 +128,8 @@ def test_reports_say_how_uneven_the_load_is():
         "router_bias_range": pytest.approx(0.75),
     }
     assert balance.load(torch.nn.Linear(2, 2), 1) == {}
+    router.step_counts = torch.tensor([6])  # a mixture of one expert
+    assert balance.load(layer, 1)["expert_entropy"] == 1.0
 
 
 @pytest.mark.parametrize(

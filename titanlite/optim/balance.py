@@ -3,6 +3,7 @@
 Counts are integers, added up over microbatches and ranks, so that biases are equal on every mesh, bit for bit.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +65,7 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
     for number, counts in enumerate(_over_all_ranks(routers, torch.device("cpu"))):
         shares = counts / counts.sum().clamp(min=1)
         loads.append(float(shares.max()) * len(counts))
-        entropies.append(float(torch.special.entr(shares).sum() / torch.tensor(len(counts)).log()))
+        entropies.append(float(torch.special.entr(shares).sum()) / math.log(len(counts)) if len(counts) > 1 else 1.0)
         of_ranks.append(float(shares.unflatten(0, (expert_ranks, -1)).sum(1).max()) * expert_ranks)
         dead += int((counts == 0).sum())
         values[f"expert_load/{number}"] = loads[-1]
