@@ -35,6 +35,7 @@ from titanlite.launch.run_folder import read_starts
 from titanlite.loop.divergence import read_entries, stretches
 from titanlite.loop.metrics import read_reports
 from titanlite.outside import MIB
+from titanlite.plan.trace import read_trace
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
 
@@ -462,11 +463,16 @@ def _write_run(folder: Path) -> None:
     (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
     start = {"time": "2026", "command": ["titanlite", "train"], "global_batch": 8, "model_source": None, "git": None}
     _dump(folder / "provenance.json", [start])
+    _dump(folder / "routing.json", {"step": 7, "mixtures": [{"top_k": 2, "counts": [3, 5, 0, 8]}] * 2})
 
 
 RUNS = [
     Kind("metrics", "metrics.jsonl", _write_run, lambda: [r["step"] for r in read_reports(Path("metrics.jsonl"))], lines=True,
          optional=True, empty_is_right=True),
+    Kind("routing", "routing.json", _write_run, lambda: read_trace(Path()).model_dump(), 64 * MIB, contradictions={
+        "no row": _set("mixtures", 0, "counts", value=[0, 0, 0, 0]),
+        "no mixture": _set("mixtures", value=[]),
+    }),
     Kind("incidents", "incidents.jsonl", _write_run, lambda: stretches(read_entries(Path("incidents.jsonl"))), lines=True,
          optional=True, empty_is_right=True, contradictions={
         "a rollback to a later step": _set("to_step", value=9),

@@ -13,6 +13,7 @@ from models.moe import routers_of
 from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
+from titanlite.optim.balance import routing
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.compare import Trajectory, begin, compare, follow, record
@@ -116,3 +117,22 @@ def test_the_losses_change_the_routers_gradients(pools, alone):
     found = pools[1].run(f"{HERE}:trained", degrees={}, config=plain)[0].gradients
     name = "layers.0.ffn.router.weight"
     assert (found[name] - alone("trained").gradients[name]).norm() > 0.01 * found[name].norm()
+
+
+def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """(what this rank records, its own counts of the latest microbatch)."""
+    torch._dynamo.reset()
+    run = begin(config, mesh_of(degrees), CPU)
+    for _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, 3)):
+        pass
+    return routing(run.model), [router.counts.tolist() for router in routers_of(run.model)]
+
+
+def test_the_routing_that_rank_0_records_is_what_its_experts_exchange(pools):
+    """Of a microbatch, over the two of four ranks that have rank 0's experts between them; without a split, over all ranks."""
+    for ep, together in ((2, 2), (1, 4)):
+        degrees = {"dp_shard": 4, "ep": ep}
+        config = config_of_cell(degrees, {}, 1)
+        ranks = pools[4].run(f"{HERE}:recorded", degrees=degrees, config=config)
+        sums = torch.tensor([counts for _, counts in ranks[:together]]).sum(0).tolist()
+        assert ranks[0][0] == [{"top_k": 2, "counts": counts} for counts in sums]

@@ -143,7 +143,7 @@ def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str
     }
 
 
-def imported_numbers(family: Family, model: dict[str, str]) -> dict[str, Any]:
+def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
     """The same for imported weights. model: the keys of [model] that describe them."""
     nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
     return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from models.moe import Router, RouterLosses, routers_of
+from models.moe import Router, RouterLosses, experts_of, routers_of
 from titanlite.config.schema import Config
 
 
@@ -47,7 +48,7 @@ def add_microbatch(model: nn.Module) -> None:
 def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
     routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
-    for router, counts in zip(routers, _over_all_ranks(routers), strict=False):
+    for router, counts in zip(routers, _added_up(_step_counts(routers)), strict=False):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
         behind = (counts.sum() - counts * len(counts)).sign()
@@ -62,7 +63,7 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
     routers = _counting(model)
     values: dict[str, float] = {}
     loads, entropies, of_ranks, dead = [], [], [], 0
-    for number, counts in enumerate(_over_all_ranks(routers, torch.device("cpu"))):
+    for number, counts in enumerate(_added_up(_step_counts(routers), torch.device("cpu"))):
         shares = counts / counts.sum().clamp(min=1)
         loads.append(float(shares.max()) * len(counts))
         entropies.append(float(torch.special.entr(shares).sum()) / math.log(len(counts)) if len(counts) > 1 else 1.0)
@@ -80,6 +81,20 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
     return values
 
 
+def routing(model: nn.Module) -> list[dict[str, Any]]:
+    """What an exchange of each mixture has moved, to be replayed: {"top_k": ..., "counts": rows of each expert}.
+
+    Of the latest microbatch, from the ranks among which this rank's experts are split; from all ranks if they are not. All
+    ranks together; one host sync.
+    """
+    routers = _counting(model)
+    exchange = next((experts.exchange for experts in experts_of(model)), None)
+    resolve: Any = _resolve_process_group  # declared for names of a type of their own
+    group = resolve(exchange.group_name) if exchange else None
+    latest = _added_up([router.counts for router in routers if router.counts is not None], torch.device("cpu"), group)
+    return [{"top_k": router.top_k, "counts": each.tolist()} for router, each in zip(routers, latest, strict=True)]
+
+
 def _counting(model: nn.Module) -> list[Router]:
     """The routers that `balance_experts` has found. A step does not search a large model for them, which takes milliseconds."""
     return getattr(model, "routers", [])
@@ -89,13 +104,13 @@ def _step_counts(routers: list[Router]) -> list[Tensor]:
     return [router.step_counts for router in routers if router.step_counts is not None]
 
 
-def _over_all_ranks(routers: list[Router], device: torch.device | None = None) -> list[Tensor]:
-    """The counts of a step, (experts,) int64 for each router, by one all-reduce. device: of the result; None: the routers'."""
-    counts = _step_counts(routers)
+def _added_up(counts: list[Tensor], device: torch.device | None = None, group: Any = None) -> list[Tensor]:
+    """The sums over ranks of (experts,) int64 for each router, by one all-reduce. device: of the result; None: the counts'.
+    group: None: all ranks."""
     if not counts:
         return []
     together = torch.cat(counts)
-    dist.all_reduce(together)
+    dist.all_reduce(together, group=group)
     return list(together.to(device).split([len(each) for each in counts]))
 
 

@@ -7,7 +7,7 @@ each layer that is equal to one of them. Only Muon updates the whole model.
 import itertools
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from titanlite.errors import phase
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
-from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
 from titanlite.plan.record import Work, combine
@@ -31,6 +30,7 @@ from titanlite.plan.step import (
     pretended_ranks,
     trained,
 )
+from titanlite.plan.trace import Trace, routings
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
@@ -61,11 +61,14 @@ class Prediction(NamedTuple):
 
 
 @phase("predicting a step")
-def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Routing = "balanced") -> Prediction:
+def predict(
+    config: Config, ranks: int, device_type: str = "cuda", routing: Literal["balanced", "worst"] | Trace = "balanced"
+) -> Prediction:
     """What rank 0 of `ranks` will hold and do. The process must not have a process group; it has none afterwards.
 
     See `report.limits` for what is left out. device_type: "cuda" or "cpu", which differ in the number of chunks of the loss.
-    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any.
+    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any. With a Trace,
+    rank 0 is in each layer the busiest rank. `check_trace` must have accepted it.
     """
     offload = config.parallelism.cpu_offload
     config, family = as_measured(config), family_of(config.model)
@@ -74,13 +77,14 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cpu")
         model = parallelize(family, config, mesh, torch.device("cpu"))
         microbatches = config.microbatches(data_degree(mesh))
-        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routing)
+        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routings(model, routing))
         held, host = measure_memory(setup, layers.few), 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
             host, _ = whole_memory(layers, held)
             held = offloaded(held)
         activations, working = whole_memory(layers, held)
-        passes = measure_work(setup, layers, microbatches)
+        # With a trace no two layers do the same.
+        passes = measure_work(setup, layers.each() if isinstance(routing, Trace) else layers, microbatches)
         update = whole_update(layers, setup)
         masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
         deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize

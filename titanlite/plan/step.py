@@ -52,7 +52,7 @@ class Setup(NamedTuple):
     config: Config
     mesh: DeviceMesh
     device_type: str  # the device whose chunk sizes the loss uses
-    routing: Routing  # for what is computed and sent; memory is measured with the worst
+    routing: dict[str, Routing]  # of each layer that has a mixture, for what is computed and sent; memory is for the worst
 
 
 class Held(NamedTuple):
@@ -87,7 +87,7 @@ def measure_work(setup: Setup, layers: Layers, microbatches: int) -> Work:
 
     Two microbatches are run: all but the last one of a step are equal.
     """
-    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
+    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh))
     begun: list[tuple[int, Work]] = []  # (how often what follows happens in a step, what had been recorded when it began)
     first = iter([max(1, microbatches - 1)])
     often = 1
@@ -98,6 +98,7 @@ def measure_work(setup: Setup, layers: Layers, microbatches: int) -> Work:
         enter("")
 
     def enter(place: str) -> None:
+        recorder.routing = setup.routing.get(place, "balanced")
         begun.append((often * (layers.times(place) if place in layers.few else 1), recorder.work()))
 
     _announce(model, enter)
