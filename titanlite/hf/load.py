@@ -51,4 +51,4 @@ def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) ->
 
 def _slice(entry: Entry, box: tuple[slice, ...]) -> Tensor:
     with safe_open(str(entry.file), "pt") as file:
-        return file.get_slice(entry.name)[box]
+        return entry.part.view(file.get_slice(entry.name)[entry.part.box(box)])
