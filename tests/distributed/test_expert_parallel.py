@@ -14,7 +14,7 @@ from titanlite.parallel import fsdp
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.compare import Trajectory, compare
 
-FLAVORS = ("plain", "shared", "grouped")
+FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
 MESHES: dict[str, dict[str, int]] = {
     "shard 2, ep 2": {"dp_shard": 2, "ep": 2},
     "shard 4, ep 2": {"dp_shard": 4, "ep": 2},
@@ -37,6 +37,10 @@ CELLS = [
     ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
     ("plain", "shard 2 x context 2, ep 2", "recomputed per operation"),
     ("grouped", "context 2 x tp 2, ep 4", "compiled, recomputed per operation"),
+    ("gpt_oss", "tp 2, ep 2", "recomputed"),
+    ("gpt_oss", "shard 2 x tp 2, ep 4", "compiled"),
+    ("gpt_oss", "shard 2 x context 2, ep 2", "recomputed per operation"),
+    ("gpt_oss", "context 2 x tp 2, ep 4", "compiled, recomputed per operation"),
 ]
 OTHERS = [cell for cell in itertools.product(FLAVORS, MESHES, VARIANTS) if cell not in CELLS]
 # A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several rounds.
@@ -46,6 +50,7 @@ ROUNDS = [
     ("plain", "shard 2, ep 2", "plain", SEVERAL_ROUNDS),
     ("grouped", "shard 4, ep 4", "compiled, recomputed per operation", MANY_ROUNDS),
     ("shared", "context 2 x tp 2, ep 4", "recomputed", SEVERAL_ROUNDS),
+    ("gpt_oss", "shard 4, ep 4", "compiled", MANY_ROUNDS),
 ]
 # In bfloat16, the largest relative differences between split and whole experts, whose gradients are added up in another order.
 BFLOAT16 = {"losses": 2e-3, "norms": 2e-3, "gradients": 6e-3}

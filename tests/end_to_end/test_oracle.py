@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.distributed.scenarios import config_of
 from tests.hf_folders import of_files
@@ -39,6 +39,8 @@ MODELS = {
     "DeepSeek-V3": ("tests.tiny_deepseek_v3", "plain"),
     "DeepSeek-V3, Moonlight": ("tests.tiny_deepseek_v3", "moonlight"),
     "DeepSeek-V3, YaRN": ("tests.tiny_deepseek_v3", "yarn"),
+    "gpt-oss": ("tests.tiny_gpt_oss", "plain"),
+    "gpt-oss, tied": ("tests.tiny_gpt_oss", "tied"),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -76,7 +78,7 @@ def random_tokens() -> Tensor:
     return torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3])
+@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss])
 def test_published_sizes_are_those_of_transformers_models(module):
     for flavor, config in module.FLAVORS.items():
         ids = {"eos_token_id": 0, "pad_token_id": 0}
@@ -85,7 +87,7 @@ def test_published_sizes_are_those_of_transformers_models(module):
             ours = module.Model(config)
             shapes = {name: tensor.shape for name, tensor in tensors_of_files(theirs).items()}
         found = {
-            part: p.shape[1:] if "{e}" in their_name(module, name) else p.shape
+            part.name: part.shape(p.shape[1:] if "{e}" in their_name(module, name) else p.shape)
             for name, p in stored_tensors_of(ours).items()
             for part in each_expert(their_name(module, name), p.shape)
         }

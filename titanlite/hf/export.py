@@ -1,5 +1,5 @@
-"""Exports a checkpoint to a folder that transformers reads. Only one tensor of the model, or those that are joined in one tensor
-there, are in memory at a time."""
+"""Exports a checkpoint to a folder that transformers reads. One tensor at a time is in memory, with those of the model that it
+joins."""
 
 import itertools
 import json
