@@ -219,7 +219,7 @@ def _backward_round(
         rows = _send(tokens[_pick(order, this) // copies], this, group, received)
         gate, up = weights.products(rows, this.ends)
     slope = _send(_pick(slopes, this), this, group, received)
-    to_hidden, gated = grouped_product(slope, weights.w2, this.ends, False), act.gate(gate)
+    to_hidden, gated = grouped_product(slope, weights.w2, this.ends, False, None), act.gate(gate)
     if to_weights:
         to_weights[1] += grouped_outer(slope, gated * act.up(up), this.ends)
     to_up = act.up_backward(to_hidden * gated, up)
@@ -232,8 +232,8 @@ def _backward_round(
     if to_weights:
         to_weights[0] += grouped_outer(to_gate, rows, this.ends)
         to_weights[2] += grouped_outer(to_up, rows, this.ends)
-    to_received = grouped_product(to_gate, weights.w1, this.ends, False)
-    to_received += grouped_product(to_up, weights.w3, this.ends, False)
+    to_received = grouped_product(to_gate, weights.w1, this.ends, False, None)
+    to_received += grouped_product(to_up, weights.w3, this.ends, False, None)
     _put(to_rows, _return(to_received, this, group), this)
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 @torch.library.custom_op("titanlite::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None = None) -> Tensor:
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
     """The rows of each expert times its matrix, or times its transpose, as in nn.Linear, plus its bias.
 
     rows: (n, in), sorted by expert; weights: (experts, in, out), or transposed (experts, out, in); biases: (experts, out)
@@ -78,7 +78,7 @@ def _runs(ends: Tensor) -> Any:
 
 
 @grouped_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None = None) -> Tensor:
+def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
 
 
@@ -100,7 +100,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, ends = ctx.saved_tensors
     slopes = slopes.contiguous()
-    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed) if ctx.needs_input_grad[0] else None
+    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed, None) if ctx.needs_input_grad[0] else None
     to_weights = None
     if ctx.needs_input_grad[1]:
         to_weights = grouped_outer(slopes, rows, ends) if ctx.transposed else grouped_outer(rows, slopes, ends)
