@@ -18,7 +18,8 @@ from tests.repetitions import slow_but
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
-from titanlite.hf.folder import Entry, each_expert, find_weights, their_names
+from titanlite.hf.entries import Entry
+from titanlite.hf.folder import each_expert, find_weights, their_names
 from titanlite.loop.step import build_model
 from titanlite.tools.model_facts import stored_tensors_of
 from titanlite.transforms.registry import load_family
