@@ -198,8 +198,8 @@ def from_hf(json: dict[str, Any]) -> Config:
     for key in ("experts_per_token", "initial_context_length"):
         json.get(key)  # no effect: the published files repeat num_experts_per_tok and the original length of YaRN
     theta, scaling = rope_from_hf(json, 150_000.0)
-    if not (json.get("rope_scaling") or json.get("rope_parameters")):
-        scaling = _YARN  # the default of transformers
+    if not json.get("rope_scaling") and json.get("rope_parameters") is None:
+        scaling = _YARN  # the default of transformers; an empty table means none
     return Config(
         dim=json["hidden_size"],
         n_layers=layers,

@@ -155,9 +155,10 @@ def give(weights: Mapping[str, Tensor], module: ModuleType, theirs: nn.Module) -
     parameters = dict(theirs.named_parameters())
     for name, weight in weights.items():
         if "{e}" not in (their := their_name(module, name)):
-            parameters[their.replace("block_sparse_moe", "mlp")].copy_(weight)
+            (part,) = each_expert(their.replace("block_sparse_moe", "mlp"), weight.shape)
+            part.view(parameters[part.name]).copy_(weight)
     for name in weights:
-        if name.endswith("experts.w2"):
+        if name.endswith("experts.w2") and "{e}" in their_name(module, name):
             w1, w2, w3 = (weights[name.replace("w2", key)] for key in ("w1", "w2", "w3"))
             experts = theirs.get_submodule(f"model.layers.{name.split('.')[1]}.mlp.experts")
             experts.gate_up_proj.copy_(torch.cat([w1, w3], dim=1))
@@ -173,8 +174,8 @@ def test_ten_steps_equal_a_plain_adamw_loop_around_transformers(pools, name):
     ours = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0][0]
     theirs = their_model(name)
     give(ours.weights, module, theirs)
-    matrices = [p for p in theirs.parameters() if p.ndim > 1]
-    others = [p for p in theirs.parameters() if p.ndim == 1]
+    is_matrix = {p: p.ndim > 1 and not name.endswith("bias") for name, p in theirs.named_parameters()}  # some are stacked
+    matrices, others = ([p for p, found in is_matrix.items() if found == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
     norms = []
