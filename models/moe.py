@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import SwiGLU, local_weight
-from models.exchange import exchanged_experts
-from models.grouped import grouped_product
+from models.exchange import Weights, exchanged_experts
+from models.grouped import ACTIVATIONS, ActivationName
 
 _c10d = torch.ops._c10d_functional
 
@@ -135,10 +135,11 @@ class Router(nn.Module):
     score: of the logits, a softmax over all experts or a sigmoid of each. normalised: the weights of a token add up to 1.
     scale: a factor of the weights. groups, top_groups: the experts are in so many groups of equal size, and only those in the
     `top_groups` best groups, by the sum of their two best scores, can be chosen. bias: a buffer that is added to the scores for
-    the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). logit_bias: a parameter that is added to the logits.
     """
 
     bias: Tensor | None
+    logit_bias: Tensor | None
     # Training sets these.
     losses: RouterLosses | None = None
     bias_update_speed = 0.0
@@ -156,16 +157,19 @@ class Router(nn.Module):
         groups: int = 1,
         top_groups: int = 1,
         bias: bool = False,
+        logit_bias: bool = False,
     ):
         super().__init__()
         self.top_k, self.score, self.normalised, self.scale = top_k, score, normalised, scale
         self.groups, self.top_groups = groups, top_groups
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        self.logit_bias = nn.Parameter(torch.empty(n_experts)) if logit_bias else None
         self.register_buffer("bias", torch.empty(n_experts) if bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim) -> two of (batch x seq, top_k)
         """The weights, float32, and the numbers of the experts. In float32, since a rounded score can change the choice."""
-        logits = F.linear(x.flatten(0, 1).float(), local_weight(self.weight).float())
+        added = None if self.logit_bias is None else local_weight(self.logit_bias).float()
+        logits = F.linear(x.flatten(0, 1).float(), local_weight(self.weight).float(), added)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(1, chosen)
@@ -222,26 +226,34 @@ class Exchange(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The SwiGLU of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden)."""
+    """The gated feed-forward layer of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden).
+
+    activation: of `ACTIVATIONS`. bias: each product has one; w1_bias, w3_bias: (experts, hidden); w2_bias: (experts, dim).
+    """
 
     exchange: Exchange | None = None  # with expert parallelism
 
-    def __init__(self, n_experts: int, dim: int, hidden: int):
+    def __init__(self, n_experts: int, dim: int, hidden: int, activation: ActivationName = "swiglu", bias: bool = False):
         super().__init__()
-        self.n_experts = n_experts
+        self.n_experts, self.activation = n_experts, activation
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden, dim))
+        if bias:
+            self.w1_bias = nn.Parameter(torch.empty(n_experts, hidden))
+            self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
+            self.w3_bias = nn.Parameter(torch.empty(n_experts, hidden))
 
     def forward(self, tokens: Tensor, choice: "Choice") -> Tensor:  # (tokens, dim) -> (rows, dim), sorted by expert
-        w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
+        weights = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
         order, inverse, counts, copies = choice
         if self.exchange is not None:
-            capacity = self.exchange.capacity(len(order))
-            return exchanged_experts(tokens, order, counts, w1, w2, w3, copies, capacity, self.exchange.group_name)[0]
+            capacity, group = self.exchange.capacity(len(order)), self.exchange.group_name
+            return exchanged_experts(tokens, order, counts, weights, copies, capacity, self.activation, group)[0]
         rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
-        hidden = F.silu(grouped_product(rows, w1, ends, True)) * grouped_product(rows, w3, ends, True)
-        return grouped_product(hidden, w2, ends, True)
+        gate, up = Weights(*weights).products(rows, ends)
+        act = ACTIVATIONS[self.activation]
+        return Weights(*weights).results(act.gate(gate) * act.up(up), ends)
 
 
 def routers_of(model: nn.Module) -> list[Router]:
@@ -264,7 +276,7 @@ class MoE(nn.Module):
 
     def numbers_of_a_token(self) -> int:
         """How many numbers of router and experts each token is multiplied by."""
-        stacks = sum(parameter.numel() for parameter in self.experts.parameters())
+        stacks = sum(parameter.numel() for parameter in self.experts.parameters() if parameter.ndim == 3)
         return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same

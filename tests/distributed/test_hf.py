@@ -75,7 +75,7 @@ def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pool
     results = pools[ranks].run(f"{HERE}:read", folder=folder, name=name, flavor=flavor, degrees=degrees)
     tensors, file, module = results[0][0], tensors_of(folder), load_family(name, flavor).module
     names = their_names(load_family(name, flavor), tensors)
-    assert {part for ours, tensor in tensors.items() for part in each_expert(names[ours], tensor.shape)} == file.keys()
+    assert {part.name for ours, tensor in tensors.items() for part in each_expert(names[ours], tensor.shape)} == file.keys()
     for ours, found in tensors.items():
         assert torch.equal(found, hf_folders.of_files(module, ours, found, file).float()), ours
     assert [count for _, count, _ in results] == [own for _, _, own in results]

@@ -15,17 +15,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import Cache, SeqInfo, with_mask
 from models.blocks import apply_rope
 from models.rope import Llama3Scaling, TextCache, rope_frequencies, rope_tables
-from tests import tiny, tiny_deepseek_v3, tiny_gemma3, tiny_mixtral, tiny_olmo2, tiny_olmoe, tiny_qwen3, tiny_qwen3_moe
+from tests import (
+    tiny,
+    tiny_deepseek_v3,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmoe,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from titanlite.transforms.registry import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12
-FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3]
-SMALL_FAMILIES = [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe, tiny_deepseek_v3]
+FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss]
+SMALL_FAMILIES = [
+    tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe, tiny_deepseek_v3, tiny_gpt_oss,
+]  # fmt: skip
 SMALL = [(module, flavor) for module in SMALL_FAMILIES for flavor in module.FLAVORS]
 every_flavor = pytest.mark.parametrize(
     ("module", "flavor"), [(module, flavor) for module in FAMILIES for flavor in module.FLAVORS]
@@ -98,6 +110,8 @@ _PUBLISHED = {
         "671b": 671_026_404_352,
         "kimi-k2": 1_026_408_209_408,
     },
+    # 20.91 and 116.83 billion in table 1 of arXiv:2508.10925; the files are quantised, so their headers add up to others
+    gpt_oss: {"20b": 20_914_757_184, "120b": 116_829_156_672},
 }
 
 
@@ -128,7 +142,7 @@ def test_causal_flops_count_what_each_token_sees(module, flavor):
     found = module.flops(c, _SEQ)
     # forward and backward, multiply and add, scores and values
     a_pair = 3 * 2 * c.n_heads * (c.head_dim + getattr(c, "value_dim", c.head_dim))
-    windows = [c.window_of(layer) if module is tiny_gemma3 else None for layer in range(c.n_layers)]
+    windows = [c.window_of(layer) if hasattr(c, "window_of") else None for layer in range(c.n_layers)]
     seen = sum(min(place, window or _SEQ) for window in windows for place in range(1, _SEQ + 1)) / _SEQ
     assert found.palm - found.causal == pytest.approx(a_pair * (_SEQ * c.n_layers - seen))
     assert module.flops(c, 1).palm == module.flops(c, 1).causal
@@ -233,6 +247,12 @@ def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
             "dense_layers = 4: must be at least 0, and less than n_layers = 4",
         ),
         (deepseek_v3, "debug", {"n_shared_experts": 0}, "shared_experts = 0: must be at least 1"),
+        (gpt_oss, "debug", {"model_type": "gpt"}, "'gpt'"),
+        (gpt_oss, "debug", {"attention_bias": False}, "attention_bias = False: gpt-oss has True"),
+        (gpt_oss, "debug", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: gpt-oss has 7.0"),
+        (gpt_oss, "debug", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        (gpt_oss, "debug", {"hidden_act": "gelu"}, "gelu"),
+        (gpt_oss, "debug", {"layer_types": ["full_attention"] * 4}, "in turn"),
         (olmo2, "debug", {"model_type": "olmo"}, "olmo"),
         (olmo2, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (olmo2, "debug", {"attention_bias": True}, "attention_bias"),

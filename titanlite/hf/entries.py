@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titanlite.errors import UserError
+from titanlite.hf.part import Part
 
 Box = tuple[slice, ...]  # of a tensor: a start and a stop for each dimension
 
@@ -78,6 +79,22 @@ def _checked(values: Tensor, scales: Tensor, entry: Entry) -> Tensor:
     if not torch.stack(values.aminmax()).isfinite().all():  # NaN is both
         raise UserError(f"{entry.file}: {entry.name}: weights times these scales are not finite")
     return values
+
+
+@dataclass(frozen=True)
+class PartOf(Entry):
+    """What of a tensor is a parameter of ours. A slice is one of the parameter; the rest is that of the whole tensor."""
+
+    whole: Entry
+    part: Part
+
+    def read(self, box: Box) -> Tensor:
+        return self.part.view(self.whole.read(self.part.box(box)))
+
+
+def part_of(entry: Entry, part: Part) -> Entry:
+    """What of a tensor is a parameter of ours, which may be all."""
+    return entry if part == Part(entry.name) else PartOf(entry.file, entry.name, entry.shape, entry.dtype, entry, part)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Exports a checkpoint to a folder that transformers reads. Only one tensor of the model is in memory at a time."""
+"""Exports a checkpoint to a folder that transformers reads. One tensor at a time is in memory, with those of the model that it
+joins."""
 
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from titanlite.errors import UserError, listed, phase
 from titanlite.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
+from titanlite.hf.part import Part
 from titanlite.launch.process import rank_and_world, together
 from titanlite.transforms.description import read_description
 from titanlite.transforms.lora import merged
@@ -40,22 +42,49 @@ _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embedd
 class Item(NamedTuple):
     """A tensor to export."""
 
-    ours: str  # its name in the model
     theirs: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: dict[str, Part]  # names in the model, and what of it these are: usually one, which is all
     expert: int | None = None  # the part of a stack in the model; None: the whole tensor
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return tuple(self.parts)
 
     @property
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The tensor, contiguous. tensors: those of the model, by name."""
+        found = {
+            part: tensors[name] if self.expert is None else tensors[name][self.expert] for name, part in self.parts.items()
+        }
+        if (whole := found.get(Part(self.theirs))) is not None:
+            assert (tuple(whole.shape), whole.dtype) == (self.shape, self.dtype), self
+            return whole.contiguous()
+        result = torch.empty(self.shape, dtype=self.dtype)
+        for part, tensor in found.items():
+            view = part.view(result)
+            assert (view.shape, view.dtype) == (tensor.shape, tensor.dtype), (self, part)
+            view.copy_(tensor)
+        return result
 
-def items_of(ours: str, theirs: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Item]:
-    """The tensors to export for one of the model: itself, or one for each expert."""
-    if "{e}" not in theirs:
-        return [Item(ours, theirs, shape, dtype)]
-    return [Item(ours, name, shape[1:], dtype, expert) for expert, name in enumerate(each_expert(theirs, shape))]
+
+def items_of(
+    shapes: Mapping[str, tuple[int, ...]], theirs: Mapping[str, str], dtype_of: Callable[[str], torch.dtype]
+) -> list[Item]:
+    """The tensors to export for those of the model: one for each, one for each expert of a stack, or one for several."""
+    items: dict[str, Item] = {}
+    for name, shape in shapes.items():
+        stacked = "{e}" in theirs[name]
+        for expert, part in enumerate(each_expert(theirs[name], shape)):
+            size = part.shape(shape[1:] if stacked else shape)
+            item = items.setdefault(part.name, Item(part.name, size, dtype_of(name), {}, expert if stacked else None))
+            assert (item.shape, item.dtype) == (size, dtype_of(name)), part.name
+            item.parts[name] = part
+    return list(items.values())
 
 
 class Exported:
@@ -139,14 +168,9 @@ def export(
     unfinished = unfinished_path(output)
     with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world), dtype, assets, named)
-        theirs = their_names(exported.family, exported.shapes)
-        items = [
-            item
-            for name, shape in exported.shapes.items()
-            for item in items_of(name, theirs[name], shape, exported.dtype_of(name))
-        ]
+        items = items_of(exported.shapes, their_names(exported.family, exported.shapes), exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
-            lines = [f"{item.ours}: is {item.dtype}, which the format does not support" for item in odd]
+            lines = [f"{item.ours[0]}: is {item.dtype}, which the format does not support" for item in odd]
             raise UserError("\n".join(dict.fromkeys(lines)))
         tokenizer = exported.tokenizer()
         if rank == 0:
@@ -186,12 +210,10 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for ours, group in itertools.groupby(ordered, lambda item: item.ours):
-            tensor = read(ours)
+            tensors = {name: read(name) for name in ours}
             for item in group:
-                part = tensor if item.expert is None else tensor[item.expert]
-                assert (tuple(part.shape), part.dtype) == (item.shape, item.dtype), item
-                file.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor, part  # before the next one is read
+                file.write(item.joined(tensors).reshape(-1).view(torch.uint8).numpy().data)
+            del tensors  # before the next ones are read
         file.flush()
         os.fsync(file.fileno())
 

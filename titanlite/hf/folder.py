@@ -17,7 +17,8 @@ from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
-from titanlite.hf.entries import Entry, Stack, dequantise
+from titanlite.hf.entries import Entry, Stack, dequantise, part_of
+from titanlite.hf.part import Part
 from titanlite.outside import MIB, Absent, Contents, FileName, read_json, size_of
 from titanlite.transforms.description import Description, read_description
 from titanlite.transforms.registry import Family, described, is_adapter, require_hf
@@ -33,16 +34,17 @@ _COMPUTED = ".rotary_emb.inv_freq"  # in old files; computed from the configurat
 def their_name(module: ModuleType, name: str) -> str | None:
     """The name of our parameter in Hugging Face's format; None if the family's HF table has none.
 
-    "{e}" in it is the number of an expert: see `each_expert`.
+    "{e}" in it is the number of an expert: see `each_expert`. It may say which part of a tensor it means: see `Part`.
     """
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     theirs = module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
     return theirs.replace("{i}", number[0]) if theirs and number else theirs
 
 
-def each_expert(theirs: str, shape: Sequence[int]) -> list[str]:
-    """The names of the tensors there that are our parameter of this shape: one for each expert of a stack, or a single one."""
-    return [theirs.replace("{e}", str(expert)) for expert in range(shape[0])] if "{e}" in theirs else [theirs]
+def each_expert(theirs: str, shape: Sequence[int]) -> list[Part]:
+    """The tensors there that are our parameter of this shape: one for each expert of a stack, or a single one."""
+    names = [theirs.replace("{e}", str(expert)) for expert in range(shape[0])] if "{e}" in theirs else [theirs]
+    return [Part.of(name) for name in names]
 
 
 def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
@@ -80,19 +82,20 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
     for name in [*tensors, *tied]:
         their, first = theirs[name.removeprefix("model.")], tied.get(name, name)
         shape = tuple(tensors[first].shape)
-        names = each_expert(their, shape)
-        known.update(names)
+        parts = each_expert(their, shape)
+        known.update(part.name for part in parts)
         if any(fnmatch.fnmatchcase(first, pattern) for pattern in exclude):
             continue
-        found = [stored[part] for part in names if part in stored]
+        found = [stored[part.name] for part in parts if part.name in stored]
         if name not in tied:
-            problems += [f"{part} ({name}): is missing" for part in names if part not in stored]
+            problems += [f"{part.name} ({name}): is missing" for part in parts if part.name not in stored]
         stacked = "{e}" in their
-        of_each = shape[1:] if stacked else shape
+        of_each = parts[0].shape(shape[1:] if stacked else shape)
         wrong = [entry for entry in found if entry.shape != of_each]
         problems += [f"{e.name} ({name}): {e.shape} in {e.file.name}, {of_each} in the model" for e in wrong]
-        if len(found) == len(names) and not wrong:
-            weights.setdefault(first, []).append(Stack(tuple(found)) if stacked else found[0])
+        if len(found) == len(parts) and not wrong:
+            named = [part_of(entry, part) for entry, part in zip(found, parts, strict=True)]
+            weights.setdefault(first, []).append(Stack(tuple(named)) if stacked else named[0])
     ignored = [f"*{_COMPUTED}", *getattr(family.module, "unused_in_hf", lambda _: ())(family.config)]
     others = sorted(
         name for name in stored.keys() - known if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)

@@ -42,7 +42,7 @@ def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchan
     if packet is not _FORWARD and packet is not _BACKWARD:
         return None
     forward = packet is _FORWARD
-    w1, counts = (given["w1"], given["counts"]) if forward else (given["weights"][0], given["counts"][0])
+    w1, counts = given["weights"][0], given["counts"] if forward else given["counts"][0]
     experts, hidden, dim = w1.shape
     ranks, rows = len(counts) // experts if forward else len(counts), len(given["order"])
     capacity = given["capacity"] if forward else len(given["kept"][0])

@@ -161,6 +161,8 @@ class _Model(Contents):
     rope_theta: _Positive = _UNSET
     rope_local_base_freq: _Positive = _UNSET
     query_pre_attn_scalar: _Positive = _UNSET
+    swiglu_limit: _Positive = _UNSET
+    swiglu_alpha: _Positive = _UNSET
     final_logit_softcapping: _Positive | None = None
     attn_logit_softcapping: _Positive | None = None
     attention_bias: bool = _UNSET
