@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from models.blocks import apply_rope
+from models.blocks import apply_rope, local_weight
 from models.split import Split, attend_by_parts, gather_sequence, heads_to_sequence, sequence_to_heads
 
 
@@ -179,25 +179,33 @@ def attend(
     scale: float | None,
     softcap: float | None,
     backend: Backend | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of q (batch, heads, queries, head_dim) over k and v (batch, kv heads, keys, ...), which may differ in width.
 
     Returns (batch, heads, queries, v's width). mask: from `with_mask`; None: causal. scale: factor of the scores; None:
     1 / sqrt(head_dim). softcap: a score s becomes softcap x tanh(s / softcap) (Gemma 2, arXiv:2408.00118, section 2). backend:
     the only kernel that may run, one of scaled_dot_product_attention's or TILES; None: PyTorch chooses, and FlexAttention runs
-    where no other kernel is efficient.
+    where no other kernel is efficient. sinks: (heads,), scores of one more key, of which the value is 0, so that the weights of
+    a query may add up to less than 1 (Xiao et al., arXiv:2309.17453; learned, as in arXiv:2508.10925, section 2.2).
     """
+    plain = softcap is None and sinks is None
     if backend == TILES:
-        assert mask is None and softcap is None, "TILES computes causal attention without a softcap"
+        assert mask is None and plain, "TILES computes causal attention without a softcap and sinks"
         return _attend_by_tiles(q, k, v, scale)
     gqa = k.shape[1] != q.shape[1]
-    if backend is None and (isinstance(mask, BlockMask) or (softcap is not None and q.is_cuda and mask is None)):
+    if backend is None and (isinstance(mask, BlockMask) or (not plain and q.is_cuda and mask is None)):
         flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        modify = None if softcap is None else _capped(softcap, causal=mask is None)
-        return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa)
+        modify = _modified(softcap, causal=mask is None)
+        if sinks is None:
+            return flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa)
+        wanted = AuxRequest(lse=True)
+        out, found = flex(q, k, v, score_mod=modify, block_mask=mask, scale=scale, enable_gqa=gqa, return_aux=wanted)
+        # the share of the real keys in the denominator: exp(lse) / (exp(lse) + exp(sink))
+        return out * (found.lse - sinks[:, None]).sigmoid()[..., None].type_as(out)
     if isinstance(mask, BlockMask):
         mask = _dense(mask)
-    if softcap is None:
+    if plain:
         if backend is None and gqa and mask is not None and q.is_cuda:
             return _attend_by_groups(q, k, v, mask, scale)
         if backend is None:
@@ -208,10 +216,14 @@ def attend(
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     scores = q @ k.transpose(-2, -1) * (scale or q.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).type_as(q) @ v
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(len(q), -1, q.shape[-2], 1).type_as(scores)], dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32).type_as(q)[..., : k.shape[-2]] @ v
 
 
 def _attend_by_groups(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -251,14 +263,15 @@ def _dense(mask: BlockMask) -> Tensor:
     return mask.mask_mod(row[:, None, None, None], row.new_zeros(()), query[:, None], key)
 
 
-def _capped(softcap: float, causal: bool) -> Callable[..., Tensor]:
+def _modified(softcap: float | None, causal: bool) -> Callable[..., Tensor] | None:
     """The softcap as a score_mod of FlexAttention, which without a block mask needs the causal mask here."""
 
     def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        score = softcap * torch.tanh(score / softcap)
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
         return torch.where(query >= key, score, -math.inf) if causal else score
 
-    return modify
+    return modify if causal or softcap is not None else None
 
 
 # ------------------------------------------------------------------------------------------------------------ the module
@@ -268,8 +281,10 @@ class AttentionCore(nn.Module):
     """The base of every attention module: masks, caches and kernels, without projections or positions.
 
     n_heads, n_kv_heads: of the whole model. head_dim: of queries and keys. value_dim: of values and of the result; None:
-    head_dim. scale, softcap: see `attend`.
+    head_dim. scale, softcap: see `attend`. sinks: learns a sink for each head; in the sharding table it is "features".
     """
+
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -279,13 +294,20 @@ class AttentionCore(nn.Module):
         value_dim: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ):
         super().__init__()
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.value_dim = head_dim if value_dim is None else value_dim
         self.scale, self.softcap = scale, softcap
+        self.sinks = nn.Parameter(torch.empty(n_heads)) if sinks else None
         # The `backend` of `attend` in training: (for plain causal attention, with a mask).
         self.backends: tuple[Backend | None, Backend | None] = (None, None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether every kernel computes it: the weights are a softmax of the scores as they are."""
+        return self.softcap is None and self.sinks is None
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
         """The only place for masks, caches and kernels. q, k: (batch, seq, heads, head_dim); v and the result: value_dim."""
@@ -293,36 +315,43 @@ class AttentionCore(nn.Module):
         assert seq.mask is not None or (seq.documents is None and seq.cache is None and not gathers_on_gpu), (
             "Model.forward must build the mask of the documents: seq = with_mask(seq)"
         )
-        if seq.split is not None:
-            return self._core_over_ranks(q, k, v, seq, seq.split)
+        sinks = None if self.sinks is None else local_weight(self.sinks)
+        if seq.split is None:
+            return self._core_of_sequence(q, k, v, seq, sinks)
+        if seq.split.method == "gather":
+            return self._core_over_ranks(q, k, v, seq, seq.split, sinks)
+        q, k, v = (sequence_to_heads(x, seq.split) for x in (q, k, v))
+        if sinks is not None:
+            sinks = sinks.chunk(seq.split.mesh.size())[seq.split.mesh.get_local_rank()]
+        return heads_to_sequence(self._core_of_sequence(q, k, v, seq, sinks), seq.split)
+
+    def _core_of_sequence(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo, sinks: Tensor | None) -> Tensor:
+        """`core` where this rank has all places of the sequence."""
         causal, masked = self.backends
         backend = causal if seq.mask is None else masked
         if seq.cache is not None:
             k, v, backend = *seq.cache.extend(self, k, v, seq.positions), None
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return attend(q, k, v, seq.mask, self.scale, self.softcap, backend).transpose(1, 2)
+        return attend(q, k, v, seq.mask, self.scale, self.softcap, backend, sinks).transpose(1, 2)
 
-    def _core_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo, split: Split) -> Tensor:
+    def _core_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo, split: Split, sinks: Tensor | None) -> Tensor:
         """`core` where this rank has only some places of the sequence."""
-        if split.method == "ulysses":
-            q, k, v = (sequence_to_heads(x, split) for x in (q, k, v))
-            return heads_to_sequence(self.core(q, k, v, seq._replace(split=None)), split)
         both = gather_sequence(torch.cat([k, v], dim=-1), split)  # one collective
         q, both = q.transpose(1, 2), both.transpose(1, 2)
         k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
         causal, masked = self.backends
         if seq.mask is not None:
-            return attend(q, k, v, seq.mask, self.scale, self.softcap, masked).transpose(1, 2)
-        if causal in (None, SDPBackend.FLASH_ATTENTION) and self.softcap is None and self.value_dim == self.head_dim:
+            return attend(q, k, v, seq.mask, self.scale, self.softcap, masked, sinks).transpose(1, 2)
+        if causal in (None, SDPBackend.FLASH_ATTENTION) and self.plain and self.value_dim == self.head_dim:
             return attend_by_parts(q, k, v, split, self.scale).transpose(1, 2)
         mask = split.places[:, None] >= torch.arange(split.length, device=q.device)
-        return attend(q, k, v, mask, self.scale, self.softcap, causal).transpose(1, 2)
+        return attend(q, k, v, mask, self.scale, self.softcap, causal, sinks).transpose(1, 2)
 
 
 class Attention(AttentionCore):
     """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions.
 
-    qkv_bias: adds biases to queries, keys and values. scale, softcap: see `attend`.
+    qkv_bias: adds biases to queries, keys and values. scale, softcap: see `attend`. sinks: see `AttentionCore`.
     """
 
     def __init__(
@@ -334,8 +363,9 @@ class Attention(AttentionCore):
         qkv_bias: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ):
-        super().__init__(n_heads, n_kv_heads, head_dim, scale=scale, softcap=softcap)
+        super().__init__(n_heads, n_kv_heads, head_dim, scale=scale, softcap=softcap, sinks=sinks)
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)

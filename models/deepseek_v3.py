@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437), and Moonlight, which has its architecture: everything about the family in one file.
+"""DeepSeek-V3 (arXiv:2412.19437), and Moonlight and Kimi K2, which have its architecture: everything about it in one file.
 
 Attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are expanded
 from one narrow latent, which is all that generation keeps. Feed-forward layers are mixtures with a shared expert and a router
@@ -88,6 +88,8 @@ FLAVORS: dict[str, Config] = {
                             vocab_size=163_840, norm_eps=1e-5, rope_theta=50_000.0),
     "671b":          Config(7168,   61,  128, 1536, 512, 18432,  2048,  256,  8, dense_layers=3, scale=2.5,
                             groups=8, top_groups=4, rope_scaling=_YARN),
+    "kimi-k2":       Config(7168,   61,   64, 1536, 512, 18432,  2048,  384,  8, scale=2.827, vocab_size=163_840,
+                            rope_theta=50_000.0, rope_scaling=_YARN._replace(factor=32.0, beta_fast=1.0)),
 }
 # fmt: on
 
@@ -236,7 +238,7 @@ def flops(config: Config, seq_len: int) -> Flops:
 
 # The model_types of config.json, and our parameter names -> those of DeepseekV3ForCausalLM's files. {i} is the layer, {e} the
 # expert: a tensor of each expert there is a part of one here.
-HF_TYPES = ("deepseek_v3",)
+HF_TYPES = ("deepseek_v3", "kimi_k2")
 HF: dict[str, str] = {
     "embed.weight": "model.embed_tokens.weight",
     "layers.{i}.attention_norm.weight": "model.layers.{i}.input_layernorm.weight",
@@ -288,6 +290,7 @@ def from_hf(json: dict[str, Any]) -> Config:
         json.get(key)  # follows from other keys, or is of multi-token prediction
     for key in ("ep_size", "seq_aux", "aux_loss_alpha", "pretraining_tp"):
         json.get(key)  # say how the published model was trained
+    json.get("auto_map")  # names code of the folder for libraries without the family; it is never run
     theta, scaling = rope_from_hf(json)
     return Config(
         dim=json["hidden_size"],

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
-from models.grouped import grouped_outer, grouped_product
+from models.grouped import ACTIVATIONS, grouped_outer, grouped_product, grouped_sum
 
 
 class Counts(NamedTuple):
@@ -99,8 +98,22 @@ def _put(result: Tensor, rows: Tensor, this: Round) -> None:
         result[first:last] = part
 
 
-def _products(rows: Tensor, w1: Tensor, w3: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return grouped_product(rows, w1, ends, True), grouped_product(rows, w3, ends, True)
+class Weights(NamedTuple):
+    """Of the experts of a rank, in the order of the operations' arguments: three matrices of each, and maybe their biases."""
+
+    w1: Tensor  # (experts, hidden, dim)
+    w2: Tensor  # (experts, dim, hidden)
+    w3: Tensor  # (experts, hidden, dim)
+    b1: Tensor | None = None  # (experts, hidden)
+    b2: Tensor | None = None  # (experts, dim)
+    b3: Tensor | None = None  # (experts, hidden)
+
+    def products(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Those that the activation takes."""
+        return grouped_product(rows, self.w1, ends, True, self.b1), grouped_product(rows, self.w3, ends, True, self.b3)
+
+    def results(self, hidden: Tensor, ends: Tensor) -> Tensor:
+        return grouped_product(hidden, self.w2, ends, True, self.b2)
 
 
 @torch.library.custom_op("titanlite::exchanged_experts", mutates_args=())
@@ -108,18 +121,17 @@ def exchanged_experts(
     tokens: Tensor,
     order: Tensor,
     counts: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
+    weights: list[Tensor],
     copies: int,
     capacity: int,
+    activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    """The SwiGLU of each row's expert, which may be on another rank.
+    """The result of each row's expert, which may be on another rank.
 
     tokens: (tokens, dim), of which row i is `order[i] // copies`; order: (n,) int64, sorted by expert. counts: (all experts,)
-    int64, of this rank's rows. w1, w3: (experts of this rank, hidden, dim); w2: (experts of this rank, dim, hidden). capacity:
-    the rows that a rank receives at a time.
+    int64, of this rank's rows. weights: `Weights` of this rank's experts. capacity: the rows that a rank receives at a time.
+    activation: of ACTIVATIONS.
 
     -> the results, (n, dim). For the backward pass: the first round's rows and both products with them, (capacity, ...), of
     which the end may be unwritten; the `Counts`.
@@ -129,7 +141,7 @@ def exchanged_experts(
     results = tokens.new_empty(len(order), tokens.shape[1])
     kept: list[Tensor] = []
     for this in rounds(every, group.rank(), capacity):
-        computed = _forward_round(this, group, results, tokens, order, w1, w2, w3, copies, capacity)
+        computed = _forward_round(this, group, results, tokens, order, Weights(*weights), copies, capacity, activation)
         kept = kept or computed
         del computed  # before the next round has as much
     return [results, *kept, *every]
@@ -141,18 +153,18 @@ def _forward_round(
     results: Tensor,
     tokens: Tensor,
     order: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
+    weights: Weights,
     copies: int,
     capacity: int,
+    activation: str,
 ) -> list[Tensor]:
     """Writes a round's part of the results -> what the backward pass needs of it."""
+    act = ACTIVATIONS[activation]
     rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
-    gate, up = _products(rows, w1, w3, this.ends)
+    gate, up = weights.products(rows, this.ends)
     received = sum(this.takes)
-    hidden = F.silu(gate[:received]).mul_(up[:received])
-    _put(results, _return(grouped_product(hidden, w2, this.ends, True), this, group), this)
+    hidden = act.gate(gate[:received]).mul_(act.up(up[:received]))
+    _put(results, _return(weights.results(hidden, this.ends), this, group), this)
     return [rows, gate, up]
 
 
@@ -166,17 +178,21 @@ def exchanged_experts_backward(
     counts: list[Tensor],
     copies: int,
     trained: bool,
+    activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    """The slopes of tokens and, if they are trained, of w1, w2, w3.
+    """The slopes of tokens and, if they are trained, of the weights.
 
-    slopes: of the results, (n, dim). weights: w1, w2, w3. kept, counts: as returned by `exchanged_experts`.
+    slopes: of the results, (n, dim). weights: `Weights`. kept, counts: as returned by `exchanged_experts`.
     """
     group = _group(group_name)
     to_rows = slopes.new_empty(slopes.shape)
     to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
     for number, this in enumerate(rounds(Counts(*counts), group.rank(), len(kept[0]))):
-        _backward_round(this, group, to_rows, to_weights, slopes, tokens, order, weights, [] if number else kept, copies)
+        of_first = [] if number else kept
+        _backward_round(
+            this, group, to_rows, to_weights, slopes, tokens, order, Weights(*weights), of_first, copies, activation
+        )
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return [to_rows[inverse].unflatten(0, (-1, copies)).sum(dim=1), *to_weights]
 
@@ -189,29 +205,35 @@ def _backward_round(
     slopes: Tensor,
     tokens: Tensor,
     order: Tensor,
-    weights: list[Tensor],
+    weights: Weights,
     kept: list[Tensor],
     copies: int,
+    activation: str,
 ) -> None:
     """Writes a round's part of the slopes of rows, and adds to those of weights, if there are any. kept: of the first round."""
-    w1, w2, w3 = weights
+    act = ACTIVATIONS[activation]
     received = sum(this.takes)
     if kept:
         rows, gate, up = (each[:received] for each in kept)
     else:
         rows = _send(tokens[_pick(order, this) // copies], this, group, received)
-        gate, up = _products(rows, w1, w3, this.ends)
+        gate, up = weights.products(rows, this.ends)
     slope = _send(_pick(slopes, this), this, group, received)
-    to_hidden, gated = grouped_product(slope, w2, this.ends, False), F.silu(gate)
+    to_hidden, gated = grouped_product(slope, weights.w2, this.ends, False, None), act.gate(gate)
     if to_weights:
-        to_weights[1] += grouped_outer(slope, gated * up, this.ends)
-    to_up = to_hidden * gated
-    to_gate = torch.ops.aten.silu_backward(to_hidden.mul_(up), gate)
-    del slope, to_hidden, gated  # the way back needs as much
+        to_weights[1] += grouped_outer(slope, gated * act.up(up), this.ends)
+    to_up = act.up_backward(to_hidden * gated, up)
+    del gated
+    to_gate = act.gate_backward(to_hidden.mul_(act.up(up)), gate)
+    if to_weights and weights.b1 is not None:
+        for to_bias, slopes_of in zip(to_weights[3:], (to_gate, slope, to_up), strict=True):
+            to_bias += grouped_sum(slopes_of, this.ends)
+    del slope, to_hidden  # the way back needs as much
     if to_weights:
         to_weights[0] += grouped_outer(to_gate, rows, this.ends)
         to_weights[2] += grouped_outer(to_up, rows, this.ends)
-    to_received = grouped_product(to_gate, w1, this.ends, False).add_(grouped_product(to_up, w3, this.ends, False))
+    to_received = grouped_product(to_gate, weights.w1, this.ends, False, None)
+    to_received += grouped_product(to_up, weights.w3, this.ends, False, None)
     _put(to_rows, _return(to_received, this, group), this)
 
 
@@ -220,16 +242,15 @@ def _(
     tokens: Tensor,
     order: Tensor,
     counts: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
+    weights: list[Tensor],
     copies: int,
     capacity: int,
+    activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    hidden, dim = w1.shape[1:]
-    ranks = len(counts) // len(w1)
-    every = counts.new_empty(ranks, ranks, len(w1))
+    experts, hidden, dim = weights[0].shape
+    ranks = len(counts) // experts
+    every = counts.new_empty(ranks, ranks, experts)
     rows = [tokens.new_empty(capacity, size) for size in (dim, hidden, hidden)]
     return [tokens.new_empty(len(order), dim), *rows, every, torch.empty_like(every, device="cpu")]
 
@@ -244,26 +265,27 @@ def _(
     counts: list[Tensor],
     copies: int,
     trained: bool,
+    activation: str,
     group_name: str,
 ) -> list[Tensor]:
     return [torch.empty_like(tokens), *(torch.empty_like(weight) for weight in weights if trained)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tokens, order, _, w1, w2, w3, ctx.copies, _, ctx.group_name = inputs
+    tokens, order, _, weights, ctx.copies, _, ctx.activation, ctx.group_name = inputs
     _, *kept = output
-    ctx.save_for_backward(tokens, order, w1, w2, w3, *kept)
+    ctx.save_for_backward(tokens, order, *kept, *weights)
     ctx.mark_non_differentiable(*kept)
 
 
-def _backward(ctx: Any, slopes: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, slopes: list[Tensor]) -> tuple[Any, ...]:
     tokens, order, *tensors = ctx.saved_tensors
-    trained = any(ctx.needs_input_grad[3:6])
-    weights, kept, counts = tensors[:3], tensors[3:6], tensors[6:]
+    trained = any(ctx.needs_input_grad[3])
+    kept, counts, weights = tensors[:3], tensors[3:5], tensors[5:]
     to_tokens, *to_weights = exchanged_experts_backward(
-        slopes[0].contiguous(), tokens, order, weights, kept, counts, ctx.copies, trained, ctx.group_name
+        slopes[0].contiguous(), tokens, order, weights, kept, counts, ctx.copies, trained, ctx.activation, ctx.group_name
     )
-    return to_tokens, None, None, *(to_weights or (None, None, None)), None, None, None
+    return to_tokens, None, None, to_weights or [None] * len(weights), None, None, None, None
 
 
 exchanged_experts.register_autograd(_backward, setup_context=_keep)
@@ -289,12 +311,14 @@ class Load(NamedTuple):
         """The most that `exchanged_experts` allocates at a time, beside its results.
 
         Its last product is the worst moment. There are then: the hidden values of the received rows, their results in two
-        orders, and what has returned to this rank. Of the first round the rows and both products are results. A further round
-        has its own, but not together with another further one, so that more rounds take no more.
+        orders, and what has returned to this rank; unless the hidden values, of which an activation makes two, are much wider.
+        Of the first round the rows and both products are results. A further round has its own, but not together with another
+        further one, so that more rounds take no more.
         """
         received, returned = self._of_a_round()
         again = self.capacity * (self.dim + 2 * self.hidden) if self.rounds > 1 else 0
-        values = again + received * (self.hidden + 2 * self.dim) + returned * self.dim
+        last_product = received * (self.hidden + 2 * self.dim) + returned * self.dim
+        values = again + max(2 * received * self.hidden, last_product)
         return values * self.itemsize + self._indices()
 
     def backward_bytes(self, trained: bool) -> int:
@@ -324,8 +348,10 @@ class Load(NamedTuple):
 
 
 @register_flop_formula(torch.ops.titanlite.exchanged_experts)
-def _flops(tokens: Any, order: Any, counts: Any, w1: Any, *_: Any, **__: Any) -> int:
-    return 6 * order[0] * w1[1] * w1[2]  # shapes: each row meets three matrices; as many rows arrive, on average
+def _flops(tokens: Any, order: Any, counts: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return (
+        6 * order[0] * weights[0][1] * weights[0][2]
+    )  # shapes: each row meets three matrices; as many rows arrive, on average
 
 
 @register_flop_formula(torch.ops.titanlite.exchanged_experts_backward)

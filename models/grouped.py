@@ -1,12 +1,14 @@
 """Grouped products: rows that are sorted by expert, each expert's by a matrix of its own, as one operation of PyTorch's
 dispatcher. The number of rows of all experts together is fixed, so routing never changes a shape, and never compiles anything.
+`ACTIVATIONS` are what experts compute between their products.
 
 `ends` (experts,) int32 says which rows are whose: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the
 last end are nobody's, and so are those of the result, which are unwritten.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,17 +17,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 @torch.library.custom_op("titanlite::grouped_product", mutates_args=())
-def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """The rows of each expert times its matrix, or times its transpose, as in nn.Linear.
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
+    """The rows of each expert times its matrix, or times its transpose, as in nn.Linear, plus its bias.
 
-    rows: (n, in), sorted by expert; weights: (experts, in, out), or transposed (experts, out, in) -> (n, out).
+    rows: (n, in), sorted by expert; weights: (experts, in, out), or transposed (experts, out, in); biases: (experts, out)
+    -> (n, out).
     """
     matrices = weights.transpose(1, 2) if transposed else weights
     if _has_kernel(rows, weights):
-        return F.grouped_mm(rows, matrices, offs=ends)
+        result = F.grouped_mm(rows, matrices, offs=ends)
+        if biases is not None:
+            experts = torch.searchsorted(ends, torch.arange(len(rows), device=ends.device, dtype=ends.dtype), right=True)
+            result += biases[experts.clamp(max=len(ends) - 1)]
+        return result
     result = rows.new_empty(len(rows), matrices.shape[2])
-    for matrix, (first, last) in zip(matrices, _runs(ends), strict=True):
+    for expert, (matrix, (first, last)) in enumerate(zip(matrices, _runs(ends), strict=True)):
         torch.mm(rows[first:last], matrix, out=result[first:last])
+        if biases is not None:
+            result[first:last] += biases[expert]
     return result
 
 
@@ -45,6 +54,18 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return result
 
 
+@torch.library.custom_op("titanlite::grouped_sum", mutates_args=())
+def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
+    """The sum of each expert's rows (n, a) -> (experts, a), added up in float32."""
+    ones = rows.new_ones(len(rows), 8)  # as wide as the kernel's alignment
+    if _has_kernel(rows, ones):
+        return grouped_outer(rows, ones, ends)[..., 0].contiguous()
+    result = rows.new_empty(len(ends), rows.shape[1])
+    for expert, (first, last) in enumerate(_runs(ends)):
+        torch.sum(rows[first:last], dim=0, out=result[expert])
+    return result
+
+
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
     """Whether PyTorch's grouped product takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
     aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
@@ -57,7 +78,7 @@ def _runs(ends: Tensor) -> Any:
 
 
 @grouped_product.register_fake
-def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
     return rows.new_empty(rows.shape[0], weights.shape[1 if transposed else 2])
 
 
@@ -66,19 +87,25 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
+@grouped_sum.register_fake
+def _(rows: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1])
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weights, ends, ctx.transposed = inputs
+    rows, weights, ends, ctx.transposed, _ = inputs
     ctx.save_for_backward(rows, weights, ends)
 
 
 def _backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, ends = ctx.saved_tensors
     slopes = slopes.contiguous()
-    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed) if ctx.needs_input_grad[0] else None
+    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed, None) if ctx.needs_input_grad[0] else None
     to_weights = None
     if ctx.needs_input_grad[1]:
         to_weights = grouped_outer(slopes, rows, ends) if ctx.transposed else grouped_outer(rows, slopes, ends)
-    return to_rows, to_weights, None, None
+    to_biases = grouped_sum(slopes, ends) if ctx.needs_input_grad[4] else None
+    return to_rows, to_weights, None, None, to_biases
 
 
 grouped_product.register_autograd(_backward, setup_context=_keep)
@@ -92,3 +119,46 @@ def _product_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
 @register_flop_formula(torch.ops.titanlite.grouped_outer)
 def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ activations
+
+
+class Activation(NamedTuple):
+    """What an expert makes of its first two products: gate(w1 x) * up(w3 x). The functions compute element by element.
+
+    The slopes of each follow from those of its result and from its argument; the first are overwritten.
+    """
+
+    gate: Callable[[Tensor], Tensor]
+    up: Callable[[Tensor], Tensor]
+    gate_backward: Callable[[Tensor, Tensor], Tensor]
+    up_backward: Callable[[Tensor, Tensor], Tensor]
+
+
+# gpt-oss (arXiv:2508.10925, section 2.2; the numbers are those of its published code)
+_LIMIT, _ALPHA = 7.0, 1.702
+
+
+def _clamped_gate(x: Tensor) -> Tensor:
+    return F.silu(x.clamp(max=_LIMIT) * _ALPHA) / _ALPHA  # x sigmoid(alpha x)
+
+
+def _clamped_gate_backward(slopes: Tensor, x: Tensor) -> Tensor:
+    result = torch.ops.aten.silu_backward(slopes, x.clamp(max=_LIMIT).mul_(_ALPHA))
+    return result.masked_fill_(x > _LIMIT, 0)
+
+
+def _clamped_up(x: Tensor) -> Tensor:
+    return x.clamp(-_LIMIT, _LIMIT).add_(1)
+
+
+def _clamped_up_backward(slopes: Tensor, x: Tensor) -> Tensor:
+    return slopes.masked_fill_(x.abs() > _LIMIT, 0)
+
+
+ActivationName = Literal["swiglu", "clamped_swiglu"]
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Activation(F.silu, lambda x: x, torch.ops.aten.silu_backward, lambda slopes, x: slopes),
+    "clamped_swiglu": Activation(_clamped_gate, _clamped_up, _clamped_gate_backward, _clamped_up_backward),
+}

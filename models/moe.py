@@ -5,6 +5,7 @@ Experts know no tensor parallelism: sequence parallelism gives each rank its own
 the ranks that have their experts (exchange.py).
 """
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import SwiGLU, local_weight
-from models.exchange import exchanged_experts
-from models.grouped import grouped_product
+from models.exchange import Weights, exchanged_experts
+from models.grouped import ACTIVATIONS, ActivationName
 
 _c10d = torch.ops._c10d_functional
 
@@ -75,6 +76,29 @@ class _Reordered(torch.autograd.Function):
         return slopes[inverse].unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
+class _Aside(torch.autograd.Function):
+    """x for another stream of the device. Its slopes wait for all that the backward pass has queued there, also for the
+    gradients of weights: no edge of the graph brings these back to this stream, where FSDP2 reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, side: torch.cuda.Stream) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        x.record_stream(side)  # the backward pass frees it on this stream, perhaps before the other one has read it
+        ctx.side = side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None]:
+        torch.cuda.current_stream(slopes.device).wait_stream(ctx.side)
+        return slopes, None
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of shared experts: one for all layers, so that their memory is used again."""
+    return torch.cuda.Stream(device)
+
+
 # ---------------------------------------------------------------------------------------------------------------- modules
 
 
@@ -111,10 +135,11 @@ class Router(nn.Module):
     score: of the logits, a softmax over all experts or a sigmoid of each. normalised: the weights of a token add up to 1.
     scale: a factor of the weights. groups, top_groups: the experts are in so many groups of equal size, and only those in the
     `top_groups` best groups, by the sum of their two best scores, can be chosen. bias: a buffer that is added to the scores for
-    the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). logit_bias: a parameter that is added to the logits.
     """
 
     bias: Tensor | None
+    logit_bias: Tensor | None
     # Training sets these.
     losses: RouterLosses | None = None
     bias_update_speed = 0.0
@@ -132,16 +157,19 @@ class Router(nn.Module):
         groups: int = 1,
         top_groups: int = 1,
         bias: bool = False,
+        logit_bias: bool = False,
     ):
         super().__init__()
         self.top_k, self.score, self.normalised, self.scale = top_k, score, normalised, scale
         self.groups, self.top_groups = groups, top_groups
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        self.logit_bias = nn.Parameter(torch.empty(n_experts)) if logit_bias else None
         self.register_buffer("bias", torch.empty(n_experts) if bias else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (batch, seq, dim) -> two of (batch x seq, top_k)
         """The weights, float32, and the numbers of the experts. In float32, since a rounded score can change the choice."""
-        logits = F.linear(x.flatten(0, 1).float(), local_weight(self.weight).float())
+        added = None if self.logit_bias is None else local_weight(self.logit_bias).float()
+        logits = F.linear(x.flatten(0, 1).float(), local_weight(self.weight).float(), added)
         scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(1, chosen)
@@ -198,26 +226,34 @@ class Exchange(NamedTuple):
 
 
 class Experts(nn.Module):
-    """The SwiGLU of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden)."""
+    """The gated feed-forward layer of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden).
+
+    activation: of `ACTIVATIONS`. bias: each product has one; w1_bias, w3_bias: (experts, hidden); w2_bias: (experts, dim).
+    """
 
     exchange: Exchange | None = None  # with expert parallelism
 
-    def __init__(self, n_experts: int, dim: int, hidden: int):
+    def __init__(self, n_experts: int, dim: int, hidden: int, activation: ActivationName = "swiglu", bias: bool = False):
         super().__init__()
-        self.n_experts = n_experts
+        self.n_experts, self.activation = n_experts, activation
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden, dim))
+        if bias:
+            self.w1_bias = nn.Parameter(torch.empty(n_experts, hidden))
+            self.w2_bias = nn.Parameter(torch.empty(n_experts, dim))
+            self.w3_bias = nn.Parameter(torch.empty(n_experts, hidden))
 
     def forward(self, tokens: Tensor, choice: "Choice") -> Tensor:  # (tokens, dim) -> (rows, dim), sorted by expert
-        w1, w2, w3 = local_weight(self.w1), local_weight(self.w2), local_weight(self.w3)
+        weights = [local_weight(parameter) for parameter in self.parameters()]  # in the order of `Weights`
         order, inverse, counts, copies = choice
         if self.exchange is not None:
-            capacity = self.exchange.capacity(len(order))
-            return exchanged_experts(tokens, order, counts, w1, w2, w3, copies, capacity, self.exchange.group_name)[0]
+            capacity, group = self.exchange.capacity(len(order)), self.exchange.group_name
+            return exchanged_experts(tokens, order, counts, weights, copies, capacity, self.activation, group)[0]
         rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
-        hidden = F.silu(grouped_product(rows, w1, ends, True)) * grouped_product(rows, w3, ends, True)
-        return grouped_product(hidden, w2, ends, True)
+        gate, up = Weights(*weights).products(rows, ends)
+        act = ACTIVATIONS[self.activation]
+        return Weights(*weights).results(act.gate(gate) * act.up(up), ends)
 
 
 def routers_of(model: nn.Module) -> list[Router]:
@@ -240,10 +276,13 @@ class MoE(nn.Module):
 
     def numbers_of_a_token(self) -> int:
         """How many numbers of router and experts each token is multiplied by."""
-        stacks = sum(parameter.numel() for parameter in self.experts.parameters())
+        stacks = sum(parameter.numel() for parameter in self.experts.parameters() if parameter.ndim == 3)
         return self.router.weight.numel() + stacks * self.router.top_k // self.experts.n_experts
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim) -> the same
+        side = self.stream_beside_exchange(x)
+        # first, so that the device has work while the exchange waits for the counts
+        shared = self.shared_results(x, side)
         tokens = x.flatten(0, 1)
         weights, chosen = self.router(x)
         choice = Choice.of(chosen, self.experts.n_experts)
@@ -251,4 +290,25 @@ class MoE(nn.Module):
         rows = self.experts(tokens, choice)
         results = _Reordered.apply(rows, choice.inverse, choice.order, 1).unflatten(0, (-1, choice.copies))
         mixed = (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)
-        return mixed if self.shared is None or self.shared_input is None else mixed + self.shared(self.shared_input(x))
+        if shared is None:
+            return mixed
+        if side is not None:
+            current = torch.cuda.current_stream(x.device)
+            current.wait_stream(side)
+            shared.record_stream(current)
+        return mixed + shared
+
+    def stream_beside_exchange(self, x: Tensor) -> torch.cuda.Stream | None:
+        """Where shared experts compute while tokens travel; None: on the same stream. Compiled blocks have one stream."""
+        travels = self.shared is not None and self.experts.exchange is not None
+        return _side_stream(x.device) if travels and x.is_cuda and not torch.compiler.is_compiling() else None
+
+    def shared_results(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor | None:
+        """What every token uses in addition, computed on `side` if it is given."""
+        if self.shared is None or self.shared_input is None:
+            return None
+        if side is None:
+            return self.shared(self.shared_input(x))
+        x = _Aside.apply(x, side)
+        with torch.cuda.stream(side):
+            return self.shared(self.shared_input(x))

@@ -96,8 +96,8 @@ def check_scaling(scaling: RopeScaling | None, head_dim: int, theta: float) -> N
     match scaling:
         case Llama3Scaling(_, low, high, _) if low >= high:
             raise ValueError(f"low_freq_factor = {low}: must be less than high_freq_factor = {high}")
-        case YarnScaling(beta_fast=fast, beta_slow=slow) if slow >= fast:
-            raise ValueError(f"beta_slow = {slow}: must be less than beta_fast = {fast}")
+        case YarnScaling(beta_fast=fast, beta_slow=slow) if slow > fast:
+            raise ValueError(f"beta_slow = {slow}: must be at most beta_fast = {fast}")
         case YarnScaling() if theta <= 1:
             raise ValueError(f"a YaRN scaling needs rope_theta > 1; here {theta}")
         case YarnScaling(mscale=one, mscale_all_dim=other) if (one is None) != (other is None):

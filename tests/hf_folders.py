@@ -36,6 +36,8 @@ CASES = [
     ("tests.tiny_olmoe", "plain"),
     ("tests.tiny_deepseek_v3", "plain"),
     ("tests.tiny_deepseek_v3", "moonlight"),
+    ("tests.tiny_gpt_oss", "plain"),
+    ("tests.tiny_gpt_oss", "tied"),
 ]
 
 
@@ -56,7 +58,7 @@ def their_model(family: Family) -> nn.Module:
 def of_files(module: ModuleType, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Our parameter from the tensors of files: one of them, or a stack of one for each expert."""
     their = their_name(module, name)
-    parts = [tensors[part] for part in each_expert(their, parameter.shape)]
+    parts = [part.view(tensors[part.name]) for part in each_expert(their, parameter.shape)]
     return torch.stack(parts) if "{e}" in their else parts[0]
 
 

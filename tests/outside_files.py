@@ -35,6 +35,7 @@ from titanlite.launch.run_folder import read_starts
 from titanlite.loop.divergence import read_entries, stretches
 from titanlite.loop.metrics import read_reports
 from titanlite.outside import MIB
+from titanlite.plan.trace import read_trace
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
 
@@ -186,6 +187,14 @@ def _write_weights(folder: Path) -> None:
     _dump(folder / INDEX, {"metadata": {"total_size": 1}, "weight_map": dict(list(places.items())[::-1])})
     (folder / "single").mkdir()
     save_file(weights, folder / "single" / SINGLE)
+    quantised = {name: tensor.to(torch.float8_e4m3fn) if "_proj" in name else tensor for name, tensor in weights.items()}
+    scales = {
+        f"{name}_scale_inv": torch.ones(*(-(-size // 48) for size in tensor.shape))
+        for name, tensor in quantised.items()
+        if "_proj" in name
+    }
+    _dump(folder / "float8" / "config.json", family.module.to_hf(family.config) | {"quantization_config": _FLOAT8})
+    save_file(quantised | scales, folder / "float8" / SINGLE)
 
 
 def _weights(folder: str = "") -> Any:
@@ -195,6 +204,8 @@ def _weights(folder: str = "") -> Any:
 
 
 _FIRST = "model.norm.weight"
+_FLOAT8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [48, 48],
+           "modules_to_not_convert": ["lm_head"]}  # fmt: skip
 WEIGHTS = [
     Kind("index of safetensors", INDEX, _write_weights, _weights, 128 * MIB, contradictions={
         "another file": _set("weight_map", _FIRST, value="model-00001-of-00002.safetensors"),
@@ -208,6 +219,21 @@ WEIGHTS = [
     Kind("part of safetensors", "model-00001-of-00002.safetensors", _write_weights, _weights, json=False, text=False,
          named="model"),
     Kind("safetensors", f"single/{SINGLE}", _write_weights, lambda: _weights("single"), json=False, text=False, named="model"),
+    Kind("float8 safetensors", f"float8/{SINGLE}", _write_weights, lambda: _weights("float8"), json=False, text=False,
+         named="model"),
+    Kind("config.json of float8", "float8/config.json", _write_weights, lambda: _weights("float8"), 16 * MIB, contradictions={
+        "another method": _set("quantization_config", "quant_method", value="gptq"),
+        "the other method": _set("quantization_config", "quant_method", value="mxfp4"),
+        "another format": _set("quantization_config", "fmt", value="e5m2"),
+        "scales of activations": _set("quantization_config", "activation_scheme", value="static"),
+        "a block of nothing": _set("quantization_config", "weight_block_size", value=[48, 0]),
+        "a block of 10^12": _set("quantization_config", "weight_block_size", value=[48, 10**12]),
+        "a block of three": _set("quantization_config", "weight_block_size", value=[48, 48, 48]),
+        "another block": _set("quantization_config", "weight_block_size", value=[16, 16]),
+        "no block": _set("quantization_config", "weight_block_size", value=None),
+        "an entry that nobody reads": _set("quantization_config", "rotation", value="hadamard"),
+        "no quantisation": _set("quantization_config", value=None),
+    }, named="float8"),
 ]  # fmt: skip
 
 
@@ -437,11 +463,16 @@ def _write_run(folder: Path) -> None:
     (folder / "incidents.jsonl").write_text(json.dumps(incident) + "\n")
     start = {"time": "2026", "command": ["titanlite", "train"], "global_batch": 8, "model_source": None, "git": None}
     _dump(folder / "provenance.json", [start])
+    _dump(folder / "routing.json", {"step": 7, "mixtures": [{"top_k": 2, "counts": [3, 5, 0, 8]}] * 2})
 
 
 RUNS = [
     Kind("metrics", "metrics.jsonl", _write_run, lambda: [r["step"] for r in read_reports(Path("metrics.jsonl"))], lines=True,
          optional=True, empty_is_right=True),
+    Kind("routing", "routing.json", _write_run, lambda: read_trace(Path()).model_dump(), 64 * MIB, contradictions={
+        "no row": _set("mixtures", 0, "counts", value=[0, 0, 0, 0]),
+        "no mixture": _set("mixtures", value=[]),
+    }),
     Kind("incidents", "incidents.jsonl", _write_run, lambda: stretches(read_entries(Path("incidents.jsonl"))), lines=True,
          optional=True, empty_is_right=True, contradictions={
         "a rollback to a later step": _set("to_step", value=9),

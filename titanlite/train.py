@@ -44,6 +44,7 @@ from titanlite.loop.step import begin_training, forward_backward, update, warn_o
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.balance import load as expert_load
+from titanlite.optim.balance import routing
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
@@ -181,6 +182,7 @@ def train(
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
             values |= {"peak_memory_gib": peak_memory_gib(device)}
             reporter.report(step, values)
+            reporter.routing(step, routing(model))
             log.info(console_line(step, training.steps, values))
             clock.restart()
         if saver and saving:

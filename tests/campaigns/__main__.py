@@ -1,7 +1,8 @@
 """python -m tests.campaigns PART [--only TEXT] [--minutes M] [--again]: proofs that take hours, run by hand.
 
 PART is one of
-  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (some 3,000)
+  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (3,000);
+             every router x mesh x variant of mixtures with split experts (168: `--only mixture`, 20 minutes)
   kills      runs that are killed 20 times each, on two and on four ranks, 300 times in all
   damage     runs that stop, get one damaged file, and go on; 200 times
   elastic    runs that go on with other numbers of ranks
@@ -27,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from tests.campaigns import Report, damage, elastic, kill, two_hosts
+from tests.campaigns import Report, damage, elastic, kill, mixtures, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
 
@@ -66,12 +67,9 @@ def cell_items() -> dict[str, Item]:
             return Report({}, [str(failure).splitlines()[-1]])
         faults = cells.faults(cell, found, references[key])
         faults += [] if graphs in cells.graphs_of(cell) else [f"{graphs} graphs"]
-        for pool in pools.values():
-            if pool.calls > 60:
-                pool.stop()
         return Report({}, faults)
 
-    return {cover.name(cell): lambda _, cell=cell: play(cell) for cell in every_cell()}
+    return {cover.name(cell): lambda _, cell=cell: play(cell) for cell in every_cell()} | mixtures.items(pools)
 
 
 def kill_items() -> dict[str, Item]:

@@ -12,6 +12,8 @@ MESHES: dict[str, dict[str, int]] = {
     "CP 8, gather": {"cp": 8},
     # without TP: DTensor remembers the group of another mesh's equal dimension, and all cells share a process
     "FSDP 4 x CP 2, ulysses": {"dp_shard": 4, "cp": 2},
+    "FSDP 8, EP 4": {"dp_shard": 8, "ep": 4},
+    "FSDP 4 x TP 2, EP 8": {"dp_shard": 4, "tp": 2, "ep": 8},
 }
 
 
@@ -21,6 +23,7 @@ class Variant(NamedTuple):
     sections: Sections
     runs: tuple[str, ...] = ()  # operations that its step must run
     attention: tuple[str, ...] = ("cudnn",)  # the kernels of attention that its step must run, and no others
+    passes: int = 1  # forward passes of a block for each microbatch, recomputed ones too
 
 
 _FLOAT32: Sections = {"training": {"mixed_precision_param": "float32"}}
@@ -31,6 +34,11 @@ _GEMMA: Sections = {"model": {"name": "tests.tiny_gemma3"}}
 _FLOAT8: Sections = {"float8": {"enable": True}}
 _OFFLOADED = ("a copy of 3 dimensions from cuda to cpu", "a copy of 3 dimensions from cpu to cuda")
 _SCALED = ("aten._scaled_mm.default",)
+_MIXTURE: Sections = {
+    "model": {"name": "tests.tiny_moe"},
+    "moe": {"bias_update_speed": 1e-3, "balance_loss": 1e-4, "router_z_loss": 1e-3},
+}
+_GROUPED = ("aten._grouped_mm.default",)
 
 
 def _recompute(**keys: Any) -> Sections:
@@ -75,6 +83,14 @@ VARIANTS: dict[str, Variant] = {
     "Muon": Variant(_optimizer(name="Muon")),
     "Muon, bfloat16 parameters": Variant(_NARROW | _optimizer(name="Muon", rounding="compensated")),
     "cpu_offload": Variant({"parallelism": {"cpu_offload": True}}),
+    "mixture": Variant(_MIXTURE, _GROUPED),
+    "mixture, compiled": Variant(_MIXTURE | _COMPILED, _GROUPED),
+    "mixture, full": Variant(_MIXTURE | _recompute(mode="full"), _GROUPED, passes=2),
+    "mixture, full, compiled": Variant(_MIXTURE | _COMPILED | _recompute(mode="full"), _GROUPED, passes=2),
+    "mixture, per operation": Variant(_MIXTURE | _recompute(mode="selective", selective_ac_option="op"), _GROUPED),
+    "mixture, per operation, compiled": Variant(
+        _MIXTURE | _COMPILED | _recompute(mode="selective", selective_ac_option="op"), _GROUPED
+    ),
 }
 
 
@@ -93,6 +109,17 @@ class Cell(NamedTuple):
         return 1 if self.mesh == "1 rank" else 8
 
     @property
+    def waits_for_counts(self) -> int:
+        """How often a step waits for the device in each mixture: for the sizes of messages, where experts are split."""
+        return 2 * VARIANTS[self.variant].passes if "ep" in self.degrees else 0
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Operations that its step must run: shared experts compute beside the exchange, where nothing is compiled."""
+        aside = "ep" in self.degrees and "compiled" not in self.variant
+        return (*VARIANTS[self.variant].runs, *(("aten.mm.default on another stream",) if aside else ()))
+
+    @property
     def attention(self) -> tuple[str, ...]:
         """The kernels of attention that its step must run: over gathered keys, only FlexAttention has the mask."""
         return ("flex",) if "gather" in self.mesh else VARIANTS[self.variant].attention
@@ -102,6 +129,8 @@ class Cell(NamedTuple):
         """The sections of its configuration, with the degrees of its mesh: two microbatches a step."""
         replicate, shard, context, tensor = (self.degrees.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp", "tp"))
         parallelism: dict[str, Any] = {"data_parallel_replicate_degree": replicate, "tensor_parallel_degree": tensor}
+        if "ep" in self.degrees:
+            parallelism["expert_parallel_degree"] = self.degrees["ep"]
         if context > 1:
             parallelism |= {"context_parallel_degree": context, "context_parallel_method": self.mesh.split(", ")[1]}
         training = {"global_batch_size": 16, "local_batch_size": 8 // (replicate * shard), "mixed_precision_param": "bfloat16"}
@@ -123,6 +152,10 @@ _OF_CONTEXT = (
 def _says_something(mesh: str, variant: str) -> bool:
     if "TP" in mesh and "by chunks" in variant:
         return False  # refused
+    if "mixture" in variant:
+        return "EP" in mesh or mesh in ("1 rank", "FSDP 4 x TP 2")
+    if "EP" in mesh:
+        return False
     if "CP" in mesh:
         return variant in _OF_CONTEXT
     return mesh != "HSDP 2 x 4" or "compiled" not in variant  # replicas are outside of what is compiled

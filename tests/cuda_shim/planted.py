@@ -1,26 +1,37 @@
-"""Faults that only a GPU would show, each planted in a cell: (where, what is replaced, by what)."""
+"""Faults that only a GPU would show, each planted in a cell."""
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from models import llama3
+from models import exchange, llama3, moe
+from tests.cuda_shim import pretend
 from titanlite.data.batch import Batch
 from titanlite.loop import step
 from titanlite.transforms import attention_kernels
 
 _clip = step.clip_gradients
+_MIXTURE = "FSDP 8, EP 4, mixture"
 
 
-def _before_clipping(fault: Any) -> Any:
+class Planted(NamedTuple):
+    """What is replaced, by what, and in which cell."""
+
+    owner: Any
+    name: str
+    fault: Any
+    cell: str = "1 rank, float32"
+
+
+def _before_clipping(fault: Any) -> Planted:
     """Clipping of gradients, with a fault that works on the gradient of the first parameter."""
 
     def clip(optimizer: torch.optim.Optimizer, *args: Any) -> torch.Tensor:
         fault(optimizer.param_groups[0]["params"][0].grad)
         return _clip(optimizer, *args)
 
-    return step, "clip_gradients", clip
+    return Planted(step, "clip_gradients", clip)
 
 
 def _mask_on_cpu(seq: Any, *_: Any) -> Any:
@@ -36,10 +47,38 @@ def _copy_blocking(batch: Batch, device: torch.device, non_blocking: bool = Fals
     return batch._each(lambda tensor: tensor.to(device))
 
 
+_counts_of_all, _choice_of = exchange._counts_of_all, moe.Choice.of
+
+
+def _counts_twice(counts: torch.Tensor, group: Any) -> exchange.Counts:
+    _counts_of_all(counts, group)
+    return _counts_of_all(counts, group)
+
+
+def _choice_with_wait(chosen: torch.Tensor, n_experts: int) -> moe.Choice:
+    choice = _choice_of(chosen, n_experts)
+    choice.counts.to("cpu")
+    return choice
+
+
+class _DoesNotWait(pretend.Stream):
+    def wait_stream(self, other: pretend.Stream) -> None: ...
+
+
+class _NobodyWaits(pretend.Stream):
+    def state(self) -> dict[pretend.Stream, int]:
+        return {}
+
+
+def _side_stream(kind: type[pretend.Stream]) -> Planted:
+    stream = kind()
+    return Planted(moe, "_side_stream", lambda _: stream, _MIXTURE)
+
+
 _counts = itertools.count(2)
 _first_rows = torch.compile(lambda matrix, count: matrix[:count] + 1, fullgraph=True)
 
-PLANTED: dict[str, Any] = {
+PLANTED: dict[str, Planted] = {
     "an .item() in the step": _before_clipping(lambda gradient: gradient.sum().item()),
     "a .tolist() in the step": _before_clipping(lambda gradient: gradient[0, :2].tolist()),
     "a branch on a value": _before_clipping(lambda gradient: 1 if gradient.isnan().any() else 0),
@@ -49,8 +88,12 @@ PLANTED: dict[str, Any] = {
     "a float64 kernel": _before_clipping(lambda gradient: gradient.double()),
     "a kernel that CUDA lacks": _before_clipping(_attend_on_cpu),
     "a recompilation": _before_clipping(lambda gradient: _first_rows(gradient, next(_counts))),
-    "a slow kernel of attention": (attention_kernels, "_ORDER_ON_HOPPER", ("math",)),
-    "a mask on the CPU": (llama3, "with_mask", _mask_on_cpu),
-    "a pageable copy": (Batch, "pin_memory", lambda batch: batch),
-    "a blocking copy": (Batch, "to", _copy_blocking),
+    "a slow kernel of attention": Planted(attention_kernels, "_ORDER_ON_HOPPER", ("math",)),
+    "a mask on the CPU": Planted(llama3, "with_mask", _mask_on_cpu),
+    "a pageable copy": Planted(Batch, "pin_memory", lambda batch: batch),
+    "a blocking copy": Planted(Batch, "to", _copy_blocking),
+    "another copy of counts in the exchange": Planted(exchange, "_counts_of_all", _counts_twice, _MIXTURE),
+    "a copy of counts outside of the exchange": Planted(moe.Choice, "of", _choice_with_wait, _MIXTURE),
+    "shared experts that do not wait for their input": _side_stream(_DoesNotWait),
+    "shared experts for which nobody waits": _side_stream(_NobodyWaits),
 }

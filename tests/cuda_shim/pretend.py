@@ -22,15 +22,37 @@ def _host_sync(what: str) -> None:
 
 
 class Stream:
-    """A stream with an empty queue."""
+    """A stream whose kernels have run, which knows what other streams had queued when it waited for them.
+
+    `done` is the number of the latest kernel; `seen` the latest kernel of each other stream that all later ones come after.
+    """
 
     device, device_index, device_type, cuda_stream, stream_id = DEVICE, 0, 1, 0, 0
 
-    def __init__(self, *_: Any, **__: Any): ...
-    def wait_stream(self, other: "Stream") -> None: ...
-    def wait_event(self, event: "Event") -> None: ...
+    def __init__(self, *_: Any, **__: Any):
+        self.done, self.seen = 0, dict[Stream, int]()
+
+    def comes_after(self, stream: "Stream", number: int) -> bool:
+        """Whether what is queued now runs after that kernel."""
+        return stream is self or number <= self.seen.get(stream, 0)
+
+    def state(self) -> "dict[Stream, int]":
+        return {**self.seen, self: self.done}
+
+    def wait(self, state: "dict[Stream, int]") -> None:
+        for stream, number in state.items():
+            self.seen[stream] = max(number, self.seen.get(stream, 0))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait(other.state())
+
+    def wait_event(self, event: "Event") -> None:
+        self.wait(event.state)
+
     def record_event(self, event: "Event | None" = None) -> "Event":
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return True
@@ -39,17 +61,26 @@ class Stream:
         _host_sync("Stream.synchronize()")
 
     def __enter__(self) -> "Stream":
+        _streams.append(self)
         return self
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_: Any) -> None:
+        _streams.pop()
 
 
 class Event:
-    """An event that has happened, at the same time as all others."""
+    """An event that has happened."""
 
-    def __init__(self, *_: Any, **__: Any): ...
-    def record(self, stream: Stream | None = None) -> None: ...
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def __init__(self, *_: Any, **__: Any):
+        self.state: dict[Stream, int] = {}
+
+    def record(self, stream: Stream | None = None) -> "Event":
+        self.state = (stream or current_stream()).state()
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
     def query(self) -> bool:
         return True
 
@@ -58,6 +89,17 @@ class Event:
 
     def elapsed_time(self, end: "Event") -> float:
         return 0.0
+
+
+_streams = [Stream()]  # the default one, and those that the program has entered
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _streams[-1]
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _streams[0]
 
 
 class Properties:
@@ -70,15 +112,14 @@ class Properties:
     shared_memory_per_block, shared_memory_per_block_optin, shared_memory_per_multiprocessor = 49152, 232448, 233472
 
 
-_STREAM = Stream()
 _OF_CUDA: dict[str, Any] = {
     "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None, "init": lambda: None,
     "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
     "_exchange_device": lambda device: 0, "_maybe_exchange_device": lambda device: 0,
     "get_device_capability": lambda device=None: (9, 0), "get_device_name": lambda device=None: Properties.name,
     "get_device_properties": lambda device=None: Properties, "is_bf16_supported": lambda *_, **__: True,
-    "Stream": Stream, "Event": Event, "stream": lambda stream=None: contextlib.nullcontext(),
-    "current_stream": lambda device=None: _STREAM, "default_stream": lambda device=None: _STREAM,
+    "Stream": Stream, "Event": Event, "stream": lambda stream=None: stream or contextlib.nullcontext(),
+    "current_stream": current_stream, "default_stream": default_stream,
     "set_stream": lambda stream: None, "synchronize": lambda device=None: _host_sync("torch.cuda.synchronize()"),
     "is_current_stream_capturing": lambda: False, "empty_cache": lambda: None,
     "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
@@ -109,6 +150,8 @@ def install(inductor: bool = False) -> None:
     torch.Tensor.record_stream = lambda tensor, stream: None
     DeviceMesh._concatenate = staticmethod(_on_real_numbers(DeviceMesh._concatenate))
     DeviceMesh._flatten = _on_real_numbers(DeviceMesh._flatten)
+    DeviceMesh._unflatten = _on_real_numbers(DeviceMesh._unflatten)
+    DeviceMesh.mesh = property(_on_real_numbers(DeviceMesh.mesh.fget))
     F.scaled_dot_product_attention = torch.compiler.allow_in_graph(_attention)
     for name in _ATTENTION:
         setattr(torch.backends.cuda, f"can_use_{name}_attention", _check_of(name))
@@ -116,10 +159,10 @@ def install(inductor: bool = False) -> None:
         torch.compile = _with_aot_eager(torch.compile)
 
 
-def _on_real_numbers(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-    """A function that makes a mesh of others, whose ranks it reads on the host."""
+def _on_real_numbers(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a mesh of others, or the tensor of its ranks, which it reads on the host."""
 
-    def made(*args: Any) -> DeviceMesh:
+    def made(*args: Any) -> Any:
         with unset_fake_temporarily():
             return make(*args)
 

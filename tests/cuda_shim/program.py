@@ -23,8 +23,9 @@ from tests.cuda_shim import pretend
 
 pretend.install()
 
-from tests import tiny, tiny_gemma3  # noqa: E402  # after install
-from tests.cuda_shim.cells import CELLS, VARIANTS, Cell  # noqa: E402
+from models.moe import experts_of  # noqa: E402  # after install
+from tests import tiny, tiny_gemma3, tiny_moe  # noqa: E402
+from tests.cuda_shim.cells import CELLS, Cell  # noqa: E402
 from tests.cuda_shim.planted import PLANTED  # noqa: E402
 from tests.cuda_shim.watch import Fault, Watch  # noqa: E402
 from tests.distributed.scenarios import config_of, learnable_data  # noqa: E402
@@ -49,6 +50,7 @@ from titanlite.transforms.registry import family_of  # noqa: E402
 tiny.FLAVORS["cell"] = dataclasses.replace(tiny.FLAVORS["large"], head_dim=16)
 tiny_gemma3.FLAVORS["cell"] = tiny_gemma3.FLAVORS["large"]
 tiny_gemma3.FLAVORS["capped"] = dataclasses.replace(tiny_gemma3.FLAVORS["two"], n_layers=2, vocab_size=4096, window=64)
+tiny_moe.FLAVORS["cell"] = tiny_moe.FLAVORS["large"]
 DEVICE = pretend.DEVICE
 # what attention runs, forward and backward
 _KERNELS = {
@@ -72,8 +74,11 @@ def _on_meta(*args: Any) -> Any:
         return on_meta(*args)
 
 
-def run(config: Config, ranks: int) -> set[str]:
-    """Two steps, of which the second is watched, and what surrounds them; returns the second step's operations."""
+def run(config: Config, ranks: int, waits_for_counts: int) -> set[str]:
+    """Two steps, of which the second is watched, and what surrounds them; returns the second step's operations.
+
+    waits_for_counts: of the second step, in each mixture; all others are faults.
+    """
     torch._dynamo.reset()
     check(config, "cell", ranks, open_files=False)
     family, data = family_of(config.model), learnable_data(config)
@@ -109,6 +114,8 @@ def run(config: Config, ranks: int) -> set[str]:
             step(2)
         if (new := counters["stats"]["unique_graphs"] - graphs) > 0:
             raise Fault(f"recompiled: {new} graphs in the second step")
+        if watch.waits_for_counts != (expected := waits_for_counts * len(experts_of(model))):
+            raise Fault(f"host syncs: {watch.waits_for_counts} copies of counts to the host in a step instead of {expected}")
         next(batches)  # raises what has failed in `prepare`
         # a report
         assert len(unread.read()) == 2 and batches.waited() == 0
@@ -130,20 +137,21 @@ def judge(operations: set[str], cell: Cell) -> None:
     found = {name for name in operations if "attention" in name}
     if found != expected:
         raise Fault(f"wrong kernels of attention: {sorted(found)} instead of {sorted(expected)}")
-    if missing := set(VARIANTS[cell.variant].runs) - operations:
+    if missing := set(cell.runs) - operations:
         raise Fault(f"missing kernels: {sorted(missing)}")
 
 
 def outcome(name: str) -> dict[str, Any]:
     """What happened in a cell."""
     begin, fault = time.perf_counter(), ""
-    cell = Cell("1 rank", "float32") if name in PLANTED else CELLS[name]
+    planted = PLANTED.get(name)
+    cell = CELLS[planted.cell if planted else name]
     with ExitStack() as stack:
-        if name in PLANTED:
-            stack.enter_context(mock.patch.object(*PLANTED[name]))
+        if planted:
+            stack.enter_context(mock.patch.object(planted.owner, planted.name, planted.fault))
         config = config_of(cell.degrees, "cell", accumulation=2, **cell.sections)
         try:
-            judge(run(config, cell.ranks), cell)
+            judge(run(config, cell.ranks, cell.waits_for_counts), cell)
         except Exception as error:  # every cell runs, and its test reports what failed
             fault = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     return {"cell": name, "fault": fault, "seconds": round(time.perf_counter() - begin, 1)}

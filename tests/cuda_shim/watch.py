@@ -11,15 +11,30 @@ from typing import Any
 import torch
 import torchgen
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_leaves
 
+from models.exchange import exchanged_experts, exchanged_experts_backward
+from models.grouped import grouped_outer, grouped_product
 from tests.cuda_shim import pretend
 
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 # A GPU computes float64 at 1/64 of float32's rate, data-centre GPUs at 1/2. A few numbers for each parameter cost nothing.
 _FEW = 1024
+# Operations of our own, whose insides fake tensors would not run.
+_INSIDES: dict[Any, Any] = {
+    operation._opoverload: operation._init_fn
+    for operation in (exchanged_experts, exchanged_experts_backward, grouped_product, grouped_outer)
+}
+# The one function that may wait for the device in a step: the sizes of messages must be known. The cell says how often.
+_COUNTS = "models.exchange", "_counts_of_all"
 _OURS = ("titanlite", "models", "tests")
 _NOT_OURS = (__name__, pretend.__name__)
 
@@ -32,13 +47,16 @@ class Watch:
     """Watches the operations of a FakeTensorMode.
 
     Outside of `step` the host may wait for the device, as a report does. Fake tensors have no values: where the program reads
-    one on the host, it reads False of a bool tensor, and 1 of others.
+    one on the host, it reads False of a bool tensor, and 1 of others. So every rank sends one row to every other.
 
     offloaded: the optimizer runs on the host and needs the gradients there. It, and FSDP2 when it adds them up, wait for them.
     """
 
     def __init__(self, mode: FakeTensorMode, offloaded: bool = False):
         self.operations: set[str] = set()  # that had a tensor on the device, in steps
+        self.waits_for_counts = 0  # in steps
+        self._mode = mode
+        self._written: dict[Any, tuple[Any, pretend.Stream, int]] = {}  # storage -> itself, what has written it in steps
         self._strict, self._offloaded = False, offloaded
         self._dispatch, self._pinned = mode.dispatch, {}
         mode.dispatch = self._watched
@@ -76,6 +94,9 @@ class Watch:
         try:
             result = self._dispatch(run, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            if not any(isinstance(tensor, FakeTensor) for tensor in given):  # the ranks of a mesh, on the host
+                with unset_fake_temporarily():
+                    return operation(*args, **kwargs)
             raise Fault(f"host sync: {operation}{_place()}: its result depends on values") from error
         except RuntimeError as error:
             if "device" in str(error) and len({tensor.device for tensor in given}) > 1:
@@ -84,6 +105,9 @@ class Watch:
             raise
         if result is NotImplemented:  # a tensor of another class dispatches again on those inside of it
             return result
+        if self._strict and on_device and operation in _INSIDES:
+            with self._mode:
+                _INSIDES[operation](*args, **kwargs)
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         if pins or kwargs.get("pin_memory"):
             for tensor in made:
@@ -95,6 +119,7 @@ class Watch:
 
     def _judge(self, operation: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
         self.operations.add(str(operation))
+        self._judge_streams(operation, given, made)
         if operation in _COPIES:
             self._judge_copy(operation, args, kwargs, made[0])
         on_device = [tensor for tensor in (*given, *made) if tensor.device.type == "cuda"]
@@ -105,6 +130,25 @@ class Watch:
         if on_device and _name(operation) in _WITHOUT_CUDA:
             self._forbid(operation, "no CUDA kernel")
 
+    def _judge_streams(self, operation: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        """No kernel reads what another stream may still have to write. Not in the backward pass, in which autograd chooses the
+        streams and waits: the shim has one for it. Recomputation and hooks are judged there too.
+        """
+        stream, (module, _) = pretend.current_stream(), _function()
+        if operation.is_view or operation.namespace == "prim":  # no kernel
+            return
+        if stream is not pretend.default_stream() and module.startswith("models."):
+            self.operations.add(f"{operation} on another stream")
+        for tensor in given:
+            storage, writer, number = self._written.get(tensor.untyped_storage()._cdata, (None, stream, 0))
+            if module and storage is not None and storage() is not None and not stream.comes_after(writer, number):
+                self._forbid(operation, "race: it does not wait for the stream that writes what it reads")
+        stream.done += 1
+        for tensor in made:
+            if tensor.device.type == "cuda":
+                storage = tensor.untyped_storage()
+                self._written[storage._cdata] = weakref.ref(storage), stream, stream.done
+
     def _judge_copy(self, operation: Any, args: Any, kwargs: Any, result: Tensor) -> None:
         source = args[1] if operation is _aten.copy_.default else args[0]
         options = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
@@ -113,7 +157,9 @@ class Watch:
         to_host = result.device.type == "cpu"
         self.operations.add(f"a copy of {source.ndim} dimensions from {source.device.type} to {result.device.type}")
         if not options.get("non_blocking"):
-            if not (to_host and self._offloaded):
+            if to_host and _function() == _COUNTS:
+                self.waits_for_counts += 1
+            elif not (to_host and self._offloaded):
                 self._forbid(operation, f"host sync: a blocking copy from {source.device.type} to {result.device.type}")
         elif not to_host and not self._is_pinned(source):
             self._forbid(operation, "pageable copy: the source is not pinned, so the host waits")
@@ -129,13 +175,27 @@ class Watch:
 
 def _place() -> str:
     """The innermost line of the program, if this thread runs any: a thread of autograd does not."""
+    frame = _innermost()
+    if frame is None:
+        return " in the backward pass"
+    return f" in {frame.f_globals['__name__']}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _function() -> tuple[str, str]:
+    """Module and name of the innermost function of the program in this thread."""
+    frame = _innermost()
+    return ("", "") if frame is None else (frame.f_globals["__name__"], frame.f_code.co_name)
+
+
+def _innermost() -> Any:
+    """The innermost frame of the program in this thread, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.partition(".")[0] in _OURS and name not in _NOT_OURS:
-            return f" in {name}:{frame.f_lineno} {frame.f_code.co_name}"
+            return frame
         frame = frame.f_back
-    return " in the backward pass"
+    return None
 
 
 def _name(operation: Any) -> str:

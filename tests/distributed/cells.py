@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from models.blocks import Normal
 from tests.distributed.cover import PLAIN, Cell
+from tests.distributed.mixtures import watched_margins
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of
@@ -51,6 +52,13 @@ FAMILIES = {
     "Gemma 3": ("tests.tiny_gemma3", "plain"),
     "Gemma 2": ("tests.tiny_gemma3", "two"),
     "OLMo 2": ("tests.tiny_olmo2", "plain"),
+    "Mixture": ("tests.tiny_moe", ""),  # of its router
+}
+ROUTERS = {"softmax": "plain", "sigmoid, bias, shared": "shared", "grouped": "grouped"}
+BALANCES: dict[str, dict[str, float]] = {
+    "none": {},
+    "losses": {"balance_loss": 0.2, "router_z_loss": 0.01},  # with which no choice of these runs depends on rounding
+    "moving bias": {"bias_update_speed": 0.01},
 }
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -77,7 +85,7 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "float8": {"losses": 2e-3, "norms": 5e-2, "gradients": 1e-1},
 }
 # What one process alone shows of a cell: all else must not change the mathematics.
-MATHEMATICS = ("family", "precision", "documents", "adapter", "optimizer")
+MATHEMATICS = ("family", "precision", "documents", "adapter", "optimizer", "router", "balance")
 
 
 def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
@@ -89,6 +97,10 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
         "activation_checkpoint": MODES[cell["recompute"]],
         "parallelism": {**GATHERS[cell["gather"]], "reduce_every_microbatch": "end" not in cell["accumulation"]},
     }
+    if cell["family"] == "Mixture":
+        flavor = ROUTERS[cell["router"]]
+        # the routing of these runs takes several rounds, of which each has so much of the mean
+        sections["moe"] = BALANCES[cell["balance"]] | ({"max_tokens_factor": 0.3} if "several" in cell["received"] else {})
     if cell["method"] == "heads exchanged":
         sections["parallelism"]["context_parallel_method"] = "ulysses"
     if cell["documents"] == "many":
@@ -99,9 +111,16 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
         sections["float8"] = precision["float8"]
     if cell["adapter"] == "lora":
         sections["lora"] = {"enable": True, "rank": 4, "alpha": 6.0}
+        if cell["family"] == "Mixture":
+            sections["lora"]["modules"] = ["layers.*.attention.*"]
     if cell["optimizer"] == "Muon":
         sections["optimizer"] = {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
-    return config_of(MESHES[cell["mesh"]], flavor, 1 if cell["accumulation"] == "1" else 2, **sections)
+    return config_of(degrees_of(cell), flavor, 1 if cell["accumulation"] == "1" else 2, **sections)
+
+
+def degrees_of(cell: Cell) -> dict[str, int]:
+    split = cell["experts"].removeprefix("split ")
+    return MESHES[cell["mesh"]] | ({} if split == "whole" else {"ep": int(split)})
 
 
 def reference_of(cell: Cell) -> Cell:
@@ -124,8 +143,15 @@ def trajectory(cell: Cell, config: Config) -> tuple[Trajectory, int] | None:
     if cell["documents"] == "many":
         make = functools.partial(documents, vocabulary=load_family(config.model.name, config.model.flavor).config.vocab_size)
     with mock.patch.object(lora.LoraLinear, "own_initial", _trained) if cell["adapter"] == "lora" else contextlib.nullcontext():
-        found = record(config, make(config), mesh_of(MESHES[cell["mesh"]]), CPU)
+        found = record(config, make(config), mesh_of(degrees_of(cell)), CPU)
     return (found, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
+
+
+def smallest_margin(cell: Cell, config: Config) -> float:
+    """Of all choices of the routers, on one process."""
+    with watched_margins() as margins:
+        trajectory(cell, config)
+    return min(margins)
 
 
 def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
@@ -134,7 +160,7 @@ def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
 
 
 def run(pools: dict[int, Pool], cell: Cell, backend: str = "aot_eager") -> tuple[Trajectory, int]:
-    ranks = math.prod(MESHES[cell["mesh"]].values())
+    ranks = math.prod(MESHES[cell["mesh"]].values())  # those that split experts are among them
     config = config_of_cell(cell, backend)
     return pools[ranks].run("tests.distributed.cells:trajectory", timeout=300, cell=cell, config=config)[0]
 

@@ -27,6 +27,7 @@ from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import Deferred
 from titanlite.plan.predict import predict
+from titanlite.plan.trace import Mixture, Trace
 from titanlite.transforms.registry import family_of
 
 # PyTorch's operations, of FSDP2 and of DTensor: what each is, and where the whole tensor stands among its arguments; None: it
@@ -164,8 +165,21 @@ def balanced(router: Router, scores: Tensor) -> Tensor:
     return torch.arange(tokens * router.top_k).view(tokens, -1) % experts
 
 
-def step_with_exchange(degrees: dict[str, int], config: Config) -> dict[tuple[str, int], tuple[int, int]]:
-    """(collective, ranks) -> calls and bytes of a step with balanced routing; modes do not see into the operation that
+# Of 8 experts; with 2 ranks of experts, the first of two rounds of 0.5 takes whole experts.
+UNEVEN = [4, 4, 2, 2, 1, 1, 1, 1]
+
+
+def uneven(router: Router, scores: Tensor) -> Tensor:
+    """Choices that give experts the shares of UNEVEN; no token has an expert twice, since none has more rows than tokens."""
+    rows = len(scores) * router.top_k
+    counts = torch.tensor(UNEVEN) * rows // sum(UNEVEN)
+    return torch.arange(len(UNEVEN)).repeat_interleave(counts).view(router.top_k, -1).T.contiguous()
+
+
+def step_with_exchange(
+    degrees: dict[str, int], config: Config, choose: Any = balanced
+) -> dict[tuple[str, int], tuple[int, int]]:
+    """(collective, ranks) -> calls and bytes of a step with these choices; modes do not see into the operation that
     exchanges rows, so that its calls are counted in its module."""
     sizes: list[tuple[int, int]] = []
 
@@ -174,7 +188,7 @@ def step_with_exchange(degrees: dict[str, int], config: Config) -> dict[tuple[st
         dist.all_to_all_single(result, rows, *splits, group=group)
 
     inside = SimpleNamespace(all_to_all_single=counted)
-    with mock.patch.object(Router, "choose", balanced), mock.patch.object(exchange, "dist", inside):
+    with mock.patch.object(Router, "choose", choose), mock.patch.object(exchange, "dist", inside):
         seen, _ = second_step(degrees, config)
     calls, total = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for (kind, ranks), (number, size) in seen.items():
@@ -196,14 +210,28 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two rounds"], EXCHANGES))
 def test_a_step_with_split_experts_sends_what_is_predicted(pools, name):
+    compare_exchange(pools, *EXCHANGES[name], "balanced", balanced)
+
+
+@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two rounds"], EXCHANGES))
+def test_a_replayed_trace_sends_what_ranks_with_its_routing_send(pools, name):
+    """Rank 0 is the busiest rank. Where a round ends inside of an expert, the prediction of further rounds is the mean of the
+    ranks; so one round is enough for 4 ranks of experts.
+    """
+    trace = Trace(step=1, mixtures=[Mixture(top_k=2, counts=UNEVEN)] * 2)
     degrees, reduced, factor = EXCHANGES[name]
+    compare_exchange(pools, degrees, reduced, 2.0 if degrees["ep"] == 4 else factor, trace, uneven)
+
+
+def compare_exchange(pools: Any, degrees: dict[str, int], reduced: str, factor: float, routing: Any, choose: Any) -> None:
+    """The prediction equals what gloo is given on rank 0."""
     mesh = {dimension: degree for dimension, degree in degrees.items() if dimension != "ep"}
     split, several = {"expert_parallel_degree": degrees["ep"]}, {"moe": {"max_tokens_factor": factor}}
     case = Case(mesh, reduced=reduced, name="tests.tiny_moe", parallelism=split, others=several)
     calls, sizes = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
-    for channel, traffic in predict(case.config(), case.ranks, "cpu").work.traffic.items():
+    for channel, traffic in predict(case.config(), case.ranks, "cpu", routing).work.traffic.items():
         calls[channel.kind, channel.ranks] += traffic.calls
         sizes[channel.kind, channel.ranks] += traffic.size
     function = "tests.distributed.test_communication:step_with_exchange"
-    sent = pools[case.ranks].run(function, degrees=degrees, config=case.config())[0]
+    sent = pools[case.ranks].run(function, degrees=degrees, config=case.config(), choose=choose)[0]
     assert sent == {key: (calls[key], sizes[key]) for key in calls}

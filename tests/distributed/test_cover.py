@@ -11,6 +11,7 @@ import torch
 
 from tests.distributed import cells, cover
 from tests.distributed.cover import LATER, OTHER_FLOAT8, PLAIN, Cell
+from tests.distributed.mixtures import MARGIN
 from tests.repetitions import one_of_each
 from titanlite.tools.compare import Trajectory, compare
 
@@ -75,6 +76,15 @@ def test_a_cell_gives_the_weights_batches_losses_norms_and_gradients_of_one_proc
 )
 def test_all_dimensions_at_once_too(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | values)
+
+
+def test_no_choice_of_a_mixture_depends_on_rounding(pools):
+    plains = {tuple(plain.values()): plain for plain in map(cells.reference_of, CELLS.values()) if plain["family"] == "Mixture"}
+    for plain in plains.values():
+        config = cells.config_of_cell(plain)
+        margin = pools[1].run("tests.distributed.cells:smallest_margin", cell=plain, config=config)[0]
+        print(f"{cover.name(plain)}: margin {margin:.1e}")
+        assert margin > MARGIN, cover.name(plain)
 
 
 @pytest.mark.parametrize("family", cells.FAMILIES)

@@ -32,25 +32,29 @@ ROUTINGS: dict[str, tuple[int, ...]] = {
 }
 
 
-def whole_layer(dim: int, hidden: int, chosen: tuple[int, ...]) -> MoE:
+KINDS: dict[str, dict[str, Any]] = {"plain": {}, "clamped, with biases": {"activation": "clamped_swiglu", "bias": True}}
+
+
+def whole_layer(dim: int, hidden: int, chosen: tuple[int, ...], kind: dict[str, Any]) -> MoE:
     torch.manual_seed(0)
     layer = MoE(
-        Router(dim, EXPERTS, max(1, len(chosen)), score="sigmoid", normalised=False, bias=True), Experts(EXPERTS, dim, hidden)
+        Router(dim, EXPERTS, max(1, len(chosen)), score="sigmoid", normalised=False, bias=True),
+        Experts(EXPERTS, dim, hidden, **kind),
     )
     assert layer.router.bias is not None
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.normal_(std=0.5)
+            parameter.normal_(std=2.0 if parameter.ndim == 3 else 0.5)
         layer.router.bias.zero_()[list(chosen)] = 100.0
     return layer
 
 
-def split_layer(whole: MoE, dim: int, hidden: int, factor: float) -> MoE:
+def split_layer(whole: MoE, dim: int, hidden: int, factor: float, kind: dict[str, Any]) -> MoE:
     """What one rank of the default group has of it."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert group is not None
     size = EXPERTS // ranks
-    experts = Experts(size, dim, hidden)
+    experts = Experts(size, dim, hidden, **kind)
     for name, parameter in experts.named_parameters():
         parameter.data = getattr(whole.experts, name).detach()[rank * size :][:size].clone()
     experts.n_experts, experts.exchange = EXPERTS, Exchange(group.group_name, ranks, factor)
@@ -59,11 +63,11 @@ def split_layer(whole: MoE, dim: int, hidden: int, factor: float) -> MoE:
     return MoE(router, experts)
 
 
-def largest_difference(chosen: tuple[int, ...], factor: float) -> dict[str, float]:
+def largest_difference(chosen: tuple[int, ...], factor: float, kind: dict[str, Any]) -> dict[str, float]:
     """Of results and slopes on this rank from those of the whole layer, relative to the norms of the latter."""
     dim, hidden, ranks, rank = 16, 12, dist.get_world_size(), dist.get_rank()
-    whole = whole_layer(dim, hidden, chosen)
-    split = split_layer(whole, dim, hidden, factor)
+    whole = whole_layer(dim, hidden, chosen, kind)
+    split = split_layer(whole, dim, hidden, factor, kind)
     every, slopes = torch.randn(ranks, TOKENS, dim, requires_grad=True), torch.randn(ranks, TOKENS, dim)
     own = every.detach()[rank : rank + 1].requires_grad_()
     expected, found = whole(every), split(own)
@@ -82,9 +86,11 @@ def largest_difference(chosen: tuple[int, ...], factor: float) -> dict[str, floa
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_slopes_of_one_process(pools, routing, ranks):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_slopes_of_one_process(pools, kind, routing, ranks):
     for factor in (1.5, 0.2, float(ranks)):
-        for found in pools[ranks].run(f"{HERE}:largest_difference", chosen=ROUTINGS[routing], factor=factor):
+        arguments: dict[str, Any] = {"chosen": ROUTINGS[routing], "kind": KINDS[kind]}
+        for found in pools[ranks].run(f"{HERE}:largest_difference", factor=factor, **arguments):
             assert {name: size for name, size in found.items() if not size < 1e-5} == {}
 
 
@@ -97,7 +103,7 @@ class Peaks(NamedTuple):
     backward_bound: int
 
 
-def peaks(dim: int, hidden: int, tokens: int, received: int, capacity: int, trained: bool) -> Peaks:
+def peaks(dim: int, hidden: int, tokens: int, received: int, capacity: int, trained: bool, kind: str = "plain") -> Peaks:
     """Of an exchange in which the first expert gets `received` rows, and all others as many of the rest as each other.
 
     The functions of the operations are called, because modes of the dispatcher do not see what happens inside of these.
@@ -109,14 +115,16 @@ def peaks(dim: int, hidden: int, tokens: int, received: int, capacity: int, trai
     chosen[: received // ranks] = 0
     choice = Choice.of(chosen, EXPERTS)
     x, slopes = torch.randn(tokens, dim), torch.randn(tokens, dim)
-    w1, w2, w3 = torch.randn(experts, hidden, dim), torch.randn(experts, dim, hidden), torch.randn(experts, hidden, dim)
+    of_kind = Experts(experts, dim, hidden, **KINDS[kind])
+    weights, activation = [torch.randn(p.shape) for p in of_kind.parameters()], of_kind.activation
     most = torch.zeros(ranks, dtype=torch.int64)
     dist.all_reduce(most.copy_(choice.counts.view(ranks, -1).sum(1)))
     load = Load(tokens, int(most.max()), capacity, ranks, experts, dim, hidden, 4)
-    arguments = x, choice.order, choice.counts, w1, w2, w3, 1, capacity, group.group_name
+    arguments = x, choice.order, choice.counts, weights, 1, capacity, activation, group.group_name
     forward, (_, *kept) = allocated(exchanged_experts, *arguments)
     backward, _ = allocated(
-        exchanged_experts_backward, slopes, x, choice.order, [w1, w2, w3], kept[:3], kept[3:], 1, trained, group.group_name
+        exchanged_experts_backward,
+        *(slopes, x, choice.order, weights, kept[:3], kept[3:], 1, trained, activation, group.group_name),
     )
     return Peaks(forward, load.forward_bytes(), backward, load.backward_bytes(trained))
 
@@ -144,11 +152,12 @@ def exchange_of_copies(result: torch.Tensor, rows: torch.Tensor, *splits: Any, g
 # dim, hidden: what is large in the bound differs
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize(("dim", "hidden"), [(64, 32), (32, 96)])
-def test_memory_stays_within_its_bound_and_does_not_grow_with_the_imbalance(pools, dim, hidden, trained):
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_stays_within_its_bound_and_does_not_grow_with_the_imbalance(pools, kind, dim, hidden, trained):
     tokens, ranks = 2048, 2
     by_load: dict[float, list[Peaks]] = {}
     for share in (1.2, 1.8, 2.0):  # of the rows that a rank receives on average, those of the first one
-        arguments: dict[str, Any] = {"dim": dim, "hidden": hidden, "tokens": tokens, "trained": trained}
+        arguments: dict[str, Any] = {"dim": dim, "hidden": hidden, "tokens": tokens, "trained": trained, "kind": kind}
         by_load[share] = pools[ranks].run(f"{HERE}:peaks", received=int(share * tokens), capacity=tokens // 2, **arguments)
         for peak in by_load[share]:
             assert peak.forward <= peak.forward_bound and peak.backward <= peak.backward_bound
@@ -177,19 +186,25 @@ class Seen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        tokens, order, _, w1, w2, w3, ctx.copies, _, ctx.group_name = arguments
-        results, *kept = exchanged_experts._init_fn(*arguments)
-        ctx.save_for_backward(tokens, order, w1, w2, w3, *kept)
+        tokens, order, counts, copies, capacity, activation, group_name, *weights = arguments
+        words = copies, capacity, activation, group_name
+        results, *kept = exchanged_experts._init_fn(tokens, order, counts, list(weights), *words)
+        ctx.words = copies, True, activation, group_name
+        ctx.save_for_backward(tokens, order, *kept, *weights)
         return results
 
     @staticmethod
     def backward(ctx: Any, slopes: torch.Tensor) -> Any:
         tokens, order, *others = ctx.saved_tensors
-        weights, products, counts = others[:3], others[3:6], others[6:]
-        found = exchanged_experts_backward._init_fn(
-            slopes.contiguous(), tokens, order, weights, products, counts, ctx.copies, True, ctx.group_name
-        )
-        return found[0], None, None, *found[1:], None, None, None
+        products, counts, weights = others[:3], others[3:5], others[5:]
+        found = exchanged_experts_backward._init_fn(slopes.contiguous(), tokens, order, weights, products, counts, *ctx.words)
+        return found[0], None, None, None, None, None, None, *found[1:]
+
+
+def seen(*arguments: Any) -> tuple[torch.Tensor]:
+    """Autograd looks for tensors among arguments, and not in a list of these."""
+    tokens, order, counts, weights, *words = arguments
+    return (Seen.apply(tokens, order, counts, *words, *weights),)
 
 
 def first_experts(router: Router, scores: torch.Tensor) -> torch.Tensor:
@@ -204,7 +219,7 @@ def peak_of_a_step(degrees: dict[str, int], config: Config) -> int:
     inside = SimpleNamespace(all_to_all_single=exchange_of_copies)
     with (
         mock.patch.object(exchange, "dist", inside),
-        mock.patch.object(moe, "exchanged_experts", lambda *words: (Seen.apply(*words),)),
+        mock.patch.object(moe, "exchanged_experts", seen),
         mock.patch.object(Router, "choose", first_experts),
         watch,
     ):

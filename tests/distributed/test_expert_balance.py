@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from models.moe import routers_of
 from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
+from titanlite.optim.balance import routing
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.compare import Trajectory, begin, compare, follow, record
@@ -56,6 +58,18 @@ def balanced(degrees: dict[str, int], config: Config) -> Balanced:
     return Balanced(counts, biases)
 
 
+def biases_around_an_overflow(degrees: dict[str, int], config: Config) -> list[Tensor]:
+    """Before the updates of each step; the gradient of the second one is not finite on the last rank."""
+    run = begin(config, mesh_of(degrees), CPU)
+    biases = []
+    for number, _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, STEPS + 1)):
+        biases.append(torch.stack([router.bias for router in routers_of(run.model)]).clone())
+        if number == 2 and dist.get_rank() == dist.get_world_size() - 1:
+            gradient = routers_of(run.model)[0].weight.grad
+            (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
+    return biases
+
+
 def trained(degrees: dict[str, int], config: Config) -> Trajectory:
     torch._dynamo.reset()
     return record(config, learnable_data(config), mesh_of(degrees), CPU)
@@ -78,6 +92,15 @@ def test_counts_and_biases_are_exactly_those_of_one_process(pools, alone, cell):
         assert all(map(torch.equal, found.biases, expected.biases))
 
 
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2, "ep": 2}])
+def test_a_step_that_is_skipped_on_one_rank_moves_no_bias_on_any(pools, degrees):
+    config = config_of_cell(degrees, {}, 1)
+    for first, second, third, fourth in pools[ranks_of(degrees)].run(
+        f"{HERE}:biases_around_an_overflow", degrees=degrees, config=config
+    ):
+        assert not torch.equal(first, second) and torch.equal(second, third) and not torch.equal(third, fourth)
+
+
 @pytest.mark.parametrize("cell", slow_but(["tp 2 ep 2, per operation", "context 2 x tp 2 ep 4"], CELLS))
 def test_gradients_with_the_routers_losses_are_those_of_one_process(pools, alone, cell):
     degrees, sections, accumulation = CELLS[cell]
@@ -94,3 +117,22 @@ def test_the_losses_change_the_routers_gradients(pools, alone):
     found = pools[1].run(f"{HERE}:trained", degrees={}, config=plain)[0].gradients
     name = "layers.0.ffn.router.weight"
     assert (found[name] - alone("trained").gradients[name]).norm() > 0.01 * found[name].norm()
+
+
+def recorded(degrees: dict[str, int], config: Config) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """(what this rank records, its own counts of the latest microbatch)."""
+    torch._dynamo.reset()
+    run = begin(config, mesh_of(degrees), CPU)
+    for _ in follow(run, build_schedule(config), rank_batches(config, run.mesh), range(1, 3)):
+        pass
+    return routing(run.model), [router.counts.tolist() for router in routers_of(run.model)]
+
+
+def test_the_routing_that_rank_0_records_is_what_its_experts_exchange(pools):
+    """Of a microbatch, over the two of four ranks that have rank 0's experts between them; without a split, over all ranks."""
+    for ep, together in ((2, 2), (1, 4)):
+        degrees = {"dp_shard": 4, "ep": ep}
+        config = config_of_cell(degrees, {}, 1)
+        ranks = pools[4].run(f"{HERE}:recorded", degrees=degrees, config=config)
+        sums = torch.tensor([counts for _, counts in ranks[:together]]).sum(0).tolist()
+        assert ranks[0][0] == [{"top_k": 2, "counts": counts} for counts in sums]

@@ -14,11 +14,13 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees, stored
 from tests.hf_folders import CASES, tensors_of
+from tests.quantised_files import write_float8
 from tests.repetitions import slow_but
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
-from titanlite.hf.folder import Entry, each_expert, find_weights, their_names
+from titanlite.hf.entries import Entry
+from titanlite.hf.folder import each_expert, find_weights, their_names
 from titanlite.loop.step import build_model
 from titanlite.tools.model_facts import stored_tensors_of
 from titanlite.transforms.registry import load_family
@@ -73,12 +75,26 @@ def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pool
     results = pools[ranks].run(f"{HERE}:read", folder=folder, name=name, flavor=flavor, degrees=degrees)
     tensors, file, module = results[0][0], tensors_of(folder), load_family(name, flavor).module
     names = their_names(load_family(name, flavor), tensors)
-    assert {part for ours, tensor in tensors.items() for part in each_expert(names[ours], tensor.shape)} == file.keys()
+    assert {part.name for ours, tensor in tensors.items() for part in each_expert(names[ours], tensor.shape)} == file.keys()
     for ours, found in tensors.items():
         assert torch.equal(found, hf_folders.of_files(module, ours, found, file).float()), ours
     assert [count for _, count, _ in results] == [own for _, _, own in results]
     total = sum(tensor.numel() for tensor in tensors.values())
     assert ranks == 1 or max(count for _, count, _ in results) < 0.6 * total
+
+
+@pytest.mark.parametrize("mesh", slow_but(["2 x 2", "shard 4"], RANKS))
+def test_each_rank_dequantises_its_own_slices_only_and_together_they_are_the_values(pools, tmp_path, mesh):
+    """Slices of ranks begin within blocks of 16 x 24."""
+    degrees, ranks = RANKS[mesh]
+    name, flavor = "tests.tiny_deepseek_v3", "plain"
+    plain = hf_folders.write(tmp_path / "plain", name, flavor)
+    values = write_float8(tmp_path / "float8", plain)
+    results = pools[ranks].run(f"{HERE}:read", folder=tmp_path / "float8", name=name, flavor=flavor, degrees=degrees)
+    module = load_family(name, flavor).module
+    for ours, found in results[0][0].items():
+        assert torch.equal(found, hf_folders.of_files(module, ours, found, values).float()), ours
+    assert [count for _, count, _ in results] == [own for _, _, own in results]
 
 
 @pytest.mark.parametrize(("name", "flavor"), CASES)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.mixtures import MARGIN, VARIANTS, assert_as_on_one_process, config_of_cell, reference
 
-FLAVORS = ("plain", "shared", "grouped", "three")
+FLAVORS = ("plain", "shared", "grouped", "three", "gpt_oss")
 MESHES: dict[str, dict[str, int]] = {
     "one process": {},
     "shard 2": {"dp_shard": 2},
@@ -14,21 +14,14 @@ MESHES: dict[str, dict[str, int]] = {
     "context 2": {"cp": 2},
     "context 2 x tp 2": {"cp": 2, "tp": 2},
 }
-# Each mesh, each variant and each router in the cheap cells; `make test-all` has the product.
+# test_cover.py has the other routers; `make test-all` has the product.
 CELLS = [
     ("plain", "one process", "recomputed"),
-    ("grouped", "one process", "compiled"),
-    ("grouped", "shard 2", "plain"),
-    ("plain", "shard 2", "compiled, recomputed per operation"),
-    ("shared", "tp 2", "recomputed per operation"),
-    ("plain", "tp 2", "accumulated"),
-    ("shared", "shard 2 x tp 2", "compiled"),
-    ("plain", "replicate 2 x shard 2", "accumulated"),
     ("three", "shard 2", "recomputed"),
     ("three", "replicate 2 x shard 2", "accumulated"),
     ("three", "shard 2 x tp 2", "plain"),
-    ("grouped", "context 2", "recomputed per operation"),
-    ("shared", "context 2 x tp 2", "recomputed"),
+    ("gpt_oss", "shard 2 x tp 2", "compiled, recomputed per operation"),
+    ("gpt_oss", "context 2 x tp 2", "plain"),
 ]
 EVERY = [(flavor, mesh, variant) for flavor in FLAVORS for mesh in MESHES for variant in VARIANTS]
 OTHERS = [cell for cell in EVERY if cell not in CELLS and cell[1:] != ("one process", "plain")]
@@ -54,3 +47,10 @@ def test_a_mixture_has_the_gradients_of_one_process_on_every_mesh(pools, flavor,
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(", ".join, OTHERS))
 def test_all_other_combinations_too(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
+
+
+@pytest.mark.parametrize("mesh", ["context 2", "context 2 x tp 2"])
+def test_sinks_follow_their_heads_where_heads_are_exchanged(pools, mesh):
+    degrees = MESHES[mesh]
+    method = {"context_parallel_degree": 2, "context_parallel_method": "ulysses"}
+    assert_as_on_one_process(pools, "gpt_oss", degrees, config_of_cell("gpt_oss", degrees, "plain", parallelism=method))

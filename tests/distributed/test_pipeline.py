@@ -35,9 +35,6 @@ MIXTURE = {
     "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
     "moe": {"balance_loss": 0.01, "bias_update_speed": 0.01},
 }
-    "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
-    "moe": {"balance_loss": 0.01, "bias_update_speed": 0.01},
-}
 DOCUMENTS = {"training": {"document_mask": True, "seq_len": 32}}
 MUON = {"optimizer": {"name": "Muon", "lr": 1e-3, "implementation": "for-loop"}}
 # Each pair of a mesh, a schedule, and what else changes what a stage does.

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.campaigns import __main__ as campaign
 from tests.campaigns import damage, elastic, kill, two_hosts
 
 # a minute or two each on a machine that has nothing else to do
@@ -26,3 +27,11 @@ def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
     if reason := two_hosts.obstacle():
         pytest.skip(reason)
     assert two_hosts.campaign(tmp_path, ["plain", "cut"]).broken == []
+
+
+def test_cells_of_dense_models_and_of_mixtures_are_as_on_one_process(tmp_path):
+    items = campaign.cell_items()
+    dense = next(name for name in items if name.startswith("shard 2, bfloat16"))
+    for name in (dense, "mixture, grouped, shard 2, ep 2, accumulated", "mixture, grouped, shard 2, ep 2, bfloat16"):
+        report = items[name](tmp_path)
+        assert report.broken == [], name

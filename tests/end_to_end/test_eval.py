@@ -70,12 +70,17 @@ def folder(tmp_path_factory) -> Path:
     (folder / "run.toml").write_text(RUN)
     ended = train("run.toml", folder=folder)
     assert ended.code == 0, ended.err
+    write_tasks(folder)
+    return folder
+
+
+def write_tasks(folder: Path) -> None:
+    """The tasks, in `tasks`, and their text."""
     (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (folder / "tasks").mkdir()
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}}}
     for name, task in TASKS.items():
         (folder / "tasks" / f"{name}.yaml").write_text(json.dumps({"task": name, **data, "test_split": "test", **task}))
-    return folder
 
 
 def evaluate(folder: Path, *words: str) -> Done:

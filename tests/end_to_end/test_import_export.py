@@ -21,7 +21,7 @@ from tests.end_to_end.launcher import ROOT
 from tests.hf_folders import tensors_of
 from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
-from titanlite.hf.export import Item, write_file
+from titanlite.hf.export import items_of, write_file
 from titanlite.hf.folder import their_names
 from titanlite.transforms.registry import load_family
 
@@ -211,8 +211,7 @@ def write_zeros(folder: Path, layers: int) -> None:
     hf_folders.describe(folder, layers)
     module = load_family("llama3", "hf", str(folder))
     shapes = {name: tuple(p.shape) for name, p in module.on_meta().named_parameters()}
-    names = their_names(module, shapes)
-    items = [Item(name, names[name], shape, torch.bfloat16) for name, shape in shapes.items()]
+    items = items_of(shapes, their_names(module, shapes), lambda _: torch.bfloat16)
     write_file(folder / "model.safetensors", items, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.distributed.scenarios import config_of
 from tests.hf_folders import of_files
@@ -39,6 +39,8 @@ MODELS = {
     "DeepSeek-V3": ("tests.tiny_deepseek_v3", "plain"),
     "DeepSeek-V3, Moonlight": ("tests.tiny_deepseek_v3", "moonlight"),
     "DeepSeek-V3, YaRN": ("tests.tiny_deepseek_v3", "yarn"),
+    "gpt-oss": ("tests.tiny_gpt_oss", "plain"),
+    "gpt-oss, tied": ("tests.tiny_gpt_oss", "tied"),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
@@ -76,7 +78,7 @@ def random_tokens() -> Tensor:
     return torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3])
+@pytest.mark.parametrize("module", [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss])
 def test_published_sizes_are_those_of_transformers_models(module):
     for flavor, config in module.FLAVORS.items():
         ids = {"eos_token_id": 0, "pad_token_id": 0}
@@ -85,7 +87,7 @@ def test_published_sizes_are_those_of_transformers_models(module):
             ours = module.Model(config)
             shapes = {name: tensor.shape for name, tensor in tensors_of_files(theirs).items()}
         found = {
-            part: p.shape[1:] if "{e}" in their_name(module, name) else p.shape
+            part.name: part.shape(p.shape[1:] if "{e}" in their_name(module, name) else p.shape)
             for name, p in stored_tensors_of(ours).items()
             for part in each_expert(their_name(module, name), p.shape)
         }
@@ -153,9 +155,10 @@ def give(weights: Mapping[str, Tensor], module: ModuleType, theirs: nn.Module) -
     parameters = dict(theirs.named_parameters())
     for name, weight in weights.items():
         if "{e}" not in (their := their_name(module, name)):
-            parameters[their.replace("block_sparse_moe", "mlp")].copy_(weight)
+            (part,) = each_expert(their.replace("block_sparse_moe", "mlp"), weight.shape)
+            part.view(parameters[part.name]).copy_(weight)
     for name in weights:
-        if name.endswith("experts.w2"):
+        if name.endswith("experts.w2") and "{e}" in their_name(module, name):
             w1, w2, w3 = (weights[name.replace("w2", key)] for key in ("w1", "w2", "w3"))
             experts = theirs.get_submodule(f"model.layers.{name.split('.')[1]}.mlp.experts")
             experts.gate_up_proj.copy_(torch.cat([w1, w3], dim=1))
@@ -171,8 +174,8 @@ def test_ten_steps_equal_a_plain_adamw_loop_around_transformers(pools, name):
     ours = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0][0]
     theirs = their_model(name)
     give(ours.weights, module, theirs)
-    matrices = [p for p in theirs.parameters() if p.ndim > 1]
-    others = [p for p in theirs.parameters() if p.ndim == 1]
+    is_matrix = {p: p.ndim > 1 and not name.endswith("bias") for name, p in theirs.named_parameters()}  # some are stacked
+    matrices, others = ([p for p, found in is_matrix.items() if found == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
     norms = []

@@ -142,7 +142,7 @@ CASES = {
     "unknown model": case(
         "run.toml --model.name lama3",
         "model.name = 'lama3'",
-        "models/ has: deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe",
+        "models/ has: deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe",
     ),
     "unknown flavor": case("run.toml --model.flavor 7b", "model.flavor = '7b'", "debug, 1b"),
     "no such module": case(

@@ -404,7 +404,7 @@ def test_tiles_take_no_masks_and_are_for_cpus_alone(monkeypatch):
     assert "training.document_mask = true" in fault and 'use "flash", "math" or "auto"' in fault
     (fault,) = refused(config_of("tiles", "tests.tiny_gemma3"))
     assert "the window of tests.tiny_gemma3 plain" in fault
-    assert any("cannot cap scores" in fault for fault in refused(config_of("tiles", "tests.tiny_gemma3", "two")))
+    assert any("the capped scores" in fault for fault in refused(config_of("tiles", "tests.tiny_gemma3", "two")))
     fake_gpu(monkeypatch, 9, set())
     (fault,) = refused(config_of("tiles"))
     assert 'model.attention = "tiles": is not for GPUs; there are "cudnn"' in fault
@@ -428,7 +428,7 @@ def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
         assert len(found) == (not fine), found
         assert all(expected in fault and f'model.attention = "{name}"' in fault for fault in found)
     capped = refused(config_of(name, "tests.tiny_gemma3", "two", **HALF))
-    assert any("cannot cap scores" in fault for fault in capped) == (name != "math")
+    assert any("the capped scores" in fault for fault in capped) == (name != "math")
 
 
 def test_flash_attention_3_needs_hopper_and_its_package(monkeypatch):

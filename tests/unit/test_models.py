@@ -15,17 +15,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import Cache, SeqInfo, with_mask
 from models.blocks import apply_rope
 from models.rope import Llama3Scaling, TextCache, rope_frequencies, rope_tables
-from tests import tiny, tiny_deepseek_v3, tiny_gemma3, tiny_mixtral, tiny_olmo2, tiny_olmoe, tiny_qwen3, tiny_qwen3_moe
+from tests import (
+    tiny,
+    tiny_deepseek_v3,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmoe,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from titanlite.transforms.registry import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12
-FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3]
-SMALL_FAMILIES = [tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe, tiny_deepseek_v3]
+FAMILIES = [llama3, qwen3, gemma3, olmo2, qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss]
+SMALL_FAMILIES = [
+    tiny, tiny_qwen3, tiny_gemma3, tiny_olmo2, tiny_qwen3_moe, tiny_mixtral, tiny_olmoe, tiny_deepseek_v3, tiny_gpt_oss,
+]  # fmt: skip
 SMALL = [(module, flavor) for module in SMALL_FAMILIES for flavor in module.FLAVORS]
 every_flavor = pytest.mark.parametrize(
     ("module", "flavor"), [(module, flavor) for module in FAMILIES for flavor in module.FLAVORS]
@@ -93,7 +105,13 @@ _PUBLISHED = {
     qwen3_moe: {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
     mixtral: {"8x7b": 46_702_792_704, "8x22b": 140_620_634_112},
     olmoe: {"1b-7b": 6_919_161_856},
-    deepseek_v3: {"moonlight-16b": 15_960_108_544, "671b": 671_026_404_352},  # without multi-token prediction
+    deepseek_v3: {  # without multi-token prediction
+        "moonlight-16b": 15_960_108_544,
+        "671b": 671_026_404_352,
+        "kimi-k2": 1_026_408_209_408,
+    },
+    # 20.91 and 116.83 billion in table 1 of arXiv:2508.10925; the files are quantised, so their headers add up to others
+    gpt_oss: {"20b": 20_914_757_184, "120b": 116_829_156_672},
 }
 
 
@@ -124,7 +142,7 @@ def test_causal_flops_count_what_each_token_sees(module, flavor):
     found = module.flops(c, _SEQ)
     # forward and backward, multiply and add, scores and values
     a_pair = 3 * 2 * c.n_heads * (c.head_dim + getattr(c, "value_dim", c.head_dim))
-    windows = [c.window_of(layer) if module is tiny_gemma3 else None for layer in range(c.n_layers)]
+    windows = [c.window_of(layer) if hasattr(c, "window_of") else None for layer in range(c.n_layers)]
     seen = sum(min(place, window or _SEQ) for window in windows for place in range(1, _SEQ + 1)) / _SEQ
     assert found.palm - found.causal == pytest.approx(a_pair * (_SEQ * c.n_layers - seen))
     assert module.flops(c, 1).palm == module.flops(c, 1).causal
@@ -172,6 +190,24 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
     assert gemma3.from_hf({**two, "rope_theta": 10000.0}) == gemma3.FLAVORS["2-9b"]
 
 
+def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
+    """What its config.json says, apart from ids, names of code and quantisation."""
+    published = {
+        **{"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "hidden_act": "silu"},
+        **{"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_bias": False},
+        **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 384, "num_experts_per_tok": 8},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 50000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 0},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    }
+    assert deepseek_v3.from_hf(published) == deepseek_v3.FLAVORS["kimi-k2"]
+
+
 @pytest.mark.parametrize(
     ("module", "flavor", "changes", "word"),
     [
@@ -211,6 +247,12 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
             "dense_layers = 4: must be at least 0, and less than n_layers = 4",
         ),
         (deepseek_v3, "debug", {"n_shared_experts": 0}, "shared_experts = 0: must be at least 1"),
+        (gpt_oss, "debug", {"model_type": "gpt"}, "'gpt'"),
+        (gpt_oss, "debug", {"attention_bias": False}, "attention_bias = False: gpt-oss has True"),
+        (gpt_oss, "debug", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0: gpt-oss has 7.0"),
+        (gpt_oss, "debug", {"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        (gpt_oss, "debug", {"hidden_act": "gelu"}, "gelu"),
+        (gpt_oss, "debug", {"layer_types": ["full_attention"] * 4}, "in turn"),
         (olmo2, "debug", {"model_type": "olmo"}, "olmo"),
         (olmo2, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk': must be default, linear, dynamic, yarn"),
         (olmo2, "debug", {"attention_bias": True}, "attention_bias"),

@@ -97,7 +97,7 @@ def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch
     ends = torch.tensor([3, 3, 10, 10, 12], dtype=torch.int32)
     rows, slopes = torch.randn(12, 8).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
     weights = torch.randn(5, 16, 8).bfloat16().requires_grad_()
-    result = grouped_product(rows, weights, ends, True)
+    result = grouped_product(rows, weights, ends, True, None)
     result.backward(slopes)
     first = 0
     for expert, last in enumerate(ends.tolist()):
@@ -106,14 +106,14 @@ def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch
         torch.testing.assert_close(rows.grad[mine], slopes[mine] @ weights[expert])
         torch.testing.assert_close(weights.grad[expert], slopes[mine].T @ rows[mine])
         first = last
-    torch.testing.assert_close(grouped_product(slopes, weights, ends, False), rows.grad)
+    torch.testing.assert_close(grouped_product(slopes, weights, ends, False, None), rows.grad)
 
 
 def test_the_operations_keep_the_rules_of_pytorch():
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
-    torch.library.opcheck(grouped_product, (rows, weights, ends, True))
-    torch.library.opcheck(grouped_product, (torch.randn(10, 6), weights, ends, False))
+    torch.library.opcheck(grouped_product, (rows, weights, ends, True, None))
+    torch.library.opcheck(grouped_product, (torch.randn(10, 6), weights, ends, False, None))
     torch.library.opcheck(grouped_outer, (torch.randn(10, 6), torch.randn(10, 4), ends))
 
 

@@ -44,7 +44,7 @@ ALLOWED = {
     "checkpoint/load.py": {"load": "tensors of a verified checkpoint"},
     "checkpoint/folder.py": {"read_text": "what this run has just written"},
     "hf/folder.py": {"safe_open": "after `size_of`; it validates the header"},
-    "hf/load.py": {"safe_open": "files that hf/folder.py has validated"},
+    "hf/entries.py": {"safe_open": "files that hf/folder.py has validated"},
     "data/blocks.py": {"memmap": "after `size_of`"},
     "data/packing.py": {"load": "after `size_of`, without pickles"},
     "data/prepare/encode.py": {"open": "/dev/null, to write"},

@@ -1,5 +1,6 @@
 """Predictions with experts that are split over ranks: what the exchange of rows sends, computes and holds, from shapes."""
 
+import json
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from titanlite.plan.memory import kept_bytes
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
 from titanlite.plan.report import limits
+from titanlite.plan.trace import Mixture, Trace, check_trace, read_trace, received_by, spread
 from titanlite.tools import estimate
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
@@ -146,4 +148,63 @@ def test_the_estimate_says_which_routing_it_supposes_and_refuses_one_without_eff
     (tmp_path / "run.toml").write_text("")
     monkeypatch.setattr(sys, "argv", ["titanlite estimate", str(tmp_path / "run.toml"), "--routing", "worst"])
     with pytest.raises(UserError, match=r"--routing worst: has no effect unless parallelism\.expert_parallel_degree > 1"):
+        estimate.main()
+
+
+def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer():
+    """Shares of 12/16 in the first layer and of 10/16 in the second, on one rank and then on the other."""
+    counts = [[4, 4, 2, 2, 1, 1, 1, 1], [2, 2, 1, 1, 5, 2, 2, 1]]
+    trace = Trace(step=3, mixtures=[Mixture(top_k=2, counts=each) for each in counts])
+    mesh = {"dp_shard": 2, "ep": 2}
+    balanced, recorded = predicted(case(mesh, factor=2.0)), predicted(case(mesh, factor=2.0), trace)
+    row = 2 * SHAPE.dim * SHAPE.expert_dim  # one product
+    more = (512 * 12 // 16 - 256) + (512 * 10 // 16 - 256)
+    assert recorded.work.flops == balanced.work.flops + 9 * more * row
+    received = (512 * 12 // 16 + 512 * 10 // 16) * ROW
+    assert exchanged(recorded)["results"] == exchanged(recorded)["slopes of rows"] == (LAYERS, received, received // 2)
+    stays = (256 * 12 // 16 + 256 * 10 // 16) * ROW
+    assert exchanged(recorded)["rows"] == (LAYERS, LAYERS * 256 * ROW, LAYERS * 256 * ROW - stays)
+    assert recorded.memory == balanced.memory
+
+
+def test_a_recorded_step_with_equal_counts_is_a_balanced_one_and_one_rank_with_all_rows_is_the_worst():
+    for mesh, factor in (({"dp_shard": 2, "ep": 2}, 0.5), ({"dp_shard": 4, "ep": 4}, 1.5)):
+        each = case(mesh, factor=factor)
+        equal, alone = ([Mixture(top_k=2, counts=counts)] * LAYERS for counts in ([7] * 8, [5, 5, *[0] * 6]))
+        assert predicted(each, Trace(step=1, mixtures=equal)) == predicted(each)
+        worst = predicted(each, "worst")
+        found = predicted(each, Trace(step=1, mixtures=alone))
+        assert found.work.flops == worst.work.flops
+        assert exchanged(found)["results"] == exchanged(worst)["results"]
+
+
+def test_shares_keep_their_sum_and_their_values_where_these_fit():
+    assert spread([3, 0, 5], 8) == [3, 0, 5] and spread([3, 0, 5], 16) == [6, 0, 10]
+    for rows in (1, 7, 1000):
+        assert sum(spread([3, 1, 5, 2], rows)) == rows
+    assert received_by([3, 1, 5, 2], 11, 2) == [4, 7]
+
+
+def test_a_trace_of_another_model_is_refused_with_what_differs(tmp_path):
+    config = case({"dp_shard": 2, "ep": 2}).config()
+    model, path = on_meta(family_of(config.model), config), tmp_path / "routing.json"
+
+    def refusal(*mixtures: dict[str, object]) -> str:
+        path.write_text(json.dumps({"step": 1, "mixtures": mixtures}))
+        with pytest.raises(UserError) as caught:
+            check_trace(read_trace(tmp_path), path, model)
+        return str(caught.value)
+
+    right = {"top_k": 2, "counts": [1] * 8}
+    assert "has 1 mixtures, the model 2" in refusal(right)
+    assert "mixture 1: 4 experts and top_k = 2, in the model 8 and 2" in refusal(right, {"top_k": 2, "counts": [1] * 4})
+    assert "mixture 0: 8 experts and top_k = 3, in the model 8 and 2" in refusal({**right, "top_k": 3}, right)
+    assert "mixtures.0.counts: are all 0" in refusal({**right, "counts": [0] * 8}, right)
+
+
+@pytest.mark.parametrize("words", [["--routing", "recorded"], ["--routing", "worst", "--trace", "x"], ["--trace", "x"]])
+def test_recorded_routing_and_its_trace_are_given_together(monkeypatch, tmp_path, words):
+    (tmp_path / "run.toml").write_text("[parallelism]\nexpert_parallel_degree = 2\n")
+    monkeypatch.setattr(sys, "argv", ["titanlite estimate", str(tmp_path / "run.toml"), *words])
+    with pytest.raises(UserError, match="--routing recorded and --trace RUN: give both, or none"):
         estimate.main()

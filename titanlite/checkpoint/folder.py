@@ -197,8 +197,6 @@ def faults(config: Config) -> Iterator[str]:
     """What prevents a run from saving or resuming as configured."""
     cfg, folder = config.checkpoint, Path(config.job.dump_folder) / config.checkpoint.folder
     if not cfg.enable:
-        if config.training.on_nonfinite == "rollback":
-            yield 'training.on_nonfinite = "rollback": needs checkpoints to go back to; set checkpoint.enable = true'
         return
     if cfg.load_step >= 0 and not step_folder(folder, cfg.load_step).is_dir():
         steps = ", ".join(map(str, list_steps(folder))) or "none"

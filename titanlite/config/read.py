@@ -135,18 +135,19 @@ def to_toml(config: Config) -> str:
         for name, value in table.items():
             if value is None:  # TOML has no null: an optional key that is not set is left out
                 continue
-            setting, condition = f"{name} = {_toml_value(value)}", without_effect.get((section, name))
+            setting, condition = f"{name} = {toml_value(value)}", without_effect.get((section, name))
             lines.append(f"# {setting}  (no effect unless {condition})" if condition else setting)
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value of a configuration as TOML text; entries of a table that are None are left out."""
     if isinstance(value, dict):
-        entries = [f"{_toml_key(key)} = {_toml_value(entry)}" for key, entry in value.items() if entry is not None]
+        entries = [f"{_toml_key(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"
     if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(entry) for entry in value) + "]"
+        return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
     if isinstance(value, float):
         return repr(value)
     # a JSON string is a valid TOML basic string once DEL, which JSON does not escape, is escaped
@@ -154,7 +155,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _toml_key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else _toml_value(name)
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
 def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict[str, Any]:

@@ -86,7 +86,6 @@ INSTEAD: dict[str, str] = {
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
     "metrics.enable_wandb": "metrics.jsonl and TensorBoard contain all metrics",
-    "checkpoint.initial_load_in_hf_quantized": "quantized weights are not read; convert them to bfloat16 first",
     "comm.mode": "use the command `titanlite estimate CONFIG --ranks N`",
 }
 
@@ -97,6 +96,7 @@ SAME: dict[str, tuple[Any, ...]] = {
     "activation_checkpoint.early_stop": (True, False),  # changes time only
     "activation_checkpoint.preserve_rng_state": (True,),
     "activation_checkpoint.determinism_check": ("default",),
+    "checkpoint.initial_load_in_hf_quantized": (True, False),  # config.json says whether weights are quantised
     "model.converters": ([],),
     "parallelism.context_parallel_rotate_method": ("allgather",),  # the default, "gather"
     "parallelism.expert_tensor_parallel_degree": (1,),

@@ -56,8 +56,8 @@ class Model(Section):
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
     attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS] = "auto"
     """The attention kernel in training. "auto": cuDNN on Hopper, FlashAttention on other GPUs, or the next best kernel that
-    supports precision and head size; FlexAttention for document masks, sliding windows and capped scores. Any other value
-    forces that kernel for the whole model; a configuration that it does not support is refused. "efficient": PyTorch's
+    supports precision and head size; FlexAttention for document masks, windows, capped scores and sinks. Any other value forces
+    that kernel for the whole model; a configuration that it does not support is refused. "efficient": PyTorch's
     memory-efficient attention. "flash3": FlashAttention 3, a separate package for Hopper. "tiles": our own kernel for CPUs,
     which "auto" uses there for compiled blocks in bfloat16 with at most 512 tokens. "math": stores all scores."""
 

@@ -1,10 +1,11 @@
-"""Exports a checkpoint to a folder that transformers reads. Only one tensor of the model is in memory at a time."""
+"""Exports a checkpoint to a folder that transformers reads. One tensor at a time is in memory, with those of the model that it
+joins."""
 
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from titanlite.errors import UserError, listed, phase
 from titanlite.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
+from titanlite.hf.part import Part
 from titanlite.launch.process import rank_and_world, together
 from titanlite.transforms.description import read_description
 from titanlite.transforms.lora import merged
@@ -40,30 +42,57 @@ _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embedd
 class Item(NamedTuple):
     """A tensor to export."""
 
-    ours: str  # its name in the model
     theirs: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: dict[str, Part]  # names in the model, and what of it these are: usually one, which is all
     expert: int | None = None  # the part of a stack in the model; None: the whole tensor
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return tuple(self.parts)
 
     @property
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The tensor, contiguous. tensors: those of the model, by name."""
+        found = {
+            part: tensors[name] if self.expert is None else tensors[name][self.expert] for name, part in self.parts.items()
+        }
+        if (whole := found.get(Part(self.theirs))) is not None:
+            assert (tuple(whole.shape), whole.dtype) == (self.shape, self.dtype), self
+            return whole.contiguous()
+        result = torch.empty(self.shape, dtype=self.dtype)
+        for part, tensor in found.items():
+            view = part.view(result)
+            assert (view.shape, view.dtype) == (tensor.shape, tensor.dtype), (self, part)
+            view.copy_(tensor)
+        return result
 
-def items_of(ours: str, theirs: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Item]:
-    """The tensors to export for one of the model: itself, or one for each expert."""
-    if "{e}" not in theirs:
-        return [Item(ours, theirs, shape, dtype)]
-    return [Item(ours, name, shape[1:], dtype, expert) for expert, name in enumerate(each_expert(theirs, shape))]
+
+def items_of(
+    shapes: Mapping[str, tuple[int, ...]], theirs: Mapping[str, str], dtype_of: Callable[[str], torch.dtype]
+) -> list[Item]:
+    """The tensors to export for those of the model: one for each, one for each expert of a stack, or one for several."""
+    items: dict[str, Item] = {}
+    for name, shape in shapes.items():
+        stacked = "{e}" in theirs[name]
+        for expert, part in enumerate(each_expert(theirs[name], shape)):
+            size = part.shape(shape[1:] if stacked else shape)
+            item = items.setdefault(part.name, Item(part.name, size, dtype_of(name), {}, expert if stacked else None))
+            assert (item.shape, item.dtype) == (size, dtype_of(name)), part.name
+            item.parts[name] = part
+    return list(items.values())
 
 
 class Exported:
     """The weights of a checkpoint by their names in the model, with adapters merged, in the dtype of the export.
 
-    dtype: of all floating-point tensors; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run. Raises
-    named: the module that the user's command names as the model's. UserError if the family has changed since the checkpoint was
-    saved.
+    dtype: of all floating-point parameters; None: the stored dtypes. assets: replaces the model.hf_assets_path of the run.
+    named: the module that the user's command names as the model's. Raises UserError if the family has changed since the
+    checkpoint was saved.
     """
 
     def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = "", named: str = ""):
@@ -81,6 +110,7 @@ class Exported:
         if rank_and_world()[0] == 0:
             warn_of_changes(stored.source, stored.manifest.numbers.get("model_source"), self.family.module)
         self.model = self.family.on_meta()
+        self._buffers = dict(self.model.named_buffers())
         self.shapes = {name.removeprefix("model."): tuple(tensor.shape) for name, tensor in model_tensors(self.model).items()}
         weights = [name for name in stored.entries if name.startswith("model.")]
         weights, self._read = merged(weights, stored.read, stored.manifest.numbers["config"].get("lora", {}))
@@ -103,8 +133,11 @@ class Exported:
         return loaded
 
     def dtype_of(self, name: str) -> torch.dtype:
+        """Of an exported weight. A buffer, the bias of a router, loses no precision: transformers has it in float32."""
         stored = self.stored.entries[f"model.{name}"].properties.dtype
-        return self._dtype if self._dtype and stored.is_floating_point else stored
+        if self._dtype is None or not stored.is_floating_point:
+            return stored
+        return torch.promote_types(stored, self._dtype) if name in self._buffers else self._dtype
 
     def read_tensor(self, name: str) -> Tensor:
         """A whole weight with its adapter merged, in the dtype of the export. name: in the model."""
@@ -135,14 +168,9 @@ def export(
     unfinished = unfinished_path(output)
     with together(group), reporting(output):
         exported = Exported(Stored(source, rank, world), dtype, assets, named)
-        theirs = their_names(exported.family, exported.shapes)
-        items = [
-            item
-            for name, shape in exported.shapes.items()
-            for item in items_of(name, theirs[name], shape, exported.dtype_of(name))
-        ]
+        items = items_of(exported.shapes, their_names(exported.family, exported.shapes), exported.dtype_of)
         if odd := [item for item in items if item.dtype not in _CODES]:
-            lines = [f"{item.ours}: is {item.dtype}, which the format does not support" for item in odd]
+            lines = [f"{item.ours[0]}: is {item.dtype}, which the format does not support" for item in odd]
             raise UserError("\n".join(dict.fromkeys(lines)))
         tokenizer = exported.tokenizer()
         if rank == 0:
@@ -182,12 +210,10 @@ def write_file(path: Path, items: Sequence[Item], read: Callable[[str], Tensor])
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for ours, group in itertools.groupby(ordered, lambda item: item.ours):
-            tensor = read(ours)
+            tensors = {name: read(name) for name in ours}
             for item in group:
-                part = tensor if item.expert is None else tensor[item.expert]
-                assert (tuple(part.shape), part.dtype) == (item.shape, item.dtype), item
-                file.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            del tensor, part  # before the next one is read
+                file.write(item.joined(tensors).reshape(-1).view(torch.uint8).numpy().data)
+            del tensors  # before the next ones are read
         file.flush()
         os.fsync(file.fileno())
 

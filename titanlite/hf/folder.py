@@ -1,13 +1,12 @@
 """Validates a folder in Hugging Face's format: the safetensors file, shape and dtype of each tensor."""
 
 import fnmatch
-import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -18,50 +17,34 @@ from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
+from titanlite.hf.entries import Entry, Stack, dequantise, part_of
+from titanlite.hf.part import Part
 from titanlite.outside import MIB, Absent, Contents, FileName, read_json, size_of
-from titanlite.transforms.description import read_description
+from titanlite.transforms.description import Description, read_description
 from titanlite.transforms.registry import Family, described, is_adapter, require_hf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
+_QUANTISED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # parts of quantised tensors
 _LIMIT = 128 * MIB  # of the index; that of 90,000 tensors has 9 MiB
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COMPUTED = ".rotary_emb.inv_freq"  # in old files; computed from the configuration
 
 
-class Entry(NamedTuple):
-    """A tensor of a safetensors file."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Stack(NamedTuple):
-    """Tensors of equal shape, one for each expert, that are one parameter of ours."""
-
-    parts: tuple[Entry, ...]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that holds the values of all."""
-        return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
-
-
 def their_name(module: ModuleType, name: str) -> str | None:
     """The name of our parameter in Hugging Face's format; None if the family's HF table has none.
 
-    "{e}" in it is the number of an expert: see `each_expert`.
+    "{e}" in it is the number of an expert: see `each_expert`. It may say which part of a tensor it means: see `Part`.
     """
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     theirs = module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
     return theirs.replace("{i}", number[0]) if theirs and number else theirs
 
 
-def each_expert(theirs: str, shape: Sequence[int]) -> list[str]:
-    """The names of the tensors there that are our parameter of this shape: one for each expert of a stack, or a single one."""
-    return [theirs.replace("{e}", str(expert)) for expert in range(shape[0])] if "{e}" in theirs else [theirs]
+def each_expert(theirs: str, shape: Sequence[int]) -> list[Part]:
+    """The tensors there that are our parameter of this shape: one for each expert of a stack, or a single one."""
+    names = [theirs.replace("{e}", str(expert)) for expert in range(shape[0])] if "{e}" in theirs else [theirs]
+    return [Part.of(name) for name in names]
 
 
 def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:
@@ -99,19 +82,20 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
     for name in [*tensors, *tied]:
         their, first = theirs[name.removeprefix("model.")], tied.get(name, name)
         shape = tuple(tensors[first].shape)
-        names = each_expert(their, shape)
-        known.update(names)
+        parts = each_expert(their, shape)
+        known.update(part.name for part in parts)
         if any(fnmatch.fnmatchcase(first, pattern) for pattern in exclude):
             continue
-        found = [stored[part] for part in names if part in stored]
+        found = [stored[part.name] for part in parts if part.name in stored]
         if name not in tied:
-            problems += [f"{part} ({name}): is missing" for part in names if part not in stored]
+            problems += [f"{part.name} ({name}): is missing" for part in parts if part.name not in stored]
         stacked = "{e}" in their
-        of_each = shape[1:] if stacked else shape
+        of_each = parts[0].shape(shape[1:] if stacked else shape)
         wrong = [entry for entry in found if entry.shape != of_each]
         problems += [f"{e.name} ({name}): {e.shape} in {e.file.name}, {of_each} in the model" for e in wrong]
-        if len(found) == len(names) and not wrong:
-            weights.setdefault(first, []).append(Stack(tuple(found)) if stacked else found[0])
+        if len(found) == len(parts) and not wrong:
+            named = [part_of(entry, part) for entry, part in zip(found, parts, strict=True)]
+            weights.setdefault(first, []).append(Stack(tuple(named)) if stacked else named[0])
     ignored = [f"*{_COMPUTED}", *getattr(family.module, "unused_in_hf", lambda _: ())(family.config)]
     others = sorted(
         name for name in stored.keys() - known if not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
@@ -123,8 +107,13 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
 
 
 def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
-    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors."""
+    """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors.
+
+    A quantised tensor, as config.json describes them, is one entry of its name, shape and dtype without quantisation.
+    """
+    known = DTYPES | _QUANTISED
     entries: dict[str, Entry] = {}
+    kinds: dict[str, str] = {}
     problems: list[str] = []
     places = _places(folder)
     for path in sorted({folder / place for place in places.values()}) or [folder / SINGLE]:
@@ -141,12 +130,24 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
             continue
         problems += [f"{name}: in {entries[name].file.name} and in {path.name}" for name in found.keys() & entries.keys()]
         for name, (shape, kind) in found.items():
-            if kind not in DTYPES:
-                problems.append(f"{name}: is stored in {path.name} as {kind}, and only {', '.join(DTYPES)} are read")
-            entries[name] = Entry(path, name, shape, DTYPES.get(kind, torch.float32))
+            kinds[name] = kind
+            entries[name] = Entry(path, name, shape, known.get(kind, torch.float32))
     others = [name for name, place in places.items() if name in entries and entries[name].file.name != place]
     problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {places[name]}" for name in others]
+    problems += dequantise(entries, quantization) if (quantization := _quantization(folder)) else []
+    for name, entry in entries.items():
+        if entry.dtype in _QUANTISED.values() or kinds.get(name, "F32") not in known:
+            here = f"{name}: is stored in {entry.file.name} as {kinds[name]}"
+            problems.append(f"{here}, and only {', '.join(DTYPES)} are read, or what quantization_config of config.json says")
     return entries, problems
+
+
+def _quantization(folder: Path) -> Description | None:
+    """How the weights of a folder are quantised, if they are."""
+    try:
+        return read_description(folder).get("quantization_config")
+    except Absent:
+        return None
 
 
 class _Index(Contents):

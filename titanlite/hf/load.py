@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from titanlite.errors import UserError
-from titanlite.hf.folder import Entry, Stack
+from titanlite.hf.entries import Box, Entry, Stack
 from titanlite.transforms.shards import global_offset, local_part
 
 _CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process until the file is closed
@@ -18,7 +17,8 @@ _CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process un
 def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry | Stack]]) -> None:
     """Reads the entries of `find_weights` into tensors of the same names, in place and in their dtypes.
 
-    Raises UserError for a tied parameter that is stored twice with different values.
+    Raises UserError for a tied parameter that is stored twice with different values, and for a quantised one that has values
+    that are not finite.
     """
     for name, entries in weights.items():
         tensor = tensors[name]
@@ -49,6 +49,5 @@ def _read_box(local: Tensor, entries: Sequence[Entry], corner: Sequence[int]) ->
         part.copy_(values)
 
 
-def _slice(entry: Entry, box: tuple[slice, ...]) -> Tensor:
-    with safe_open(str(entry.file), "pt") as file:
-        return file.get_slice(entry.name)[box]
+def _slice(entry: Entry, box: Box) -> Tensor:
+    return entry.read(box)

@@ -21,11 +21,11 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from titanlite.errors import UserError
 from titanlite.launch.layout import Layout
@@ -126,14 +126,18 @@ class _Exchange(socketserver.StreamRequestHandler):
         self.wfile.write(answer.model_dump_json().encode() + b"\n")
 
 
-class Rendezvous(RendezvousHandler):
-    """What torch's agent needs to know of the other machines. `layout.machines` may be 1."""
+class Rendezvous(StaticTCPRendezvous):
+    """What torch's agent needs to know of the other machines, `layout.machines` of them, which may be 1.
+
+    PyTorch's static rendezvous has a fixed number of machines too; here they meet before every start, each with its own store.
+    """
 
     def __init__(self, layout: Layout, unreachable: float):
         """unreachable: seconds without an answer of machine 0 after which the run ends.
 
         Raises UserError where this machine shall listen, and cannot.
         """
+        super().__init__(layout.host, layout.port, layout.machine, layout.machines, "titanlite", layout.patience)
         self.layout, self.unreachable = layout, unreachable
         self.endpoint = f"{layout.host}:{layout.port}"
         self.address: tuple[str, int] | None = None  # of machine 0, once it has answered
@@ -160,19 +164,6 @@ class Rendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         return "titanlite"
-
-    def get_run_id(self) -> str:
-        return "titanlite"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True  # the ranks use the store of `next_rendezvous`, which is another one at every start
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets the other machines. Raises UserError for a wrong NODE_RANK, NNODES or NGPU, else a RendezvousError."""

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 LOCK, CONFIG, PROVENANCE = ".lock", "config.toml", "provenance.json"
 METRICS, INCIDENTS, STACKS, COLLECTIVES = "metrics.jsonl", "incidents.jsonl", "stacks", "comm_traces"
+ROUTING = "routing.json"
 _UNREADABLE = f"{PROVENANCE}.unreadable"
 _LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
 _PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
@@ -45,6 +46,7 @@ PLACES = {  # names in the folder of a run -> what is there; a comment says what
     PROVENANCE: "file",  # an entry for each start: command, git commit and diff, versions, mesh, data; rank 0
     _UNREADABLE: "file",  # a provenance.json that somebody has edited; rank 0
     METRICS: "file",  # an object for each reported step; rank 0
+    ROUTING: "file",  # how many rows each expert of a mixture had, at the latest report; rank 0
     INCIDENTS: "file",  # an object for each spike and each step that was not finite; rank 0
     STACKS: "folder",  # rank-0.txt, ...: where ranks were when something went wrong; each rank, the launcher
     COLLECTIVES: "folder",  # rank_0, ...: NCCL's flight recorder; each rank

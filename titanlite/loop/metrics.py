@@ -18,7 +18,7 @@ from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, at
 from titanlite.files import replace_file, tolerated
-from titanlite.launch.run_folder import METRICS
+from titanlite.launch.run_folder import METRICS, ROUTING
 from titanlite.outside import Absent, Contents, Count, read_lines
 
 log = logging.getLogger(__name__)
@@ -170,6 +170,13 @@ class Reporter:
                     board.add_scalar(name, value, step)
 
         self._to_board(add)
+
+    def routing(self, step: int, mixtures: list[dict[str, Any]]) -> None:
+        """The routing of a step in place of an earlier one, to routing.json: its size does not grow. See optim/balance.py."""
+        if self.file is not None and mixtures:
+            path = Path(self._config.job.dump_folder) / ROUTING
+            with tolerated(path):
+                replace_file(path, json.dumps({"step": step, "mixtures": mixtures}) + "\n")
 
     def samples(self, step: int, texts: list[str]) -> None:
         """Texts of the model, to TensorBoard, as code blocks that Markdown does not format."""

@@ -20,6 +20,7 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import KEYS, suggest
 from titanlite.config.schema import Config
@@ -142,7 +143,7 @@ def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str
     }
 
 
-def imported_numbers(family: Family, model: dict[str, str]) -> dict[str, Any]:
+def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
     """The same for imported weights. model: the keys of [model] that describe them."""
     nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
     return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
@@ -373,25 +374,24 @@ def _matches(key: str, patterns: Iterable[str]) -> bool:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
+_ROLLBACK, _BRANCH = 'training.on_nonfinite = "rollback"', "checkpoint.initial_load_model_only = false"
+_CONFLICTS: tuple[Conflict, ...] = (
+    (_ROLLBACK, "checkpoint.enable = false", "there is no checkpoint to go back to; set checkpoint.enable = true"),
+    (_ROLLBACK, "checkpoint.exclude_from_loading is set", "a rollback loads whole checkpoints; use them in different starts"),
+    (_BRANCH, "checkpoint.initial_load_in_hf = true", "a folder in Hugging Face's format holds weights only; set it to true"),
+)
+
+
 def faults(config: Config) -> Iterator[str]:
     """What a run cannot start from or go back to, and changes that cannot be allowed."""
+    yield from conflicts(config, _CONFLICTS)
     cfg, source = config.checkpoint, Path(config.checkpoint.initial_load_path)
     started = bool(list_steps(Path(config.job.dump_folder) / cfg.folder))  # then initial_load_path is not read any more
-    if cfg.initial_load_path and cfg.initial_load_in_hf:
-        if not cfg.initial_load_model_only:
-            yield (
-                "checkpoint.initial_load_model_only = false: a folder in Hugging Face's format holds weights only; set it to "
-                "true, or checkpoint.initial_load_in_hf to false"
-            )
-    elif cfg.initial_load_path and not started and not (source / manifest.FILE).is_file():
+    unlike_ours = not cfg.initial_load_in_hf and not (source / manifest.FILE).is_file()
+    if cfg.initial_load_path and unlike_ours and not started:
         is_hf = (source / "config.json").is_file()
         hint = "; it looks like Hugging Face's format: set checkpoint.initial_load_in_hf = true" if is_hf else ""
         yield f'checkpoint.initial_load_path = "{source}": not a checkpoint, such as .../step-00000100{hint}'
-    if config.training.on_nonfinite == "rollback" and cfg.exclude_from_loading:
-        yield (
-            'training.on_nonfinite = "rollback": goes back to a whole checkpoint, and checkpoint.exclude_from_loading = '
-            f"{cfg.exclude_from_loading} to a part of it; start a run with the one, and continue with the other"
-        )
     known = changeable()
     for pattern in cfg.allow_changes:
         if not fnmatch.filter(known, pattern):

@@ -3,6 +3,7 @@
 Counts are integers, added up over microbatches and ranks, so that biases are equal on every mesh, bit for bit.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from models.moe import Router, RouterLosses, routers_of
+from models.moe import Router, RouterLosses, experts_of, routers_of
 from titanlite.config.schema import Config
 
 
@@ -51,7 +53,9 @@ def add_microbatch(model: nn.Module) -> None:
 def move_biases(model: nn.Module, skipped: Tensor) -> None:
     """After an optimizer step: the biases follow the load of the global batch. skipped: () float32, 1 for a skipped step."""
     routers = [router for router in _counting(model) if router.bias_update_speed and router.bias is not None]
-    for router, counts in zip(routers, _over_all_ranks(routers, model), strict=False):
+    for router, counts in zip(
+        routers, _added_up(_step_counts(routers), group=getattr(model, "router_ranks", None)), strict=False
+    ):
         assert router.bias is not None
         # Twice the counts and the sum of all: no rounding decides which side of the mean an expert is on.
         behind = (counts.sum() - counts * len(counts)).sign()
@@ -69,7 +73,7 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
     for number, (counts, _) in enumerate(found):
         shares = counts / counts.sum().clamp(min=1)
         loads.append(float(shares.max()) * len(counts))
-        entropies.append(float(torch.special.entr(shares).sum() / torch.tensor(len(counts)).log()))
+        entropies.append(float(torch.special.entr(shares).sum()) / math.log(len(counts)) if len(counts) > 1 else 1.0)
         of_ranks.append(float(shares.unflatten(0, (expert_ranks, -1)).sum(1).max()) * expert_ranks)
         dead += int((counts == 0).sum())
         values[f"expert_load/{number}"] = loads[-1]
@@ -84,16 +88,36 @@ def load(model: nn.Module, expert_ranks: int) -> dict[str, float]:
 
 
 def _of_all_stages(model: nn.Module) -> list[tuple[Tensor, float | None]]:
-    """The counts of each router, on the CPU, and the range of its bias, in the order of the layers."""
+    """The counts of each router, on the CPU, and the range of its bias."""
     routers = _counting(model)
     biases = [router.bias for router in routers if router.bias is not None]
     ranges: list[Any] = torch.stack([bias.max() - bias.min() for bias in biases]).tolist() if biases else [None] * len(routers)
-    found = list(zip(_over_all_ranks(routers, model, torch.device("cpu")), ranges, strict=True))
+    counts = _added_up(_step_counts(routers), torch.device("cpu"), getattr(model, "router_ranks", None))
+    return _in_order(model, list(zip(counts, ranges, strict=True)))
+
+
+def _in_order(model: nn.Module, of_routers: list[Any]) -> list[Any]:
+    """Values of this rank's routers -> those of all routers in the order of the layers; a pipeline's ranks have some each."""
     if (pipeline := getattr(model, "pipeline", None)) is None:
-        return found
+        return of_routers
     layers = [int(name.split(".")[1]) for name, module in model.named_modules() if isinstance(module, Router)]
-    every = sorted(pipeline.gathered(list(zip(layers, found, strict=True))), key=lambda pair: pair[0])
-    return [of_router for _, of_router in every]
+    every = sorted(pipeline.gathered(zip(layers, of_routers, strict=True)), key=lambda pair: pair[0])
+    return [value for _, value in every]
+
+
+def routing(model: nn.Module) -> list[dict[str, Any]]:
+    """What an exchange of each mixture has moved, to be replayed: {"top_k": ..., "counts": rows of each expert}.
+
+    Of the latest microbatch, from the ranks among which this rank's experts are split; from all ranks if they are not. All
+    ranks together; one host sync.
+    """
+    routers = _counting(model)
+    exchange = next((experts.exchange for experts in experts_of(model)), None)
+    resolve: Any = _resolve_process_group  # declared for names of a type of their own
+    group = resolve(exchange.group_name) if exchange else getattr(model, "router_ranks", None)
+    latest = _added_up([router.counts for router in routers if router.counts is not None], torch.device("cpu"), group)
+    found = [{"top_k": router.top_k, "counts": each.tolist()} for router, each in zip(routers, latest, strict=True)]
+    return _in_order(model, found)
 
 
 def _counting(model: nn.Module) -> list[Router]:
@@ -105,13 +129,13 @@ def _step_counts(routers: list[Router]) -> list[Tensor]:
     return [router.step_counts for router in routers if router.step_counts is not None]
 
 
-def _over_all_ranks(routers: list[Router], model: nn.Module, device: torch.device | None = None) -> list[Tensor]:
-    """The counts of a step, (experts,) int64 for each router, by one all-reduce. device: of the result; None: the routers'."""
-    counts = _step_counts(routers)
+def _added_up(counts: list[Tensor], device: torch.device | None = None, group: Any = None) -> list[Tensor]:
+    """The sums over ranks of (experts,) int64 for each router, by one all-reduce. device: of the result; None: the counts'.
+    group: None: all ranks."""
     if not counts:
         return []
     together = torch.cat(counts)
-    dist.all_reduce(together, group=model.router_ranks)
+    dist.all_reduce(together, group=group)
     return list(together.to(device).split([len(each) for each in counts]))
 
 

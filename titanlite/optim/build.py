@@ -73,14 +73,19 @@ def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | Non
 
 def is_orthogonalised(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
     """Whether Muon updates a parameter; AdamW updates embedding, head, norms and biases."""
-    return cfg.name == "Muon" and parameter.ndim == 2 and name.startswith("layers.")
+    return cfg.name == "Muon" and parameter.ndim == 2 and name.startswith("layers.") and not _is_bias(name)
 
 
 def is_decayed(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
     """Whether weight decay applies to a parameter."""
     if cfg.decay_parameters:
         return re.search(cfg.decay_parameters, name) is not None
-    return parameter.ndim >= 2
+    return parameter.ndim >= 2 and not _is_bias(name)
+
+
+def _is_bias(name: str) -> bool:
+    """Whether a parameter is a bias; those of experts are stacked, (experts, features)."""
+    return name.endswith("bias")
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -6,9 +6,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from models.exchange import Load
+from titanlite.plan.trace import received_by
 
-Routing = Literal["balanced", "worst"]
-"""Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks."""
+Routing = Literal["balanced", "worst"] | list[int]
+"""Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks. A list:
+the recorded rows of each expert; rank 0 is then the busiest rank, for which the others wait."""
 
 _FORWARD, _BACKWARD = torch.ops.titanlite.exchanged_experts, torch.ops.titanlite.exchanged_experts_backward
 
@@ -22,25 +24,42 @@ class Message(NamedTuple):
     sent: int  # bytes that go to other ranks
 
 
-def load_of(operation: Any, given: dict[str, Any], routing: Routing) -> Load | None:
+class Exchanged(NamedTuple):
+    """What an operation exchanges on rank 0."""
+
+    load: Load
+    first: int  # of this rank's rows, those that it sends in the first round
+
+    @property
+    def stay(self) -> float:
+        """The part of this rank's rows that are for its own experts: as large as in the rows of any other rank."""
+        return self.load.received / (self.load.rows * self.load.ranks) if self.load.rows else 1.0
+
+
+def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchanged | None:
     """How much an operation with these arguments exchanges on rank 0; None for any other operation."""
     packet = operation._overloadpacket
     if packet is not _FORWARD and packet is not _BACKWARD:
         return None
     forward = packet is _FORWARD
-    w1, counts = (given["w1"], given["counts"]) if forward else (given["weights"][0], given["counts"][0])
+    w1, counts = given["weights"][0], given["counts"] if forward else given["counts"][0]
     experts, hidden, dim = w1.shape
     ranks, rows = len(counts) // experts if forward else len(counts), len(given["order"])
     capacity = given["capacity"] if forward else len(given["kept"][0])
-    received = rows if routing == "balanced" else rows * ranks
-    return Load(rows, received, capacity, ranks, experts, dim, hidden, w1.element_size())
+    if isinstance(routing, list):
+        everywhere = received_by(routing, rows * ranks, ranks)
+        received, first = max(everywhere), sum(min(each, capacity) for each in everywhere) // ranks
+    else:
+        received, first = rows if routing == "balanced" else rows * ranks, min(rows, capacity)
+    return Exchanged(Load(rows, received, capacity, ranks, experts, dim, hidden, w1.element_size()), first)
 
 
 def temporary_bytes(operation: Any, given: dict[str, Any]) -> int:
     """What an operation allocates and frees, at the worst moment and with the worst routing; 0 for any other one."""
-    load = load_of(operation, given, "worst")
-    if load is None:
+    found = exchanged(operation, given, "worst")
+    if found is None:
         return 0
+    load = found.load
     return load.forward_bytes() if "kept" not in given else load.backward_bytes(given["trained"])
 
 
@@ -53,16 +72,14 @@ def flops(load: Load, given: dict[str, Any]) -> int:
     return product * ((6 if given["trained"] else 3) * load.received + 2 * again)
 
 
-def messages(load: Load, given: dict[str, Any]) -> list[Message]:
-    """What rank 0 sends in a call."""
+def messages(found: Exchanged, given: dict[str, Any]) -> list[Message]:
+    """What rank 0 sends in a call. All ranks have as many rows."""
+    load = found.load
     row, rounds = load.dim * load.itemsize, load.rounds
     away = load.ranks - 1
-    # All ranks have as many rows. What rank 0 sends stays with it if its own experts get all rows of all ranks.
-    balanced = load.received == load.rows
-    share = away if balanced else 0
 
     def there(what: str, calls: int, rows: int) -> Message:
-        return Message(what, calls, rows * row, rows * row * share // load.ranks)
+        return Message(what, calls, rows * row, round(rows * row * (1 - found.stay)))
 
     def back(what: str) -> Message:
         """The way of all received rows to the ranks that they are of, of which one is this."""
@@ -74,5 +91,5 @@ def messages(load: Load, given: dict[str, Any]) -> list[Message]:
         counted = Message("experts: counts of rows", 1, counts, counts * away // load.ranks)
         return [counted, there("experts: rows", rounds, load.rows), back("experts: results")]
     slopes = [there("experts: slopes of results", rounds, load.rows), back("experts: slopes of rows")]
-    later = load.rows - min(load.rows, load.capacity)
+    later = load.rows - found.first
     return [*slopes, there("experts: rows of further rounds", rounds - 1, later)] if rounds > 1 else slopes

@@ -7,7 +7,7 @@ each layer that is equal to one of them. Only Muon updates the whole model.
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,7 +19,6 @@ from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import shares, stage_costs
 from titanlite.plan import pipeline
-from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
 from titanlite.plan.record import Channel, Traffic, Work, combine
@@ -35,6 +34,7 @@ from titanlite.plan.step import (
     pretended_ranks,
     trained,
 )
+from titanlite.plan.trace import Trace, routings
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
@@ -66,11 +66,14 @@ class Prediction(NamedTuple):
 
 
 @phase("predicting a step")
-def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Routing = "balanced") -> Prediction:
+def predict(
+    config: Config, ranks: int, device_type: str = "cuda", routing: Literal["balanced", "worst"] | Trace = "balanced"
+) -> Prediction:
     """What rank 0 of `ranks` will hold and do. The process must not have a process group; it has none afterwards.
 
     See `report.limits` for what is left out. device_type: "cuda" or "cpu", which differ in the number of chunks of the loss.
-    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any.
+    routing: of rows to experts that are split over ranks, for what is computed and sent; memory suffices for any. With a Trace,
+    rank 0 is in each layer the busiest rank. `check_trace` must have accepted it.
     """
     offload = config.parallelism.cpu_offload
     degree, whole = config.parallelism.pipeline_parallel_degree, as_measured(config)
@@ -80,23 +83,24 @@ def predict(config: Config, ranks: int, device_type: str = "cuda", routing: Rout
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks // degree), "cpu")
         model, replicas = parallelize(family, config, mesh, torch.device("cpu")), mesh["dp_replicate"].size()
         microbatches = config.microbatches(data_degree(mesh))
-        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routing)
+        layers, setup = Layers.of(model, family, config), Setup(family, config, mesh, device_type, routings(model, routing))
         held, host = measure_memory(setup, layers.few), 0
         if config.activation_checkpoint.mode == "full" and config.activation_checkpoint.offload:
             host, _ = whole_memory(layers, held)
             held = offloaded(held)
         update = whole_update(layers, setup)
-        measured = Measured(model, layers, held, update, microbatches)
+        run = layers.each() if isinstance(routing, Trace) else layers  # with a trace no two layers do the same
+        measured = Measured(model, layers, run, held, update, microbatches)
         if degree > 1:
             setup = setup._replace(config=pipeline.flat(whole))
-            parts = measure_work(setup, layers, in_a_pipeline(microbatches), kept=pipeline.gathered_once(whole))
+            parts = measure_work(setup, run, in_a_pipeline(microbatches), kept=pipeline.gathered_once(whole))
         else:
             # all microbatches but the last one are equal
-            parts = measure_work(setup, layers, [microbatches - 1, 1] if microbatches > 1 else [1])
+            parts = measure_work(setup, run, [microbatches - 1, 1] if microbatches > 1 else [1])
     if degree > 1:
         return of_worst_rank(whole, ranks, parameters, measured, parts)
     activations, working = whole_memory(layers, held)
-    passes = sum_of(parts, lambda place: layers.times(place) if place in layers.few else 1)
+    passes = sum_of(parts, lambda place: run.times(place) if place in run.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
     deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
@@ -116,7 +120,8 @@ class Measured(NamedTuple):
     """What is known of a whole model on the ranks of one stage."""
 
     model: Decoder  # parallelized
-    layers: Layers
+    layers: Layers  # for memory
+    run: Layers  # for work
     held: Held  # of a microbatch
     update: Update
     microbatches: int
@@ -142,7 +147,7 @@ def in_a_pipeline(microbatches: int) -> list[int]:
 
 def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part]) -> Prediction:
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline."""
-    model, layers, held, update, microbatches = measured
+    model, layers, run, held, update, microbatches = measured
     training, degree = config.training, config.parallelism.pipeline_parallel_degree
     family = family_of(config.model)
     whole = on_meta(family, config)
@@ -179,6 +184,8 @@ def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measure
         memory = Memory(masters, gradients, round(update.state * part_of_all), activations, working)
 
         ends = {"embed": int(share.embed), "head": int(share.head)}
+
+        own = run._replace(whole=names, stands_for={name: run.stands_for[name] for name in names})
 
         def times(place: str, own: Layers = own, ends: dict[str, int] = ends) -> int:
             return own.times(place) if place in own.few else ends.get(place, 1)

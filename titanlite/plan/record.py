@@ -66,12 +66,14 @@ def ring_bytes(kind: str, size: int, ranks: int) -> int:
 class Recorder(TorchDispatchMode):
     """Adds up the FLOPs and the collectives of all operations while it is active. Groups of one rank send nothing.
 
-    slices: of `mesh_slices`. routing: of rows to experts that are split over ranks.
+    slices: of `mesh_slices`. routing: an attribute, of rows to experts that are split over ranks.
     """
 
-    def __init__(self, slices: dict[tuple[str, ...], set[int]], routing: experts.Routing = "balanced") -> None:
+    routing: experts.Routing = "balanced"
+
+    def __init__(self, slices: dict[tuple[str, ...], set[int]]) -> None:
         super().__init__()
-        self._flops, self._slices, self._routing = 0, slices, routing
+        self._flops, self._slices = 0, slices
         self._traffic: dict[Channel, Traffic] = {}
         self._labels: list[str] = []  # of torch.profiler.record_function, innermost last
 
@@ -91,9 +93,9 @@ class Recorder(TorchDispatchMode):
                 self._labels.append(args[0])
             elif self._labels:
                 self._labels.pop()
-        elif load := experts.load_of(operation, given, self._routing):
-            self._flops += experts.flops(load, given)
-            for what, calls, size, sent in experts.messages(load, given):
+        elif exchanged := experts.exchanged(operation, given, self.routing):
+            self._flops += experts.flops(exchanged.load, given)
+            for what, calls, size, sent in experts.messages(exchanged, given):
                 self._add(group, what, "all-to-all", Traffic(calls, size, sent))
         elif formula := _FORMULAS.get(operation._overloadpacket) or flop_registry.get(operation._overloadpacket):
             self._flops += formula(*args, **kwargs, out_val=result)

@@ -1,7 +1,6 @@
 """What `titanlite estimate` prints."""
 
 from titanlite.config.schema import Config
-from titanlite.plan.experts import Routing
 from titanlite.plan.predict import Prediction
 from titanlite.plan.record import Channel, Traffic
 
@@ -10,7 +9,7 @@ GIB = 2**30
 RESERVE = 4 * GIB
 
 
-def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float, routing: Routing = "balanced") -> list[str]:
+def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float, routing: str = "balanced") -> list[str]:
     memory = prediction.memory
     rows = {**memory._asdict(), "total": memory.total, "reserve for CUDA, NCCL": RESERVE}
     if prediction.host:
@@ -25,6 +24,13 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float,
         *(f"  note: {limit}" for limit in limits(config, routing)),
         f"  {'fits' if fits(prediction, device_gib) else 'does not fit'} a device of {device_gib:g} GiB",
     ]
+
+
+_ROWS = {
+    "balanced": "the experts of every rank get as many rows",
+    "worst": "rank 0's experts get all rows",
+    "recorded": "experts get the recorded shares, and rank 0 is the busiest rank of each layer, for which the others wait",
+}
 
 
 def fits(prediction: Prediction, device_gib: float) -> bool:
@@ -49,12 +55,11 @@ def _amount(traffic: Traffic) -> str:
     return f"{traffic.calls:>7} x{traffic.sent / GIB:>12,.3f} GiB"
 
 
-def limits(config: Config, routing: Routing = "balanced") -> list[str]:
+def limits(config: Config, routing: str = "balanced") -> list[str]:
     """What the prediction leaves out, takes from another device, or supposes."""
     found = ["computed with the CPU's attention and norm kernels, and with the chunk sizes that the loss has on CUDA"]
     if config.parallelism.expert_parallel_degree > 1:
-        rows = "the experts of every rank get as many rows" if routing == "balanced" else "rank 0's experts get all rows"
-        found.append(f"--routing {routing}: FLOPs and collectives if {rows}; the memory is enough for any routing")
+        found.append(f"--routing {routing}: FLOPs and collectives if {_ROWS[routing]}; the memory is enough for any routing")
     if config.compile.enable:
         found.append("compilation is left out; a compiled block keeps less")
     if config.compile.enable and config.parallelism.enable_async_tensor_parallel:

@@ -53,7 +53,7 @@ class Setup(NamedTuple):
     config: Config
     mesh: DeviceMesh
     device_type: str  # the device whose chunk sizes the loss uses
-    routing: Routing  # for what is computed and sent; memory is measured with the worst
+    routing: dict[str, Routing]  # of each layer that has a mixture, for what is computed and sent; memory is for the worst
 
 
 class Held(NamedTuple):
@@ -95,7 +95,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
 
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
-    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh), setup.routing)
+    model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh))
     begun: list[tuple[str, int, Work]] = []  # (place, microbatches that this stands for, what had been recorded by then)
     microbatches = iter(often_run)
     often = 1
@@ -106,6 +106,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
         enter("embed")
 
     def enter(place: str) -> None:
+        recorder.routing = setup.routing.get(place, "balanced")
         begun.append((place, often, recorder.work()))
 
     _announce(model, enter)

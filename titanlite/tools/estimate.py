@@ -1,40 +1,68 @@
-"""titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--routing worst] [--section.key value ...]
+"""titanlite estimate CONFIG.toml --ranks N [--device-memory-gib 80] [--routing worst] [--trace RUN] [--section.key value ...]
 
 Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on one machine without a GPU. It builds the whole
 model on the meta device, shards it over a mesh of N pretended ranks, and records steps and updates of a few layers, at least
 one of each kind, on tensors without memory.
 
 Where parallelism.expert_parallel_degree splits the experts of a mixture, the memory is enough for any routing. FLOPs and
-collectives are those of --routing: balanced, the default, where the experts of every rank get as many rows, or worst, where
-those of rank 0 get all rows of all ranks.
+collectives are those of --routing: balanced, the default, where the experts of every rank get as many rows; worst, where those
+of rank 0 get all rows of all ranks; or recorded, where experts get the shares that they had in a run. --trace names its folder,
+or its routing.json. Rank 0 is then the busiest rank of each layer, and the figures of balanced routing are printed beside.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """
 
 import sys
-from typing import get_args
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.plan.experts import Routing
-from titanlite.plan.predict import predict
+from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import fits, lines
+from titanlite.plan.trace import Trace, busiest, check_trace, read_trace
 from titanlite.tools.options import config_parser, read_command
+from titanlite.transforms.meta import on_meta
+from titanlite.transforms.registry import family_of
 
 
 def main() -> None:
     parser = config_parser("estimate")
     parser.add_argument("--device-memory-gib", type=float, default=80.0)
-    parser.add_argument("--routing", choices=get_args(Routing))
+    parser.add_argument("--routing", choices=["balanced", "worst", "recorded"])
+    parser.add_argument(
+        "--trace", type=Path, metavar="RUN", help="with --routing recorded: a run's folder, or its routing.json"
+    )
     options, path, config = read_command(parser)
     if options.routing and config.parallelism.expert_parallel_degree == 1:
         raise UserError(
             f"--routing {options.routing}: has no effect unless parallelism.expert_parallel_degree > 1; leave the option out"
         )
-    routing: Routing = options.routing or "balanced"
+    if (options.routing == "recorded") != (options.trace is not None):
+        raise UserError("--routing recorded and --trace RUN: give both, or none of them")
     check(config, path, options.ranks, elsewhere=not torch.cuda.is_available())
-    prediction = predict(config, options.ranks, routing=routing)
+    routing: Any = options.routing or "balanced"
+    trace = read_trace(options.trace) if options.trace else None
+    if trace:
+        check_trace(trace, options.trace, on_meta(family_of(config.model), config))
+    prediction = predict(config, options.ranks, routing=trace or routing)
     print("\n".join(lines(prediction, config, options.ranks, options.device_memory_gib, routing)))
+    if trace:
+        balanced = predict(config, options.ranks)
+        print("\n".join(beside_balanced(prediction, balanced, trace, config.parallelism.expert_parallel_degree)))
     sys.exit(0 if fits(prediction, options.device_memory_gib) else 1)
+
+
+def beside_balanced(recorded: Prediction, balanced: Prediction, trace: Trace, degree: int) -> list[str]:
+    """The work of a step with both routings. degree: of expert parallelism."""
+    loads = [busiest(mixture.counts, degree) for mixture in trace.mixtures]
+    sent = [sum(traffic.sent for traffic in each.work.traffic.values()) / 2**30 for each in (recorded, balanced)]
+    flops = [each.work.flops / 1e12 for each in (recorded, balanced)]
+    return [
+        f"  routing of step {trace.step}: the busiest rank of a layer receives {min(loads):.2f} to {max(loads):.2f} x the mean",
+        f"  {'':<24}{'recorded':>12}{'balanced':>12}{'ratio':>8}",
+        f"  {'TFLOP of a step':<24}{flops[0]:>12.3f}{flops[1]:>12.3f}{flops[0] / flops[1]:>8.3f}",
+        f"  {'GiB sent in a step':<24}{sent[0]:>12.3f}{sent[1]:>12.3f}{sent[0] / max(sent[1], 1e-12):>8.3f}",
+    ]

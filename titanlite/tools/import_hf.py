@@ -1,36 +1,43 @@
-"""titanlite import-hf --source DIR --output CHECKPOINT [--model NAME] [--ranks N]
+"""titanlite import-hf --source DIR --output CHECKPOINT [--model NAME] [--ranks N] [--upcycle-experts N [--top-k K] [--seed S]]
 
 Reads a model in Hugging Face's format (config.json and safetensors) and writes it as a checkpoint, in the dtypes of the files.
 A run starts from it with checkpoint.initial_load_path. With --ranks N this machine uses N processes: each reads and writes its
 own slices, and holds no more. The name, shape and dtype of every tensor are checked before any tensor is read.
+
+With --upcycle-experts N a dense model becomes a mixture: each of N experts is a copy of its feed-forward layer, and a token
+uses K of them, 2 by default. At first the mixture computes what the dense model does.
 """
 
+import argparse
 import datetime
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, empty
+from torch.distributed.tensor import DTensor, Shard, empty
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.save import cause
 from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
+from titanlite.config.read import toml_value
 from titanlite.errors import UserError
-from titanlite.hf.folder import find_weights
+from titanlite.hf.folder import Entry, Stack, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.hf.output import start_output
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import Recognised, recognise
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
+from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, mixture_of
 
 _TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes longer than the others
 
@@ -49,40 +56,76 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the new checkpoint; must not exist yet")
     parser.add_argument("--model", default="", help="family of models/, or dotted module name (default: by config.json)")
     parser.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument("--upcycle-experts", type=at_least(2), metavar="N", help="make a mixture of N experts of a dense model")
+    parser.add_argument(
+        "--top-k", type=at_least(1), metavar="K", help="experts of a token (default: 2); with --upcycle-experts"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="of the routers (default: 0); with --upcycle-experts")
     options = parser.parse_args()
-    held = import_hf(options.source, options.output, options.model, options.ranks)
-    recognised = recognise(options.source, options.model)
+    upcycling = _upcycling(options)
+    held = import_hf(options.source, options.output, options.model, options.ranks, upcycling)
+    model = target_of(options.source, options.model, upcycling)
+    section = model_section(model, options.source)
     print(
         f"{options.source} -> {options.output}: {sum(rank.slices for rank in held):.2f} GiB; a rank held at most "
         f"{max(rank.peak for rank in held):.2f} GiB, of which {max(rank.slices for rank in held):.2f} are its slices\n\n"
-        f"[model]\nname = {json.dumps(recognised.name)}\nflavor = {json.dumps(recognised.flavor)}\n"
-        f"hf_assets_path = {json.dumps(str(options.source.resolve()))}\n\n"
-        f"[checkpoint]\nenable = true\ninitial_load_path = {json.dumps(str(options.output.resolve()))}"
+        + "\n".join(["[model]", *(f"{key} = {toml_value(value)}" for key, value in section.items())])
+        + f"\n\n[checkpoint]\nenable = true\ninitial_load_path = {json.dumps(str(options.output.resolve()))}"
     )
 
 
-def import_hf(source: Path, output: Path, model: str = "", ranks: int = 1) -> list[Held]:
+def _upcycling(options: argparse.Namespace) -> Upcycling | None:
+    if options.upcycle_experts is None:
+        for option, value in {"--top-k": options.top_k, "--seed": options.seed}.items():
+            if value is not None:
+                raise UserError(f"{option} {value}: has no effect without --upcycle-experts; leave the option out")
+        return None
+    return Upcycling(options.upcycle_experts, 2 if options.top_k is None else options.top_k, options.seed or 0)
+
+
+def target_of(source: Path, model: str, upcycling: Upcycling | None) -> Recognised | Upcycled:
+    """The model whose checkpoint is written. Raises UserError."""
+    recognised = recognise(source, model)
+    return mixture_of(recognised, upcycling) if upcycling else recognised
+
+
+def model_section(model: Recognised | Upcycled, source: Path) -> dict[str, Any]:
+    """The keys of [model] for a run with the checkpoint."""
+    # flavor "hf" where no flavor has the dimensions: an export reads them again from the source
+    section: dict[str, Any] = {"name": model.name, "flavor": model.flavor, "hf_assets_path": str(source.resolve())}
+    return {**section, "overrides": model.overrides} if isinstance(model, Upcycled) else section
+
+
+def import_hf(source: Path, output: Path, model: str = "", ranks: int = 1, upcycling: Upcycling | None = None) -> list[Held]:
     """Writes the checkpoint with so many processes, complete or not at all; -> memory of each rank. Raises UserError."""
+    target_of(source, model, upcycling)
     family = recognise(source, model).family
     find_weights(source, family, family.on_meta())
-    return on_ranks(ranks, _import, source, output, start_output(output), model)
+    return on_ranks(ranks, _import, source, output, start_output(output), model, upcycling)
 
 
-def _import(_: torch.device, source: Path, output: Path, unfinished: Path, model: str) -> list[Held]:
+def _import(
+    _: torch.device, source: Path, output: Path, unfinished: Path, model: str, upcycling: Upcycling | None = None
+) -> list[Held]:
     """One of the processes. Tensors are in CPU memory, split along their first dimension."""
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    recognised = recognise(source, model)
-    whole = recognised.family.on_meta()
-    shapes, weights = model_tensors(whole), find_weights(source, recognised.family, whole)
-    tensors = {
-        name: empty(*shapes[name].shape, dtype=entries[0].dtype, device_mesh=mesh, placements=[Shard(0)])
-        for name, entries in weights.items()
-    }
+    dense, target = recognise(source, model).family, target_of(source, model, upcycling)
+    weights: Mapping[str, Sequence[Entry | Stack]] = find_weights(source, dense, dense.on_meta())
+    shapes = model_tensors(target.family.on_meta())
+    if upcycling:
+        weights = copied(weights, upcycling.n_experts)
+
+    def split(name: str, dtype: torch.dtype) -> DTensor:
+        return empty(*shapes[name].shape, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+
+    tensors = {name: split(name, entries[0].dtype) for name, entries in weights.items()}
     load_weights(tensors, weights)
-    # flavor "hf" where no flavor has the dimensions: an export reads them again from the source
-    section = {"name": recognised.name, "flavor": recognised.flavor, "hf_assets_path": str(source.resolve())}
-    numbers = imported_numbers(recognised.family, section)
+    if upcycling:
+        routers = {name: split(name, torch.float32) for name in shapes if name not in weights}
+        fill_routers(routers, target.family, upcycling.seed)
+        tensors |= routers
+    numbers = imported_numbers(target.family, model_section(target, source))
     writer = Writer(unfinished, output.name, lambda files: manifest.commit(unfinished, output, Manifest(numbers, files)))
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)

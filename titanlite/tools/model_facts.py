@@ -222,12 +222,12 @@ def shape_faults(family: Family) -> list[str]:
     faults, named = [], set()
     for name, tensor in stored_tensors_of(family.on_meta()).items():
         their = str(their_name(family.module, name))
-        shape = tuple(tensor.shape[1:] if "{e}" in their else tensor.shape)
         for part in each_expert(their, tensor.shape):
-            counterpart = theirs.get(part)
-            named.add(part)
+            counterpart = theirs.get(part.name)
+            named.add(part.name)
+            shape = part.shape(tensor.shape[1:] if "{e}" in their else tensor.shape)
             if counterpart is None:
-                faults.append(f"HF: transformers' model has no {every_layer(part)}, for {every_layer(name)}")
+                faults.append(f"HF: transformers' model has no {every_layer(part.name)}, for {every_layer(name)}")
             elif counterpart.shape != shape:
                 faults.append(f"{every_layer(name)} is {shape} here, {tuple(counterpart.shape)} in transformers' model")
     faults += [f"HF leaves out {every_layer(name)} of transformers' model" for name in theirs if name not in named]
@@ -246,7 +246,7 @@ def logit_faults(family: Family) -> list[str]:
         fill(buffer, name, distributions[name], 0)
     for name, tensor in stored_tensors_of(ours).items():
         their = their_name(family.module, name) or ""
-        parts = [weights[part] for part in each_expert(their, tensor.shape)]
+        parts = [part.view(weights[part.name]) for part in each_expert(their, tensor.shape)]
         tensor.copy_(torch.stack(parts) if "{e}" in their else parts[0])
     tie(ours)
     tokens = torch.randint(family.config.vocab_size, (2, SEQ_LEN), generator=generator)

@@ -65,8 +65,8 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
                 has = f'{config.model.name} has {each.value_dim} and {each.head_dim}; use "math" or "auto"'
                 raise UserError(f'model.attention = "flash": on CPUs it needs values as wide as keys, and {has}')
             each.backends = (KERNELS[name].backend, KERNELS[name].backend)
-        elif each.softcap is not None:
-            continue  # FlexAttention caps scores, and no other kernel
+        elif not each.plain:
+            continue  # FlexAttention caps scores and returns what sinks need, and no other kernel
         elif device.type == "cpu":
             # otherwise PyTorch chooses, and takes the math kernel where a fork needs more than flash offers
             each.backends = (TILES if _tiles_win(config) else None, None)
@@ -117,8 +117,8 @@ def faults(config: Config, family: Family) -> Iterator[str]:
     others = ", ".join(f'"{other}"' for other, kernel in KERNELS.items() if device in kernel.masks)
     for mask in masks(config, family, device) if device not in kernel.masks else ():
         yield f'{key}: takes no mask, which {mask} makes; use {others} or "auto"'
-    if name != "math" and getattr(family.config, "attention_softcap", None) is not None:
-        yield f'{key}: cannot cap scores, as {config.model.title} does; use "auto" or "math"'
+    if name != "math" and (what := _not_plain(family)):
+        yield f'{key}: does not compute {what} of {config.model.title}; use "auto" or "math"'
 
 
 def masks(config: Config, family: Family, device: str) -> list[str]:
@@ -135,8 +135,15 @@ def masks(config: Config, family: Family, device: str) -> list[str]:
 
 def flex_users(config: Config, family: Family) -> list[str]:
     """What makes model.attention = "auto" use FlexAttention on a GPU."""
-    capped = getattr(family.config, "attention_softcap", None) is not None
-    return [*masks(config, family, "cuda"), *([f"the capped scores of {config.model.title}"] if capped else [])]
+    what = _not_plain(family)
+    return [*masks(config, family, "cuda"), *([f"{what} of {config.model.title}"] if what else [])]
+
+
+def _not_plain(family: Family) -> str:
+    """What attention of a family computes beside plain attention; "" for nothing."""
+    if getattr(family.config, "attention_softcap", None) is not None:
+        return "the capped scores"
+    return "the attention sinks" if getattr(family.config, "attention_sinks", False) else ""
 
 
 def _gathers(config: Config) -> bool:

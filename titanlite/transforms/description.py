@@ -7,9 +7,9 @@ unless it is in HARMLESS or has a value in NEUTRAL: it may change the mathematic
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from titanlite.outside import MIB, Contents, Number, Positive, read_json
 
@@ -24,8 +24,8 @@ sep_token_id decoder_start_token_id unsloth_fixed unsloth_version max_length min
 num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
 encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-output_router_logits router_aux_loss_coef
-"""
+output_router_logits router_aux_loss_coef quantization_config
+"""  # the last one is validated here, and titanlite.hf dequantises weights by it
 HARMLESS = frozenset(_HARMLESS.split())
 _SWITCHES = """
 attention_bias mlp_bias attention_dropout hidden_dropout residual_dropout embedding_dropout use_sliding_window
@@ -39,7 +39,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False, True),
     "tie_last_hidden_states": (False, True),
     "pruned_heads": ({},),
-    "quantization_config": (),
 }
 # Ten times the most layers of a published model, and more than ten times its other dimensions.
 _Layers = Annotated[int, Field(gt=0, le=2**12)]
@@ -78,6 +77,44 @@ class _Rope(Contents):
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and low >= high:
             raise ValueError(f"low_freq_factor = {low}: must be less than high_freq_factor = {high}")
+        return self
+
+
+_Modules = Annotated[list[str], Field(max_length=2**17)] | None
+_Side = Annotated[int, Field(gt=0, le=2**14)]  # of a block
+
+
+class _Quantization(BaseModel):
+    """How weights are quantised; no entry but these is known to change nothing. The dtypes of the files say which weights."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    quant_method: str
+    modules_to_not_convert: _Modules = None
+    modules_to_convert: _Modules = None
+    dequantize: bool = _UNSET
+    fmt: Literal["e4m3"] = _UNSET
+    activation_scheme: Literal["dynamic"] = _UNSET
+    scale_fmt: Literal["float", "ue8m0"] = _UNSET
+    expert_dtype: Literal["fp8"] = _UNSET
+    weight_block_size: Annotated[tuple[_Side, _Side], Strict(False)] = _UNSET
+
+    @model_validator(mode="before")
+    @classmethod
+    def the_method_is_read(cls, values: Any) -> Any:
+        method = values.get("quant_method") if isinstance(values, dict) else "fp8"
+        if method not in ("fp8", "mxfp4"):
+            what = 'must be "fp8" (float8 in blocks, as in DeepSeek-V3) or "mxfp4" (as in gpt-oss)'
+            raise ValueError(f"quant_method = {json.dumps(method)}: {what}; convert other weights to bfloat16 first")
+        return values
+
+    @model_validator(mode="after")
+    def the_method_has_its_entries(self) -> "_Quantization":
+        of_float8 = self.model_fields_set & {"fmt", "activation_scheme", "scale_fmt", "expert_dtype", "weight_block_size"}
+        if self.quant_method == "mxfp4" and of_float8:
+            raise ValueError(f'{", ".join(sorted(of_float8))}: quant_method "mxfp4" has no such entry')
+        if self.quant_method == "fp8" and "weight_block_size" not in of_float8:
+            raise ValueError('quant_method "fp8" is read with weight_block_size only: a scale for each block of a matrix')
         return self
 
 
@@ -124,6 +161,8 @@ class _Model(Contents):
     rope_theta: _Positive = _UNSET
     rope_local_base_freq: _Positive = _UNSET
     query_pre_attn_scalar: _Positive = _UNSET
+    swiglu_limit: _Positive = _UNSET
+    swiglu_alpha: _Positive = _UNSET
     final_logit_softcapping: _Positive | None = None
     attn_logit_softcapping: _Positive | None = None
     attention_bias: bool = _UNSET
@@ -135,6 +174,7 @@ class _Model(Contents):
     hidden_activation: str | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
+    quantization_config: _Quantization | None = None
 
     @model_validator(mode="after")
     def dimensions_fit_together(self) -> "_Model":

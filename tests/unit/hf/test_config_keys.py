@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import deepseek_v3, gemma3, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
+from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.hf_folders import of_files, their_model
 from titanlite.errors import UserError
@@ -36,6 +36,7 @@ FAMILIES = {
     "mixtral": Family(mixtral, mixtral.Config(**_MIXTURE)),
     "olmoe": Family(olmoe, olmoe.Config(**_MIXTURE)),
     "deepseek_v3": Family(deepseek_v3, deepseek_v3.Config(**_LATENT)),
+    "gpt_oss": Family(gpt_oss, gpt_oss.Config(**_MIXTURE, window=4)),
     "gemma2": Family(gemma3, gemma3.Config(**{**gemma3._GEMMA_2, **_GEMMA, "local_rope_theta": 1e4})),
     "gemma3": Family(gemma3, gemma3.Config(**_GEMMA, global_every=2, rope_factor=8.0)),
 }

@@ -22,6 +22,7 @@ from titanlite.files import split
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
 from titanlite.hf.export import Item, write_file
+from titanlite.hf.part import Part
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import Family, load_family
 
@@ -156,7 +157,8 @@ def test_files_of_mixed_dtypes_are_what_the_library_reads(tmp_path):
     tensors = {
         "odd": torch.arange(3).bfloat16(), "scalar": torch.tensor(2.5), "wide": torch.randn(4, 5).T, "none": torch.empty(0, 3)
     }  # fmt: skip
-    items = [Item(name, f"their.{name}", tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    whole = {name: {name: Part(f"their.{name}")} for name in tensors}
+    items = [Item(f"their.{name}", tuple(tensor.shape), tensor.dtype, whole[name]) for name, tensor in tensors.items()]
     write_file(tmp_path / "a.safetensors", items, tensors.__getitem__)
     found = load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(found[f"their.{name}"], tensor) for name, tensor in tensors.items()) and len(found) == 4
@@ -165,7 +167,7 @@ def test_files_of_mixed_dtypes_are_what_the_library_reads(tmp_path):
 
 
 def test_a_file_is_filled_up_to_its_size_and_a_larger_tensor_has_one_of_its_own():
-    items = [Item(str(size), "", (size,), torch.bfloat16) for size in (10, 20, 5, 100, 1)]
+    items = [Item("", (size,), torch.bfloat16, {}) for size in (10, 20, 5, 100, 1)]
     sizes = [[item.shape[0] for item in file] for file in split(items, lambda item: item.bytes, 60)]
     assert sizes == [[10, 20], [5], [100], [1]]
 

@@ -39,7 +39,7 @@ RUN_FAULTS = {
     "other shapes": case(f"{HF} model.flavor=uneven", "vocab_size = 515, there 512"),
     "damaged": case(HF.replace("source", "damaged"), "model.norm.weight (model.head.norm.weight): is missing"),
     "nowhere": case(HF.replace("source", "nowhere"), 'initial_load_path = "nowhere"', "config.json: is missing"),
-    "a branch of a folder": case(f"{HF} checkpoint.initial_load_model_only=false", "model_only = false: a folder in Hugging"),
+    "a branch of a folder": case(f"{HF} checkpoint.initial_load_model_only=false", "in_hf = true: a folder in Hugging"),
     "no path": case(
         "checkpoint.enable=true checkpoint.initial_load_in_hf=true", "has no effect unless checkpoint.initial_load_path is set"
     ),

@@ -1,0 +1,300 @@
+"""Quantised folders are read as their values: equal to a dequantisation that is written out in tests/quantised_files.py."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from models.attention import SeqInfo
+from tests import quantised_files
+from tests.hf_folders import change_json, of_files, read, tensors_of
+from tests.quantised_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
+from titanlite.errors import UserError
+from titanlite.hf.entries import Entry
+from titanlite.hf.export import export
+from titanlite.hf.folder import stored_tensors
+from titanlite.tools.model_facts import stored_tensors_of
+from titanlite.tools.open_model import recognise
+from titanlite.transforms.registry import load_family
+
+
+def random_box(generator: random.Random, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    starts = [generator.randrange(size) for size in shape]
+    return tuple(slice(start, generator.randint(start + 1, size)) for start, size in zip(starts, shape, strict=True))
+
+
+def assert_slices_are_those_of(whole: torch.Tensor, folder, name: str) -> None:
+    entries, problems = stored_tensors(folder)
+    assert not problems and list(entries) == [name]
+    entry, generator = entries[name], random.Random(0)
+    assert (entry.shape, entry.dtype) == (tuple(whole.shape), torch.bfloat16)
+    boxes = [tuple(slice(0, size) for size in whole.shape), *(random_box(generator, whole.shape) for _ in range(200))]
+    for box in boxes:
+        values = entry.read(box)
+        assert values.dtype == torch.float32
+        assert torch.equal(values, whole[box]), box
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 24), (17, 23), (50, 100), (96, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_slice_of_float8_blocks_is_that_of_the_whole(tmp_path, shape, dtype):
+    block = tuple(FLOAT8["weight_block_size"])
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[1])
+    quantised, scales = to_float8(weight, block)
+    folder = write_alone(tmp_path, {"x.weight": quantised, "x.weight_scale_inv": scales.to(dtype)}, FLOAT8)
+    whole = from_float8(quantised, scales.to(dtype), block)
+    assert_slices_are_those_of(whole, folder, "x.weight")
+    assert dtype == torch.bfloat16 or ((whole - weight).abs() <= weight.abs() / 16 + scales.max() * 2**-9).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 3), (4, 33, 2), (2, 64, 5)], ids=str)
+def test_any_slice_of_mxfp4_is_that_of_the_whole_and_of_transformers(tmp_path, shape):
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(253, shape, dtype=torch.uint8, generator=generator)  # 2^126 x 6 is the largest that float32 holds
+    folder = write_alone(tmp_path, {"x.gate_up_proj_blocks": blocks, "x.gate_up_proj_scales": scales}, MXFP4)
+    whole = from_mxfp4(blocks, scales)
+    assert torch.equal(whole, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    assert torch.equal(whole, whole.bfloat16().float()), "bfloat16 holds every value"
+    assert_slices_are_those_of(whole, folder, "x.gate_up_proj")
+
+
+def test_a_slice_reads_its_own_bytes_and_the_scales_of_its_blocks(tmp_path, monkeypatch):
+    weight = torch.randn(96, 480, generator=torch.Generator().manual_seed(0))
+    quantised, scales = to_float8(weight, (16, 24))
+    bytes_of_mxfp4 = {"y_blocks": torch.zeros(4, 64, 10, 16, dtype=torch.uint8), "y_scales": torch.ones(4, 64, 10).byte()}
+    write_alone(tmp_path, {"x": quantised, "x_scale_inv": scales}, FLOAT8)
+    float8 = stored_tensors(tmp_path)[0]["x"]
+    (tmp_path / "other").mkdir()
+    mxfp4 = stored_tensors(write_alone(tmp_path / "other", bytes_of_mxfp4, MXFP4))[0]["y"]
+    values, real = [], Entry.read
+
+    def counted(self: Entry, box: tuple[slice, ...]) -> Tensor:
+        found = real(self, box)
+        values.append(found.numel())
+        return found
+
+    monkeypatch.setattr(Entry, "read", counted)
+    float8.read((slice(10, 20), slice(30, 60)))
+    assert values == [10 * 30, 2 * 2]
+    values.clear()
+    mxfp4.read((slice(1, 3), slice(31, 33), slice(5, 8)))
+    assert values == [2 * 3 * 2 * 16, 2 * 3 * 2]
+
+
+# ------------------------------------------------------------------------------------------------------------- whole models
+
+DEEPSEEK = "tests.tiny_deepseek_v3"
+
+
+@pytest.fixture(scope="module")
+def float8(sources, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
+    """A folder of DeepSeek-V3 in float8, and its values; not to be changed."""
+    folder = tmp_path_factory.mktemp("quantised") / "float8"
+    return folder, write_float8(folder, sources(DEEPSEEK, "plain"))
+
+
+def test_a_float8_folder_is_read_as_its_values(float8, monkeypatch):
+    monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads a tensor, which begin within blocks
+    folder, values = float8
+    module = load_family(DEEPSEEK, "plain").module
+    for name, parameter in stored_tensors_of(read(folder, DEEPSEEK, "plain")).items():
+        assert torch.equal(parameter, of_files(module, name, parameter, values).float()), name
+
+
+def test_a_float8_folder_gives_the_logits_of_transformers(sources, tmp_path):
+    """In blocks of 8 x 8: those of transformers must divide each matrix."""
+    write_float8(tmp_path / "even", sources(DEEPSEEK, "plain"), (8, 8))
+    how = FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even", dtype=torch.float32, quantization_config=how).float()
+    ours = read(tmp_path / "even", DEEPSEEK, "plain")
+    tokens = torch.randint(512, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48))))
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    print(f"logits differ by {difference:.1e}")
+    assert expected.std() > 0.1 and difference < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_import_and_an_export_are_the_values_in_bfloat16_and_the_bias_stays_float32(pools, float8, tmp_path, ranks):
+    folder, values = float8
+    weights = tmp_path / "weights"
+    pools[ranks].run("tests.hf_folders:import_here", source=folder, output=weights, model=DEEPSEEK)
+    for dtype in (None, torch.bfloat16):
+        export(weights, tmp_path / str(dtype), dtype, named=DEEPSEEK)
+        found = tensors_of(tmp_path / str(dtype))
+        assert found.keys() == values.keys()
+        for name, tensor in found.items():
+            assert tensor.dtype == (torch.float32 if name.endswith("correction_bias") else torch.bfloat16)
+            assert torch.equal(tensor, values[name].to(tensor.dtype)), name
+        description = json.loads((tmp_path / str(dtype) / "config.json").read_text())
+        assert "quantization_config" not in description and description["torch_dtype"] == "bfloat16"
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(dtype), dtype="auto")
+        assert model.dtype == torch.bfloat16
+        assert all(b.dtype == torch.float32 for name, b in model.named_buffers() if name.endswith("correction_bias"))
+
+
+def test_the_layers_of_multi_token_prediction_are_left_out_in_float8_too(float8, tmp_path):
+    folder = shutil.copytree(float8[0], tmp_path / "more")
+    stored = tensors_of(folder)
+    extra = {name.replace("layers.2.", "layers.3."): t.clone() for name, t in stored.items() if ".layers.2.self_attn." in name}
+    quantised_files.write(tmp_path / "new", folder, stored | extra, FLOAT8)
+    assert any(name.endswith("_scale_inv") for name in extra)
+    read(tmp_path / "new", DEEPSEEK, "plain")
+
+
+# -------------------------------------------------------------------------------------------------------------- what is wrong
+
+_Q = "model.layers.1.self_attn.q_a_proj.weight"
+_Q_SCALE = f"{_Q}_scale_inv"
+Tensors = dict[str, Tensor]
+
+
+def scale(value: float) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors[_Q_SCALE].view(-1)[-1:].fill_(value)
+
+
+FLOAT8_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "no scale": (lambda t: t.pop(_Q_SCALE), rf"  {_Q_SCALE}: is missing, and {_Q} is float8$"),
+    "no weight": (lambda t: t.pop(_Q), rf"{_Q_SCALE}: in model-.*, but {_Q} is not float8\n.*{_Q} .*: is missing$"),
+    "a weight that is not quantised": (lambda t: t.update({_Q: t[_Q].bfloat16()}), rf"{_Q_SCALE}: .* {_Q} is not float8$"),
+    "scales of another shape": (
+        lambda t: t.update({_Q_SCALE: t[_Q_SCALE].T.contiguous()}),
+        rf"{_Q_SCALE}: \(3, 2\) in model-.*, \(2, 3\) for \(24, 64\) in blocks of \(16, 24\)$",
+    ),
+    "scales of another dtype": (
+        lambda t: t.update({_Q_SCALE: t[_Q_SCALE].half()}), rf"{_Q_SCALE}: is torch.float16 .*: must be torch.float32 or"
+    ),
+    "powers of two as bytes": (
+        lambda t: t.update({_Q_SCALE: t[_Q_SCALE].to(torch.uint8)}), rf"{_Q_SCALE}: is torch.uint8 .*: must be torch.float32"
+    ),
+    "a vector": (
+        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
+        r"model.norm.weight: \(64,\) in .*: only matrices are read as float8$",
+    ),
+    "another shape": (lambda t: t.update({_Q: t[_Q][:20].clone()}), rf"{_Q} .*: \(20, 64\) in model-.*, \(24, 64\) in the"),
+    "bytes": (lambda t: t.update({_Q: t[_Q].view(torch.uint8)}), rf"{_Q}: is stored in .* as U8, and only F32, BF16, F16"),
+    "another float8": (
+        lambda t: t.update({_Q: t[_Q].float().to(torch.float8_e5m2)}), rf"{_Q}: is stored in .* as F8_E5M2, and only F32"
+    ),
+}  # fmt: skip
+VALUE_FAULTS = {
+    "zero": (scale(0.0), rf"model-00002-of-00002.safetensors: {_Q_SCALE}: has scales that are not above 0"),
+    "negative": (scale(-1.0), f"{_Q_SCALE}: has scales that are not above 0"),
+    "nan": (scale(float("nan")), f"{_Q_SCALE}: has scales that are not above 0"),
+    "inf": (scale(float("inf")), f"{_Q_SCALE}: weights times these scales are not finite"),
+    "too large": (scale(3e38), f"{_Q_SCALE}: weights times these scales are not finite"),
+}
+
+
+@pytest.mark.parametrize("fault", FLOAT8_FAULTS)
+def test_wrong_parts_of_float8_weights_are_named_before_anything_is_read(float8, tmp_path, monkeypatch, fault):
+    damage, message = FLOAT8_FAULTS[fault]
+    tensors = tensors_of(float8[0])
+    damage(tensors)
+    quantised_files.write(tmp_path / "damaged", float8[0], tensors, FLOAT8)
+    monkeypatch.setattr("titanlite.hf.load._slice", None)
+    with pytest.raises(UserError, match=f"(?m){message}") as raised:
+        read(tmp_path / "damaged", DEEPSEEK, "plain")
+    assert len(str(raised.value).splitlines()) <= 3, raised.value
+
+
+@pytest.mark.parametrize("fault", VALUE_FAULTS)
+def test_scales_that_cannot_be_are_named_when_they_are_read(float8, tmp_path, fault):
+    damage, message = VALUE_FAULTS[fault]
+    tensors = tensors_of(float8[0])
+    damage(tensors)
+    quantised_files.write(tmp_path / "damaged", float8[0], tensors, FLOAT8)
+    with pytest.raises(UserError, match=message):
+        read(tmp_path / "damaged", DEEPSEEK, "plain")
+
+
+def _mxfp4() -> Tensors:
+    return {"x_blocks": torch.zeros(2, 5, 3, 16, dtype=torch.uint8), "x_scales": torch.full((2, 5, 3), 127, dtype=torch.uint8)}
+
+
+MXFP4_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "no scales": (lambda t: t.pop("x_scales"), "x_scales: is missing, and x_blocks is there$"),
+    "no blocks": (lambda t: t.pop("x_blocks"), "x_scales: in model.safetensors, without x_blocks$"),
+    "blocks of another size": (
+        lambda t: t.update(x_blocks=t["x_blocks"][..., :8].clone()),
+        r"x_blocks: torch.uint8 \(2, 5, 3, 8\) in .*: must be torch.uint8 \(",
+    ),
+    "one matrix": (lambda t: t.update(x_blocks=t["x_blocks"][0].clone()), r"x_blocks: torch.uint8 \(5, 3, 16\) in .*: must be"),
+    "scales of another shape": (
+        lambda t: t.update(x_scales=t["x_scales"][:, :4].clone()),
+        r"x_scales: torch.uint8 \(2, 4, 3\) in .*, torch.uint8 \(2, 5, 3\) for",
+    ),
+    "scales as numbers": (lambda t: t.update(x_scales=t["x_scales"].float()), r"x_scales: torch.float32 .*, torch.uint8"),
+    "twice": (lambda t: t.update(x=torch.zeros(2, 96, 5)), "x: in model.safetensors, and as x_blocks in model.safetensors$"),
+    "bytes": (lambda t: t.update(y=t["x_scales"].clone()), "y: is stored in model.safetensors as U8, and only F32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", MXFP4_FAULTS)
+def test_wrong_parts_of_mxfp4_weights_are_named(tmp_path, fault):
+    tensors = _mxfp4()
+    damage, message = MXFP4_FAULTS[fault]
+    damage(tensors)
+    _, problems = stored_tensors(write_alone(tmp_path, tensors, MXFP4))
+    assert len(problems) == 1 and re.search(message, problems[0]), problems
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path):
+    tensors = _mxfp4()
+    tensors["x_scales"][1, 4, 2] = 255
+    entries, problems = stored_tensors(write_alone(tmp_path, tensors, MXFP4))
+    assert not problems and not entries["x"].read((slice(0, 2), slice(0, 64), slice(0, 5))).any()
+    with pytest.raises(UserError, match=r"model.safetensors: x_scales: has scales that are not above 0"):
+        entries["x"].read((slice(0, 2), slice(0, 65), slice(0, 5)))
+
+
+def test_quantised_weights_without_quantization_config_are_refused(float8, tmp_path):
+    folder = shutil.copytree(float8[0], tmp_path / "silent")
+    change_json(folder / "config.json", quantization_config=None)
+    with pytest.raises(UserError, match=rf"{_Q}: is stored in .* as F8_E4M3, .*, or what quantization_config of"):
+        read(folder, DEEPSEEK, "plain")
+
+
+CONFIGURATIONS: dict[str, tuple[object, str]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, 'quant_method = "gptq": must be "fp8" .* or "mxfp4" .*bfloat16 first'),
+    "compressed": ({"quant_method": "compressed-tensors"}, 'quant_method = "compressed-tensors": must be "fp8"'),
+    "no method": ({}, 'quant_method = null: must be "fp8"'),
+    "a scale for a tensor": ({"quant_method": "fp8"}, 'quant_method "fp8" is read with weight_block_size only'),
+    "null as block": (FLOAT8 | {"weight_block_size": None}, "weight_block_size = null: must be"),
+    "a block of zero": (FLOAT8 | {"weight_block_size": [128, 0]}, "weight_block_size.1 = 0: must be greater than 0"),
+    "a block of one number": (FLOAT8 | {"weight_block_size": [128]}, "has no .*weight_block_size.1"),
+    "another float8": (FLOAT8 | {"fmt": "e5m2"}, "fmt = \"e5m2\": must be 'e4m3'"),
+    "static": (FLOAT8 | {"activation_scheme": "static"}, "activation_scheme = \"static\": must be 'dynamic'"),
+    "experts in 4 bits": (FLOAT8 | {"expert_dtype": "fp4"}, "expert_dtype = \"fp4\": must be 'fp8'"),
+    "an unknown entry": (FLOAT8 | {"rotation": True}, "quantization_config.rotation = true: there is no such entry"),
+    "blocks of mxfp4": (MXFP4 | {"weight_block_size": [1, 32]}, 'weight_block_size: quant_method "mxfp4" has no such entry'),
+    "no table": ("fp8", 'quantization_config = "fp8": must be'),
+}
+
+
+@pytest.mark.parametrize("fault", CONFIGURATIONS)
+def test_other_quantisations_are_refused_by_name(float8, tmp_path, fault):
+    folder = shutil.copytree(float8[0], tmp_path / "other")
+    quantization, message = CONFIGURATIONS[fault]
+    change_json(folder / "config.json", quantization_config=quantization)
+    with pytest.raises(UserError, match=message) as raised:
+        recognise(folder, DEEPSEEK)
+    assert str(folder / "config.json") in str(raised.value) and len(str(raised.value).splitlines()) == 1
+
+
+def test_what_transformers_writes_of_a_float8_model_is_read(float8, tmp_path):
+    folder = shutil.copytree(float8[0], tmp_path / "theirs")
+    table = FineGrainedFP8Config(weight_block_size=(16, 24), modules_to_not_convert=["lm_head"]).to_dict()
+    change_json(folder / "config.json", quantization_config=table)
+    assert recognise(folder, DEEPSEEK).flavor == "plain"
+    read(folder, DEEPSEEK, "plain")

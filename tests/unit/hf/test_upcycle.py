@@ -1,0 +1,103 @@
+"""Upcycling: the mixture computes what the dense model does, and what cannot be upcycled is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.attention import SeqInfo
+from tests import hf_folders
+from titanlite.checkpoint.whole import Stored
+from titanlite.errors import UserError
+from titanlite.tools import import_hf
+from titanlite.tools.import_hf import model_section, target_of
+from titanlite.tools.open_model import recognise
+from titanlite.tools.upcycle import Upcycling
+from titanlite.transforms.registry import Family, load_family
+
+EXPERTS = 4
+
+
+def logits(family: Family, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    model = family.module.Model(family.config)
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    with torch.no_grad():
+        return model.head(model(tokens, SeqInfo(torch.arange(tokens.shape[1]).expand_as(tokens))))
+
+
+def weights_of(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:
+    stored = Stored(checkpoint)
+    return {name: stored.read(f"model.{name}").float() for name, _ in family.on_meta().named_parameters()}
+
+
+@pytest.mark.parametrize("top_k", [2, EXPERTS])
+@pytest.mark.parametrize(
+    ("name", "flavor", "mixture"),
+    [("tests.tiny", "plain", "mixtral"), ("tests.tiny", "tied", "mixtral"), ("tests.tiny_qwen3", "tied", "qwen3_moe")],
+)
+def test_the_mixture_computes_what_the_dense_model_does_and_is_what_its_section_names(tmp_path, name, flavor, mixture, top_k):
+    source = hf_folders.write(tmp_path / "source", name, flavor)
+    import_hf.import_hf(source, tmp_path / "dense")
+    upcycling = Upcycling(EXPERTS, top_k, 0)
+    import_hf.import_hf(source, tmp_path / "mixture", upcycling=upcycling)
+    dense, target = recognise(source), target_of(source, "", upcycling)
+    section = model_section(target, source)
+    named = load_family(section["name"], section["flavor"], section["hf_assets_path"], section["overrides"])
+    assert target.name == mixture and named.config == target.family.config
+    assert (named.config.n_experts, named.config.top_k) == (EXPERTS, top_k)
+    tokens = torch.randint(dense.family.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    ours = weights_of(tmp_path / "mixture", named)
+    expected = logits(dense.family, weights_of(tmp_path / "dense", dense.family), tokens)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(logits(named, ours, tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    router = ours["layers.0.ffn.router.weight"]
+    assert router.std() == pytest.approx(0.02, rel=0.3) and len(router.unique(dim=0)) == EXPERTS
+    torch.manual_seed(0)
+    for weight in (weight for each, weight in ours.items() if each.endswith("router.weight")):
+        weight.normal_()  # whatever the choice
+    torch.testing.assert_close(logits(named, ours, tokens), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def refusal(source: Path, experts: int = EXPERTS, top_k: int = 2) -> str:
+    with pytest.raises(UserError) as caught:
+        target_of(source, "", Upcycling(experts, top_k, 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "word"),
+    [
+        ("tests.tiny_olmo2", "plain", "olmo2 has no family of mixtures; there are: llama3 -> mixtral, qwen3 -> qwen3_moe"),
+        ("tests.tiny_mixtral", "plain", "mixtral has no family of mixtures"),
+        ("tests.tiny_qwen3", "biased", "qkv_bias = True: qwen3_moe has no such dimension"),
+    ],
+)
+def test_what_has_no_mixture_is_refused(tmp_path, name, flavor, word):
+    assert word in refusal(hf_folders.write(tmp_path / "source", name, flavor))
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused_and_so_are_options_without_effect(tmp_path, monkeypatch):
+    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
+    assert "top_k = 5: must be between 1 and n_experts = 4" in refusal(source, top_k=5)
+    for words in (["--top-k", "2"], ["--seed", "1"]):
+        monkeypatch.setattr("sys.argv", ["import-hf", "--source", str(source), "--output", str(tmp_path / "new"), *words])
+        with pytest.raises(UserError, match="has no effect without --upcycle-experts"):
+            import_hf.main()
+
+
+def test_what_is_printed_is_toml_of_the_mixture(tmp_path, monkeypatch, capsys):
+    import tomllib
+
+    source = hf_folders.write(tmp_path / "source", "tests.tiny", "scaled")
+    words = ["--source", str(source), "--output", str(tmp_path / "new"), "--upcycle-experts", "4"]
+    monkeypatch.setattr("sys.argv", ["import-hf", *words])
+    import_hf.main()
+    out = capsys.readouterr().out
+    table = tomllib.loads(out[out.index("[model]") :])
+    model = table["model"]
+    family = load_family(model["name"], model["flavor"], model["hf_assets_path"], model["overrides"])
+    assert family.config == target_of(source, "", Upcycling(4, 2, 0)).family.config
+    assert table["checkpoint"]["initial_load_path"] == str((tmp_path / "new").resolve())
+    assert json.loads((source / "config.json").read_text())["model_type"] == "llama"

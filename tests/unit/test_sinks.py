@@ -1,0 +1,151 @@
+"""Attention sinks and clamped experts with biases: each is what its formula says, written out here."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from models import attention, gpt_oss
+from models.attention import attend, block_mask, dense_mask
+from models.grouped import ACTIVATIONS, grouped_product, grouped_sum
+from models.moe import Choice, Experts, Router
+from tests import tiny_gpt_oss
+from titanlite.config.schema import Optimizer
+from titanlite.optim.build import is_decayed, is_orthogonalised
+from titanlite.transforms.registry import Family
+
+BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 24, 16
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 15, [0] * 24])
+MASKS = {"causal": (None, None), "window": (None, 5), "documents": (DOCUMENTS, None), "both": (DOCUMENTS, 7)}
+
+
+def inputs() -> list[Tensor]:
+    """Queries, keys, values and sinks."""
+    torch.manual_seed(0)
+    shapes = [(BATCH, heads, LENGTH, WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(shape, requires_grad=True) for shape in (*shapes, (HEADS,))]
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+    """Query by query: exp(score) / (sum of exp(score) + exp(sink))."""
+    results = torch.zeros(BATCH, HEADS, LENGTH, WIDTH)
+    for row in range(BATCH):
+        for head in range(HEADS):
+            keys, values = (x[row, head // (HEADS // KV_HEADS)] for x in (k, v))
+            for place in range(LENGTH):
+                seen = [other for other in range(place + 1) if window is None or place - other < window]
+                if documents is not None:
+                    seen = [other for other in seen if documents[row, other] == documents[row, place]]
+                powers = (keys[seen] @ q[row, head, place] / WIDTH**0.5).exp()
+                results[row, head, place] = (powers[:, None] * values[seen]).sum(0) / (powers.sum() + sinks[head].exp())
+    return results
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_sink_takes_part_in_the_softmax_and_has_a_gradient(mask):
+    documents, window = MASKS[mask]
+    known = torch.zeros(BATCH, LENGTH, dtype=torch.int64) if documents is None else documents
+    tensors, slopes = inputs(), torch.randn(BATCH, HEADS, LENGTH, WIDTH)
+    q, k, v, sinks = tensors
+    found = attend(q, k, v, None if mask == "causal" else dense_mask(known, window), None, None, sinks=sinks)
+    expected = by_hand(q, k, v, sinks, documents, window)
+    torch.testing.assert_close(found, expected)
+    ours, theirs = (torch.autograd.grad(result, tensors, slopes) for result in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("mask", MASKS)
+def test_flex_attention_gets_its_sinks_from_the_log_sum_exp(monkeypatch, mask, softcap):
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex_attention)
+    documents, window = MASKS[mask]
+    known = torch.zeros(BATCH, LENGTH, dtype=torch.int64) if documents is None else documents
+    q, k, v, sinks = (tensor.detach() for tensor in inputs())
+    found = attend(q, k, v, block_mask(known, window), None, softcap, sinks=sinks)
+    torch.testing.assert_close(found, attend(q, k, v, dense_mask(known, window), None, softcap, sinks=sinks))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_slopes_of_an_activation_are_those_of_autograd(name):
+    act = ACTIVATIONS[name]
+    for forward, backward in ((act.gate, act.gate_backward), (act.up, act.up_backward)):
+        x = torch.linspace(-20, 20, 1001, dtype=torch.float64).requires_grad_()
+        slopes = torch.randn(1001, dtype=torch.float64)
+        (expected,) = torch.autograd.grad(forward(x), x, slopes)
+        torch.testing.assert_close(backward(slopes.clone(), x.detach()), expected)
+
+
+def test_experts_are_clamped_and_biased_as_the_formula_says():
+    torch.manual_seed(0)
+    experts, x = Experts(3, 8, 6, "clamped_swiglu", bias=True), torch.randn(20, 8) * 8
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    chosen = torch.randint(3, (20, 1))
+    choice = Choice.of(chosen, 3)
+    found = experts(x, choice)[choice.inverse]
+    clamped = 0
+    for token, (e,) in enumerate(chosen.tolist()):
+        gate, up = experts.w1[e] @ x[token] + experts.w1_bias[e], experts.w3[e] @ x[token] + experts.w3_bias[e]
+        clamped += int((gate > 7).sum() + (up.abs() > 7).sum())
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        torch.testing.assert_close(found[token], experts.w2[e] @ hidden + experts.w2_bias[e], rtol=1e-4, atol=1e-4)
+    assert clamped > 20
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
+def test_the_biases_of_a_grouped_product_get_the_sum_of_their_rows(monkeypatch, kernel):
+    monkeypatch.setattr("models.grouped._has_kernel", lambda *_: kernel)
+    torch.manual_seed(0)
+    ends = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
+    rows, weights = torch.randn(12, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16()
+    biases, slopes = torch.randn(4, 16).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
+    result = grouped_product(rows, weights, ends, True, biases)
+    result.backward(slopes)
+    expert = [0] * 3 + [2] * 7 + [3] * 2
+    torch.testing.assert_close(result, grouped_product(rows, weights, ends, True, None) + biases[expert])
+    expected = torch.zeros(4, 16).index_add(0, torch.tensor(expert), slopes.float())
+    torch.testing.assert_close(biases.grad, expected.bfloat16())
+
+
+def test_the_new_operations_keep_the_rules_of_pytorch():
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
+    torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
+    torch.library.opcheck(grouped_sum, (torch.randn(10, 4), ends))
+
+
+def test_a_softmax_over_the_chosen_experts_is_the_normalised_one_over_all():
+    torch.manual_seed(0)
+    router, x = Router(16, 8, 3, logit_bias=True), torch.randn(2, 5, 16)
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter)
+    weights, chosen = router(x)
+    best = (x.flatten(0, 1) @ router.weight.T + router.logit_bias).topk(3)
+    assert torch.equal(chosen, best.indices)
+    torch.testing.assert_close(weights, best.values.softmax(-1))
+
+
+def test_stacked_biases_are_neither_decayed_nor_orthogonalised():
+    model = Family(tiny_gpt_oss, tiny_gpt_oss.FLAVORS["plain"]).on_meta()
+    named = {name: p for name, p in model.named_parameters() if name.startswith("layers.0.ffn.experts")}
+    assert {name for name, p in named.items() if is_decayed(name, p, Optimizer())} == {
+        f"layers.0.ffn.experts.w{n}" for n in (1, 2, 3)
+    }
+    assert not any(is_orthogonalised(name, p, Optimizer(name="Muon")) for name, p in named.items())
+
+
+def test_the_published_configuration_is_read_as_it_is_spelt():
+    """What the file of gpt-oss-20b says."""
+    scaling = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    published = {
+        **{"model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu"},
+        **{"hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880, "num_attention_heads": 64},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072},
+        **{"num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32},
+        **{"rms_norm_eps": 1e-05, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "vocab_size": 201088},
+        **{"rope_scaling": {**scaling, "rope_type": "yarn", "truncate": False}, "tie_word_embeddings": False},
+    }
+    assert gpt_oss.from_hf(published) == gpt_oss.FLAVORS["20b"]
+    without = {key: value for key, value in published.items() if key not in ("rope_scaling", "layer_types")}
+    assert gpt_oss.from_hf(without) == gpt_oss.FLAVORS["20b"], "transformers' defaults"

@@ -1,0 +1,83 @@
+"""Recorded routing: what one exchange of each mixture moved in a run, on as many ranks as a prediction has."""
+
+import itertools
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from torch import nn
+
+from models.decoder import Decoder
+from models.moe import Router, routers_of
+from titanlite.errors import UserError, listed
+from titanlite.launch.run_folder import ROUTING
+from titanlite.outside import MIB, Contents, Count, Positive, read_json
+
+_LIMIT = 64 * MIB  # 58 mixtures of 256 experts take 0.1 MiB
+
+
+class Mixture(Contents):
+    """One mixture of the model, from the first block on."""
+
+    top_k: Positive
+    counts: Annotated[list[Count], Field(min_length=1, max_length=2**16)]  # rows of each expert
+
+
+class Trace(Contents):
+    """The routing.json of a run (optim/balance.py: routing)."""
+
+    step: Count
+    mixtures: Annotated[list[Mixture], Field(min_length=1, max_length=2**16)]
+
+
+def read_trace(path: Path) -> Trace:
+    """path: the file, or the folder of a run. Raises UserError."""
+    file = path / ROUTING if path.is_dir() else path
+    trace = Trace.model_validate(read_json(file, Trace, _LIMIT))
+    if empty := [number for number, each in enumerate(trace.mixtures) if not sum(each.counts)]:
+        raise UserError(f"{file}: mixtures.{empty[0]}.counts: are all 0, must be those of a step")
+    return trace
+
+
+def check_trace(trace: Trace, path: Path, model: nn.Module) -> None:
+    """Raises UserError that lists how the mixtures of the trace differ from those of the model."""
+    routers = routers_of(model)
+    faults = [f"has {len(trace.mixtures)} mixtures, the model {len(routers)}"] if len(routers) != len(trace.mixtures) else []
+    for number, (there, router) in enumerate(zip(trace.mixtures, routers, strict=False)):
+        here, recorded = _shape(router), (len(there.counts), there.top_k)
+        if here != recorded:
+            what = "mixture {}: {} experts and top_k = {}, in the model {} and {}"
+            faults.append(what.format(number, *recorded, *here))
+    if faults:
+        raise UserError(listed(f"{path}: is the routing of another model:", faults))
+
+
+def _shape(router: Router) -> tuple[int, int]:
+    return len(router.weight), router.top_k
+
+
+def routings(model: Decoder, routing: Literal["balanced", "worst"] | Trace) -> dict[str, Any]:
+    """The routing of each layer that has a mixture: one for all, or the recorded rows of its experts."""
+    named = [name for name, layer in model.layers.items() if routers_of(layer)]
+    if isinstance(routing, Trace):
+        return {name: mixture.counts for name, mixture in zip(named, routing.mixtures, strict=True)}
+    return dict.fromkeys(named, routing)
+
+
+def spread(counts: list[int], rows: int) -> list[int]:
+    """So many rows with the shares that the counts have, rounded so that they add up to `rows`; the counts as they are if
+    they add up to as many."""
+    total = sum(counts)
+    ends = [end * rows // total for end in itertools.accumulate(counts)]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
+
+
+def received_by(counts: list[int], rows: int, ranks: int) -> list[int]:
+    """How many of all ranks' rows each of `ranks` ranks receives, each of which has an equal run of the experts."""
+    of_experts, experts = spread(counts, rows), len(counts) // ranks
+    return [sum(of_experts[first : first + experts]) for first in range(0, len(of_experts), experts)]
+
+
+def busiest(counts: list[int], ranks: int) -> float:
+    """Rows that the busiest rank receives, relative to the mean."""
+    return max(received_by(counts, sum(counts), ranks)) * ranks / sum(counts)

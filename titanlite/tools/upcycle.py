@@ -1,0 +1,101 @@
+"""A mixture of experts from a dense model: sparse upcycling (Komatsuzaki et al., arXiv:2212.05055, section 3).
+
+Every expert is a copy of the dense feed-forward layer; routers have their initial values. The weights of a token's experts add
+up to 1, so the mixture computes what the dense model does, whatever its routers choose.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from models.rope import SCALINGS
+from titanlite.errors import UserError, listed
+from titanlite.hf.folder import Entry, Stack
+from titanlite.tools.open_model import Recognised
+from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.registry import Family, load_module
+
+# A dense family -> the family of mixtures that has its attention and norms.
+_MIXTURES = {"llama3": "mixtral", "qwen3": "qwen3_moe"}
+_FFN, _EXPERTS = ".ffn.w", ".ffn.experts.w"
+
+
+class Upcycling(NamedTuple):
+    """What the command line says of the mixture."""
+
+    n_experts: int
+    top_k: int
+    seed: int  # of the routers
+
+
+class Upcycled(NamedTuple):
+    """The mixture, as a [model] section names it: a flavor of its family with other dimensions."""
+
+    name: str
+    flavor: str
+    overrides: dict[str, Any]
+    family: Family
+
+
+def mixture_of(dense: Recognised, wanted: Upcycling) -> Upcycled:
+    """The mixture of a dense model. Raises UserError where its family has none, or cannot hold what the model has."""
+    if dense.name not in _MIXTURES:
+        pairs = ", ".join(f"{name} -> {mixture}" for name, mixture in _MIXTURES.items())
+        raise UserError(f"--upcycle-experts {wanted.n_experts}: {dense.name} has no family of mixtures; there are: {pairs}")
+    name = _MIXTURES[dense.name]
+    module, given = load_module(name), {field.name: field for field in fields(dense.family.config)}
+    values = {key: getattr(dense.family.config, key) for key in given}
+    taken = {field.name for field in fields(module.Config)}
+    if others := [key for key in values.keys() - taken - {"ffn_dim"} if values[key] != given[key].default]:
+        faults = [f"{key} = {values[key]!r}: {name} has no such dimension" for key in sorted(others)]
+        raise UserError(listed(f"--upcycle-experts {wanted.n_experts}: {name} cannot hold this {dense.name}:", faults))
+    kept = {key: value for key, value in values.items() if key in taken}
+    try:
+        config = module.Config(**kept, expert_dim=values["ffn_dim"], n_experts=wanted.n_experts, top_k=wanted.top_k)
+    except ValueError as error:
+        raise UserError(f"--upcycle-experts {wanted.n_experts} --top-k {wanted.top_k}: {error}") from None
+    flavor, overrides = min(((name, _difference(base, config)) for name, base in module.FLAVORS.items()), key=_length)
+    return Upcycled(name, flavor, overrides, Family(module, config))
+
+
+def _length(candidate: tuple[str, dict[str, Any]]) -> int:
+    return len(candidate[1])
+
+
+def _difference(base: Any, config: Any) -> dict[str, Any]:
+    """The `model.overrides` that make `config` of `base`."""
+    changed = [key for key in asdict(config) if getattr(base, key) != getattr(config, key)]
+    return {key: _toml(getattr(config, key)) for key in changed}
+
+
+def _toml(value: Any) -> Any:
+    """A dimension as TOML has it: see transforms/overrides.py."""
+    if value is None:
+        return "none"
+    if kind := next((kind for kind, scaling in SCALINGS.items() if isinstance(value, scaling)), None):
+        return {"rope_type": kind, **{key: _toml(entry) for key, entry in value._asdict().items()}}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def copied(weights: Mapping[str, Sequence[Entry | Stack]], n_experts: int) -> dict[str, Sequence[Entry | Stack]]:
+    """Where the weights of the mixture are, routers apart: those of each expert are all in the same place."""
+    result: dict[str, Sequence[Entry | Stack]] = {}
+    for name, entries in weights.items():
+        if _FFN not in name:
+            result[name] = entries
+            continue
+        [entry] = entries
+        assert isinstance(entry, Entry), f"{name} of a dense model is a stack"
+        result[name.replace(_FFN, _EXPERTS).removesuffix(".weight")] = [Stack((entry,) * n_experts)]
+    return result
+
+
+def fill_routers(tensors: Mapping[str, Tensor], family: Family, seed: int) -> None:
+    """Writes their initial values to the routers, the tensors that the dense model does not have. tensors: by our names in
+    checkpoints; a DTensor's local shard is written."""
+    distributions, _ = match_initial(family.on_meta(), family)
+    for stored, tensor in tensors.items():
+        name = stored.removeprefix("model.")
+        fill(tensor, name, distributions[name], seed)
