@@ -160,13 +160,13 @@ def test_flops_are_those_of_the_products_that_a_step_makes():
     frozen = layers * sum(rows * columns for rows, columns in shapes) + vocabulary * dim
     trained = layers * sum(rank * (rows + columns) for rows, columns in shapes)
     config = configuration()
-    found = training_flops(FAMILY, config, on_meta(FAMILY, config))
+    found = training_flops(FAMILY, config)
     whole = FAMILY.module.flops(FAMILY.config, 32)
     # twice each number forward, twice for the gradient of the input, twice for its own where it is trained
     assert found.palm - (whole.palm - 6 * frozen) == 4 * frozen + 6 * trained
     assert found.causal - (whole.causal - 6 * frozen) == 4 * frozen + 6 * trained
     plain = Config.model_validate({"training": {"seq_len": 32}})
-    assert training_flops(FAMILY, plain, FAMILY.on_meta()) == whole
+    assert training_flops(FAMILY, plain) == whole
 
 
 def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in_sixteen():

@@ -64,7 +64,7 @@ MORE: dict[str, dict[str, str]] = {
     "parallelism.pipeline_parallel_degree": {"parallelism.pipeline_parallel_degree": "2"},
     "parallelism.pipeline_parallel_schedule": {"parallelism.pipeline_parallel_schedule": '"GPipe"'},
     "parallelism.pipeline_parallel_layers_per_stage": {
-        "parallelism.pipeline_parallel_layers_per_stage": "3",
+        "parallelism.pipeline_parallel_layers_per_stage": "2",
         "model.overrides": "{ n_layers = 4 }",
     },
     "moe.max_tokens_factor": {"model.name": '"tests.tiny_moe"'},

@@ -404,7 +404,7 @@ def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
 
 
 def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):
-    monkeypatch.setattr(load, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
     found = stored()
     found.numbers.update(loss_sum=7.5, loss_count=3)
     assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning(), 7.5, 3)
@@ -414,7 +414,7 @@ def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):
 
 
 def test_the_scale_of_version_0_1_which_was_for_the_divided_loss_begins_again(monkeypatch):
-    monkeypatch.setattr(load, "load_tensors", lambda *_: None)
+    monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
     found = stored()
 
     def scale_after(found: Manifest) -> tuple[float, int]:

@@ -63,21 +63,19 @@ def forward_backward(
     labels = count_labels(batch, mesh)
     if loss_scale is not None:
         loss_scale.divisor = loss_scale.scale * labels
-
-    def to_backward(summed: Tensor) -> Tensor:
-        return summed / labels if loss_scale is None else summed * loss_scale.scale
-
+    share = torch.zeros((), device=batch.tokens.device)
     microbatches = batch.microbatches()
     balance.begin_step(model)
-    if model.pipeline is not None:
-        losses = model.pipeline.train([arranged(model, each) for each in microbatches], to_backward, balance.add_microbatch)
-        return losses.sum() if loss_scale is None else losses.sum() / loss_scale.divisor
-    share = torch.zeros((), device=batch.tokens.device)
+    if model.pipeline is not None:  # which begins a microbatch before others have had their backward pass
+        divisor = labels if loss_scale is None else 1 / loss_scale.scale
+        losses = model.pipeline.train([arranged(model, each) for each in microbatches], divisor, balance.add_microbatch)
+        return losses.sum() / labels
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
         summed = summed_loss(model, microbatch)
-        to_backward(summed).backward()
-        share += summed.detach() / labels
+        loss = summed / labels
+        (loss if loss_scale is None else summed * loss_scale.scale).backward()
+        share += loss.detach()
         balance.add_microbatch(model)
     return share
 

@@ -207,53 +207,49 @@ class Pipeline:
         ]
         kind = get_schedule_class(self.schedule_name)
         several: Any = self._parts if issubclass(kind, PipelineScheduleMulti) else self._parts[0]
-        self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._loss, scale_grads=False)
+        self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._backward_loss, scale_grads=False)
         if model.head is not None and model.embed is not None and self.stages[0].number > 0:
             model.embed.weight = model.head.output.weight  # FSDP2 has replaced it in the head
 
-    def train(
-        self,
-        microbatches: Sequence[Microbatch],
-        to_backward: Callable[[Tensor], Tensor],
-        after: Callable[[Decoder], None] | None = None,
-    ) -> Tensor:
-        """Adds the gradients of a step; returns to_backward(summed loss) of each microbatch, (microbatches,) float32.
+    def train(self, microbatches: Sequence[Microbatch], divisor: Tensor, after: Callable[[Decoder], None]) -> Tensor:
+        """Adds the gradients of a step; returns the summed loss of each microbatch, (microbatches,) float32.
 
-        Zeros on ranks without the head. after: called with a part of the model after each of its forward passes.
+        Zeros on ranks without the head. divisor: of the losses, for the gradients; () float32. after: called with a part of the
+        model after each of its forward passes.
         """
-        losses = self._run(self._schedule.step, microbatches, to_backward, after)
+        losses = self._run(self._schedule.step, microbatches, divisor, after)
         self._add_tied_gradients()
         return losses
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """The summed loss of each microbatch, (microbatches,) float32; zeros on ranks without the head. Without gradients."""
-        return self._run(self._schedule.eval, microbatches, lambda summed: summed, None)
+        return self._run(self._schedule.eval, microbatches, torch.ones((), device=microbatches[0].inputs.device))
 
     def _run(
         self,
         run: Callable[..., Any],
         microbatches: Sequence[Microbatch],
-        to_backward: Callable[[Tensor], Tensor],
-        after: Callable[[Decoder], None] | None,
+        divisor: Tensor,
+        after: Callable[[Decoder], None] | None = None,
     ) -> Tensor:
         assert len(microbatches) == self.microbatches, "a schedule is made for a number of microbatches"
-        self._to_backward = to_backward
         numbers = torch.arange(len(microbatches))
-        losses: list[Tensor] = []
+        self._divisor, self._losses = divisor, torch.zeros(len(microbatches), device=microbatches[0].inputs.device)
         for stage in self.stages:
             stage.microbatches, stage.after = microbatches, after
         first = (numbers,) if self.stages[0].number == 0 else ()
-        of_head = {"target": numbers, "losses": losses} if self.head is not None else {}
-        run(*first, **of_head, return_outputs=False, number=numbers)
+        run(*first, target=numbers if self.head is not None else None, return_outputs=False, number=numbers)
         for stage, part in zip(self.stages, self._parts, strict=True):
-            stage.microbatches = ()
+            stage.microbatches, stage.after = (), None
             part.clear()
-        device = microbatches[0].inputs.device
-        return torch.stack(losses).detach() if losses else torch.zeros(len(microbatches), device=device)
+        return self._losses
 
-    def _loss(self, hidden: Tensor, number: Tensor) -> Tensor:
+    def _backward_loss(self, hidden: Tensor, number: Tensor) -> Tensor:
+        """What the last stage's backward pass begins with, () float32, for microbatch `number`, (1,) int64."""
         assert self.head is not None
-        return self._to_backward(self.head(hidden, self.stages[-1].microbatches[int(number)].labels))
+        summed = self.head(hidden, self.stages[-1].microbatches[int(number)].labels)
+        self._losses[int(number)] = summed.detach()
+        return summed / self._divisor
 
     @property
     def tied(self) -> Tensor | None:
@@ -264,7 +260,7 @@ class Pipeline:
 
     def _add_tied_gradients(self) -> None:
         """Gives the first and the last rank the sum of their gradients of the tied parameter, the same bit for bit."""
-        if self.tied is None:
+        if self.tied is None or not self.tied.requires_grad:
             return
         assert self.tied.grad is not None
         own = self.tied.grad.to_local() if hasattr(self.tied.grad, "to_local") else self.tied.grad
