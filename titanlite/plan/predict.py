@@ -17,7 +17,7 @@ from titanlite.errors import phase
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import shares, stage_costs
+from titanlite.parallel.pipeline import Share, shares, stage_costs
 from titanlite.plan import pipeline
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
@@ -126,6 +126,11 @@ class Measured(NamedTuple):
     update: Update
     microbatches: int
 
+    def part_of(self, share: Share) -> float:
+        """The bytes of a share's parameters, of all."""
+        sizes = {name: local_bytes(parameter) for name, parameter in self.model.named_parameters()}
+        return sum(size for name, size in sizes.items() if share.has(name)) / sum(sizes.values())
+
 
 def sum_of(parts: Iterable[Part], times: Callable[[str], int]) -> Work:
     """The work of a model that has each of the few layers so many times, and the head; times("head") and times("") too."""
@@ -147,61 +152,72 @@ def in_a_pipeline(microbatches: int) -> list[int]:
 
 def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part]) -> Prediction:
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline."""
-    model, layers, run, held, update, microbatches = measured
-    training, degree = config.training, config.parallelism.pipeline_parallel_degree
-    family = family_of(config.model)
+    family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)
-    every = shares(config, family, whole)
-    blocks = {number: names for share in every for number, names in share.stages.items()}
-    cost = stage_costs(config, family, whole)
-    degrees = resolve_degrees(config.parallelism, ranks)
-    places = training.seq_len // (degrees["cp"] * degrees["tp"])
+    every, hidden = shares(config, family, whole), hidden_bytes(config, ranks, measured.model)
+    rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, hidden)
+    memories = [memory_of(share, config, whole, measured, hidden, rehearsal.kept[rank]) for rank, share in enumerate(every)]
+    rank = max(range(degree), key=lambda rank: memories[rank].total)
+    text = f"rank {rank} of {degree} in the pipeline, which holds the most; ranks wait {rehearsal.idle:.1%} of a step"
+    return Prediction(parameters, memories[rank], work_of(every[rank], degree, measured, parts, hidden), 0, text)
+
+
+def hidden_bytes(config: Config, ranks: int, model: Decoder) -> int:
+    """Of the hidden states of a microbatch, as they travel between two ranks."""
+    training, degrees = config.training, resolve_degrees(config.parallelism, ranks)
     assert model.head is not None
-    hidden = (
-        training.local_batch_size * places * model.head.output.in_features * DTYPES[training.mixed_precision_param].itemsize
-    )
-    kept = [sum(held.kept[layers.stands_for[name]] for name in blocks[number]) for number in sorted(blocks)]
-    kept = [kept[0], *(of_blocks + hidden for of_blocks in kept[1:])]  # with what a later stage has received
-    again = 3.0 if config.activation_checkpoint.mode == "full" else 2.0
-    with pretended_ranks(degree):
-        order = pipeline.orders(config, microbatches, len(blocks))
-    rehearsal = pipeline.rehearse(order, cost, [again * each for each in cost], kept)
-    all_masters = sum(map(local_bytes, model.parameters()))
-    found: list[Prediction] = []
-    for rank, share in enumerate(every):
-        mine = {name: parameter for name, parameter in model.named_parameters() if share.has(name)}
-        masters = sum(map(local_bytes, mine.values()))
-        gradients = DTYPES[training.mixed_precision_reduce].itemsize * unsharded(config, whole, share)
-        gathered = DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
-        received = len(share.stages) - share.embed + len(share.stages) - share.head  # for each microbatch
-        names = tuple(name for stage in share.stages.values() for name in stage)
-        own = layers._replace(whole=names, stands_for={name: layers.stands_for[name] for name in names})
-        _, working = whole_memory(own, held, with_head=share.head)
-        activations = rehearsal.kept[rank] + 2 * hidden
-        activations += gathered if pipeline.gathered_once(config) else 0
-        part_of_all = masters / all_masters
-        working = max(working, round(update.working * part_of_all) - activations)
-        memory = Memory(masters, gradients, round(update.state * part_of_all), activations, working)
+    tokens = training.local_batch_size * training.seq_len // (degrees["cp"] * degrees["tp"])
+    return tokens * model.head.output.in_features * DTYPES[training.mixed_precision_param].itemsize
 
-        ends = {"embed": int(share.embed), "head": int(share.head)}
 
-        own = run._replace(whole=names, stands_for={name: run.stands_for[name] for name in names})
+def rehearsed(config: Config, costs: list[float], every: list[Share], measured: Measured, hidden: int) -> pipeline.Rehearsal:
+    """A step of the schedule. costs: of the stages' forward passes."""
+    kept = [0] * len(costs)
+    for share in every:
+        for number, blocks in share.stages.items():
+            of_blocks = sum(measured.held.kept[measured.layers.stands_for[name]] for name in blocks)
+            kept[number] = of_blocks + (hidden if number else 0)  # with what a later stage has received
+    backward = 3 if config.activation_checkpoint.mode == "full" else 2
+    with pretended_ranks(config.parallelism.pipeline_parallel_degree):
+        order = pipeline.orders(config, measured.microbatches, len(costs))
+    return pipeline.rehearse(order, costs, [backward * cost for cost in costs], kept)
 
-        def times(place: str, own: Layers = own, ends: dict[str, int] = ends) -> int:
-            return own.times(place) if place in own.few else ends.get(place, 1)
 
-        passes = sum_of(parts, times)
-        passes = passes._replace(traffic={each: amount for each, amount in passes.traffic.items() if amount.calls})
-        updated = {
-            channel: Traffic(each.calls, round(each.size * part_of_all), round(each.sent * part_of_all))
-            for channel, each in update.work.traffic.items()
-        }
-        sends = Traffic(received * microbatches, received * microbatches * hidden, received * microbatches * hidden)
-        travels = Work(0, {Channel("pipeline: hidden states", "send", ("pp",), degree): sends})
-        text = f"rank {rank} of {degree} in the pipeline, which holds the most; ranks wait {rehearsal.idle:.1%} of a step"
-        work = added(passes, Work(round(update.work.flops * part_of_all), updated), travels)
-        found.append(Prediction(parameters, memory, work, 0, text))
-    return max(found, key=lambda prediction: prediction.memory.total)
+def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, hidden: int, kept: int) -> Memory:
+    """What a rank of a pipeline holds. whole: the model on the meta device. kept: by its stages, for backward passes."""
+    training, part = config.training, measured.part_of(share)
+    masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.has(name))
+    gradients = DTYPES[training.mixed_precision_reduce].itemsize * unsharded(config, whole, share)
+    activations = kept + 2 * hidden  # what arrives and leaves meanwhile
+    if pipeline.gathered_once(config):
+        activations += DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
+    _, working = whole_memory(part_of(measured.layers, share), measured.held, with_head=share.head)
+    working = max(working, round(measured.update.working * part) - activations)
+    return Memory(masters, gradients, round(measured.update.state * part), activations, working)
+
+
+def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], hidden: int) -> Work:
+    """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
+    own, part = part_of(measured.run, share), measured.part_of(share)
+    often = {"embed": int(share.embed), "head": int(share.head)}
+    passes = sum_of(parts, lambda place: own.times(place) if place in own.few else often.get(place, 1))
+    updated = {
+        channel: Traffic(each.calls, round(each.size * part), round(each.sent * part))
+        for channel, each in measured.update.work.traffic.items()
+    }
+    # each stage but the last sends hidden states, and each but the first their gradients
+    messages = (2 * len(share.stages) - share.embed - share.head) * measured.microbatches
+    travels = {
+        Channel("pipeline: hidden states", "send", ("pp",), degree): Traffic(messages, messages * hidden, messages * hidden)
+    }
+    work = added(passes, Work(round(measured.update.work.flops * part), updated), Work(0, travels))
+    return work._replace(traffic={channel: each for channel, each in work.traffic.items() if each.calls})
+
+
+def part_of(layers: Layers, share: Share) -> Layers:
+    """The layers of a rank of a pipeline; all of the few are still run."""
+    names = tuple(name for blocks in share.stages.values() for name in blocks)
+    return layers._replace(whole=names, stands_for={name: layers.stands_for[name] for name in names})
 
 
 def as_measured(config: Config) -> Config:
