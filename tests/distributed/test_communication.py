@@ -43,8 +43,9 @@ _OPERATIONS = {
     "all_reduce_": ("all-reduce", 0),
     "alltoall_base_": ("all-to-all", 1),
     "all_to_all_single": ("all-to-all", None),
+    "send": ("send", 0),
 }
-_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+_NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "recv_")
 
 
 class Sent(TorchDispatchMode):

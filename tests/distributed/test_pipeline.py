@@ -1,6 +1,7 @@
 """A pipeline's stages: the same weights, batches, losses, norms and gradients as on one process; checkpoints of any mesh."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -19,8 +20,9 @@ from titanlite.parallel.late_buffers import LateBuffersStage
 from titanlite.parallel.mesh import ranks_of
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.pipeline import Action, orders
+from titanlite.plan.predict import predict
 from titanlite.plan.step import pretended_ranks
-from titanlite.tools.compare import Trajectory, compare
+from titanlite.tools.compare import DEGREES, Trajectory, compare, replaced
 from titanlite.transforms.registry import family_of
 
 HERE = "tests.distributed.test_pipeline"
@@ -48,7 +50,7 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 4, a block for each stage but the last": (FOUR, ({"parallelism": {"pipeline_parallel_layers_per_stage": 1}},)),
     "pp 2 x shard 2, interleaved, compiled": (SHARD, (INTERLEAVED, COMPILED)),
     "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
-    "pp 2 x shard 2, resharded, documents": (SHARD, ({"parallelism": {"fsdp_reshard_after_forward": "always"}}, DOCUMENTS)),
+    "pp 2 x shard 2, documents": (SHARD, (DOCUMENTS,)),
     "pp 2 x shard 2, Muon": (SHARD, (MUON,)),
     "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
     "pp 2 x tp 2, tied, recomputed, compiled": (TP, ({"model": {"flavor": "tied"}}, FULL, COMPILED)),
@@ -202,3 +204,34 @@ def test_ranks_run_what_is_rehearsed(pools, schedule):
     with pretended_ranks(2):
         expected = orders(config, 4, 2 * STAGES_OF_A_RANK[schedule])
     assert pools[2].run(f"{HERE}:passes_of", schedule=schedule) == expected
+
+
+SENT = {
+    "pp 2 x shard 2": (SHARD, ()),
+    "pp 2 x shard 2, tied": (SHARD, ({"model": {"flavor": "tied"}},)),
+    "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
+    "pp 2 x shard 2, interleaved, recomputed": (SHARD, (INTERLEAVED, FULL)),
+    "pp 2 x replicate 2": ({"pp": 2, "dp_replicate": 2}, ()),
+}
+
+
+@pytest.mark.parametrize("cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved"], SENT))
+def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
+    degrees, changes = SENT[cell]
+    config = config_of_cell(degrees, changes)
+    config = replaced(config, parallelism={DEGREES[name]: degree for name, degree in degrees.items()})
+    prediction = predict(config, 4, "cpu")
+    calls, sizes = Counter(), Counter()
+    for channel, traffic in prediction.work.traffic.items():
+        calls[channel.kind, channel.ranks] += traffic.calls
+        sizes[channel.kind, channel.ranks] += traffic.size
+    rank = int(prediction.pipeline.split()[1]) * 2  # of the pipeline -> the first one with this stage
+    sent, _ = pools[4].run("tests.distributed.test_communication:second_step", degrees=degrees, config=config)[rank]
+    found_calls, found_sizes = Counter(), Counter()
+    for (kind, members), (number, size) in sent.items():
+        if len(members) > 1 and kind != "all-reduce":  # labels, norms: a few numbers
+            found_calls[kind, len(members)] += number
+            found_sizes[kind, len(members)] += size
+    gathered = [key for key in calls if key[0] != "all-reduce"]
+    assert found_calls == {key: calls[key] for key in gathered}
+    assert found_sizes == {key: sizes[key] for key in gathered}

@@ -108,6 +108,7 @@ def test_a_schedule_that_stops_is_found():
         (pipelined(2, pipeline_parallel_layers_per_stage=3), 2, "makes 3 stages of 8 blocks"),
         (pipelined(2, "ZBVZeroBubble"), 2, 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
         (pipelined(3), 4, "pipeline_parallel_degree = 3"),
+        (pipelined(2, fsdp_reshard_after_forward="always"), 2, "a pipeline keeps what it has gathered"),
     ],
 )
 def test_an_impossible_pipeline_is_refused_before_a_process_starts(config, ranks, message, tmp_path):

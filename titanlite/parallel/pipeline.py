@@ -121,6 +121,10 @@ class Share(NamedTuple):
             return any(rest.partition(".")[0] in blocks for blocks in self.stages.values())
         return self.head if part == "head" else self.embed or (self.tied and self.head)
 
+    def untied(self) -> "Share":
+        """The same of a model whose head has a parameter of its own."""
+        return self._replace(tied=False)
+
 
 def shares(config: Config, family: Family, model: Decoder) -> list[Share]:
     """The share of each rank of a pipeline. model: whole, on the meta device."""
@@ -308,6 +312,11 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     yield from _stage_faults(config, family, model, key)
     if config.validation.sample_prompts:
         yield f"{key}: validation.sample_prompts needs the whole model on a rank; set it to [], and use titanlite generate"
+    if cfg.fsdp_reshard_after_forward not in ("default", "never"):
+        yield (
+            f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
+            'pipeline keeps what it has gathered; use "default"'
+        )
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
 

@@ -13,6 +13,7 @@ from torch import nn
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.transforms.registry import family_of
 
 
 class Rehearsal(NamedTuple):
@@ -102,17 +103,16 @@ def _needs(stage: int, number: int, kind: str, last: int) -> list[tuple[int, str
     return [(stage, "F", number), *([(stage + 1, "B", number)] if stage < last else [])]
 
 
-def gathered_once(config: Config) -> bool:
-    """Whether a pipeline keeps gathered parameters between microbatches."""
-    return config.parallelism.fsdp_reshard_after_forward in ("default", "never")
-
-
 def flat(config: Config, memory: bool = False) -> Config:
     """A run of which each rank has all blocks, and which does for a block what a stage of the pipeline does.
 
-    memory: parameters that a pipeline keeps gathered are freed, to be counted apart from what each microbatch keeps.
+    Embedding and head, which are on different ranks, are then two parameters. memory: gathered parameters, which
+    a pipeline keeps between microbatches, are freed, to be counted apart from what each microbatch keeps.
     """
     alone: dict[str, Any] = {"pipeline_parallel_degree": 1, "reduce_every_microbatch": False}
-    if gathered_once(config):
-        alone["fsdp_reshard_after_forward"] = "always" if memory else "never"
-    return config.model_copy(update={"parallelism": config.parallelism.model_copy(update=alone)})
+    alone["fsdp_reshard_after_forward"] = "always" if memory else "never"
+    update: dict[str, Any] = {"parallelism": config.parallelism.model_copy(update=alone)}
+    if getattr(family_of(config.model).config, "tied_embeddings", False):
+        overrides = {**config.model.overrides, "tied_embeddings": False}
+        update["model"] = config.model.model_copy(update={"overrides": overrides})
+    return config.model_copy(update=update)

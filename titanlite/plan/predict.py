@@ -77,9 +77,10 @@ def predict(
     """
     offload = config.parallelism.cpu_offload
     degree, whole = config.parallelism.pipeline_parallel_degree, as_measured(config)
-    config, family = pipeline.flat(whole, memory=True) if degree > 1 else whole, family_of(whole.model)
+    config = pipeline.flat(whole, memory=True) if degree > 1 else whole
+    family = family_of(config.model)
     with pretended_ranks(ranks // degree):
-        parameters = sum(p.numel() for p in on_meta(family, config).parameters())
+        parameters = sum(p.numel() for p in on_meta(family_of(whole.model), whole).parameters())
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks // degree), "cpu")
         model, replicas = parallelize(family, config, mesh, torch.device("cpu")), mesh["dp_replicate"].size()
         microbatches = config.microbatches(data_degree(mesh))
@@ -93,7 +94,7 @@ def predict(
         measured = Measured(model, layers, run, held, update, microbatches)
         if degree > 1:
             setup = setup._replace(config=pipeline.flat(whole))
-            parts = measure_work(setup, run, in_a_pipeline(microbatches), kept=pipeline.gathered_once(whole))
+            parts = measure_work(setup, run, in_a_pipeline(microbatches), kept=True)
         else:
             # all microbatches but the last one are equal
             parts = measure_work(setup, run, [microbatches - 1, 1] if microbatches > 1 else [1])
@@ -129,7 +130,7 @@ class Measured(NamedTuple):
     def part_of(self, share: Share) -> float:
         """The bytes of a share's parameters, of all."""
         sizes = {name: local_bytes(parameter) for name, parameter in self.model.named_parameters()}
-        return sum(size for name, size in sizes.items() if share.has(name)) / sum(sizes.values())
+        return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
 
 
 def sum_of(parts: Iterable[Part], times: Callable[[str], int]) -> Work:
@@ -186,11 +187,10 @@ def rehearsed(config: Config, costs: list[float], every: list[Share], measured: 
 def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, hidden: int, kept: int) -> Memory:
     """What a rank of a pipeline holds. whole: the model on the meta device. kept: by its stages, for backward passes."""
     training, part = config.training, measured.part_of(share)
-    masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.has(name))
+    masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.untied().has(name))
     gradients = DTYPES[training.mixed_precision_reduce].itemsize * unsharded(config, whole, share)
-    activations = kept + 2 * hidden  # what arrives and leaves meanwhile
-    if pipeline.gathered_once(config):
-        activations += DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
+    gathered = DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
+    activations = kept + gathered + 2 * hidden  # what arrives and leaves meanwhile
     _, working = whole_memory(part_of(measured.layers, share), measured.held, with_head=share.head)
     working = max(working, round(measured.update.working * part) - activations)
     return Memory(masters, gradients, round(measured.update.state * part), activations, working)
@@ -207,10 +207,12 @@ def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], hi
     }
     # each stage but the last sends hidden states, and each but the first their gradients
     messages = (2 * len(share.stages) - share.embed - share.head) * measured.microbatches
-    travels = {
-        Channel("pipeline: hidden states", "send", ("pp",), degree): Traffic(messages, messages * hidden, messages * hidden)
-    }
-    work = added(passes, Work(round(measured.update.work.flops * part), updated), Work(0, travels))
+    travels = {Channel("pipeline: hidden states", "send", ("pp",), degree): (messages, messages * hidden)}
+    if share.tied and (share.embed or share.head):
+        size = local_bytes(dict(measured.model.named_parameters())["embed.weight"])
+        travels[Channel("pipeline: gradient of the tied embedding", "send", ("pp",), degree)] = 1, size
+    sent = Work(0, {channel: Traffic(calls, size, size) for channel, (calls, size) in travels.items()})
+    work = added(passes, Work(round(measured.update.work.flops * part), updated), sent)
     return work._replace(traffic={channel: each for channel, each in work.traffic.items() if each.calls})
 
 
