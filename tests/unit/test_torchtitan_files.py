@@ -39,7 +39,7 @@ REFUSED = {
     "flux/debug_model": (*_IMAGES, "[inference]", _NO_MODEL.format("flux")),
     "flux/flux_dev_model": (*_IMAGES, _NO_MODEL.format("flux")),
     "flux/flux_schnell_model": (*_IMAGES, _NO_MODEL.format("flux")),
-    "gpt_oss/debug_model": (*_EXPERTS, _NO_MODEL.format("gpt_oss")),
+    "gpt_oss/debug_model": (*_EXPERTS, "model.flavor = 'debugmodel': gpt_oss has the flavours"),
     "llama3/llama3_405b": ("parallelism.tensor_parallel_degree = 8: each rank would scale its own part of a weight",),
     "llama3_ft/debug_model": ("[fault_tolerance]", "job.custom_config_module", "profiling.profiler_active = 10"),
     "llama4/debug_model": (*_EXPERTS, "linear.mx.filter_fqns", _NO_MODEL.format("llama4")),
