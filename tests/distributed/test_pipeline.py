@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches
+from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches, trajectory
 from tests.distributed.test_resume import STEPS, Degrees, losses, reports, run, stored
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.loop.step import begin_training, forward_backward
 from titanlite.loop.validation import validate
+from titanlite.parallel import pipeline as pipeline_module
 from titanlite.parallel.late_buffers import LateBuffersStage
 from titanlite.parallel.mesh import ranks_of
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK, Pipeline, Stage
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.step import pretended_ranks
@@ -235,3 +236,37 @@ def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
     gathered = [key for key in calls if key[0] != "all-reduce"]
     assert found_calls == {key: calls[key] for key in gathered}
     assert found_sizes == {key: sizes[key] for key in gathered}
+
+
+# ------------------------------------------------------------------------------------- faults that the comparison must find
+
+
+def _first_microbatches(run: Callable[..., Any]) -> Callable[..., Any]:
+    def stale(pipeline: Pipeline, way: Any, microbatches: Any, *words: Any) -> Any:
+        return run(pipeline, way, pipeline.__dict__.setdefault("first", microbatches), *words)
+
+    return stale
+
+
+forward_of, loss_of, cut_of = Stage.forward, Pipeline._backward_loss, pipeline_module.split_layers
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "a microbatch counts four times": (Stage, "forward", lambda stage, x, number: forward_of(stage, x, number * 0)),
+    "the loss is not divided": (Pipeline, "_backward_loss", lambda each, *words: loss_of(each, *words) * each._divisor),
+    "labels of another microbatch": (Pipeline, "_backward_loss", lambda each, hidden, n: loss_of(each, hidden, (n + 1) % 4)),
+    "the tied gradient of one stage": (Pipeline, "_add_tied_gradients", lambda each: None),
+    "stages in another order": (pipeline_module, "split_layers", lambda *words: cut_of(*words)[::-1]),
+    "inputs of the step before": (Pipeline, "_run", _first_microbatches(Pipeline._run)),
+}
+
+
+def with_fault(fault: str, config: Config) -> Trajectory | None:
+    with patch.object(*FAULTS[fault]):
+        found = trajectory(TWO, config)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("fault", slow_but(["the tied gradient of one stage", "inputs of the step before"], FAULTS))
+def test_a_fault_of_stages_is_found(pools, fault):
+    config = config_of_cell(TWO, ({"model": {"flavor": "tied"}},))
+    found = pools[2].run(f"{HERE}:with_fault", fault=fault, config=config)[0]
+    assert compare(found, reference(pools[1], config_of_cell({}, ({"model": {"flavor": "tied"}},)).model_dump_json())).excessive
