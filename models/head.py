@@ -41,6 +41,8 @@ class Head(nn.Module):
     label gets z_loss x logsumexp(logits)^2 added, which keeps the log-sum-exp near 0 (PaLM, arXiv:2204.02311, section 5).
     scale: float16's loss scale, () float32. The slopes of the logits get it before they are rounded, since a softmax over a
     large vocabulary has values below float16's smallest normal number, 6.1e-5; the backward pass divides by it.
+    split_backward: the backward pass runs twice, for the gradient of the hidden states and later for that of the weight, as in
+    pipelines without idle time; it then makes a copy of the weight's.
     """
 
     def __init__(self, norm: nn.Module, dim: int, vocab_size: int, softcap: float | None = None):
@@ -48,6 +50,7 @@ class Head(nn.Module):
         self.vocab_size, self.softcap, self.z_loss = vocab_size, softcap, 0.0
         self.sizes: Sizes | None = None  # None: SIZES[device]
         self.scale: Tensor | None = None
+        self.split_backward = False
         self.kernels = Kernels(logsumexp_and_target, to_gradient, accumulate)
         self.norm = norm
         self.output = nn.Linear(dim, vocab_size, bias=False)
@@ -75,7 +78,8 @@ class Head(nn.Module):
         sizes = self.sizes or SIZES[hidden.device.type]
         chunk = chunk_of(labels.numel(), self.vocab_size, sizes)
         of_loss = self.softcap, self.z_loss, self.scale
-        options = _Options(first, group, chunk, sizes.product, *of_loss, self.kernels, torch.is_grad_enabled())
+        how = self.kernels, torch.is_grad_enabled(), self.split_backward
+        options = _Options(first, group, chunk, sizes.product, *of_loss, *how)
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
 
@@ -142,6 +146,7 @@ class _Options(NamedTuple):
     scale: Tensor | None  # of the gradients that the forward pass computes
     kernels: Kernels
     training: bool  # whether autograd records; inside a Function is_grad_enabled() is always False
+    split_backward: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -172,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight.add(logits, part)
         if with_gradient:
             ctx.save_for_backward(grad_hidden, grad_weight and grad_weight.total)
-        ctx.weight_dtype, ctx.scale = weight.dtype, options.scale
+        ctx.weight_dtype, ctx.scale, ctx.split_backward = weight.dtype, options.scale, options.split_backward
         return loss
 
     @staticmethod
@@ -181,7 +186,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.scale is not None:
             scale = scale / ctx.scale  # 1 where the loss gets the same scale
         grad_hidden = (grad_hidden * scale).to(grad_hidden.dtype)
-        if grad_weight is not None:  # in place: autograd refuses a second backward pass, so nothing reads it again
+        if grad_weight is not None and ctx.split_backward:
+            grad_weight = (grad_weight * scale).to(ctx.weight_dtype)
+        elif grad_weight is not None:  # in place: autograd refuses a second backward pass, so nothing reads it again
             grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None
 

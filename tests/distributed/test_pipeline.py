@@ -34,6 +34,8 @@ FULL, OPERATIONS = ({"activation_checkpoint": MODES[mode]} for mode in ("full", 
 INTERLEAVED, FLAT, BFS = (
     {"parallelism": {"pipeline_parallel_schedule": name}} for name in ("Interleaved1F1B", "GPipe", "LoopedBFS")
 )
+ZERO_BUBBLE = {"parallelism": {"pipeline_parallel_schedule": "InterleavedZeroBubble"}}
+FOUR_TIED = {"model": {"flavor": "tied", "overrides": {"n_layers": 4}}}
 MIXTURE = {
     "model": {"name": "tests.tiny_moe", "flavor": "shared", "overrides": {"n_layers": 4}},
     "moe": {"balance_loss": 0.01, "bias_update_speed": 0.01},
@@ -62,6 +64,17 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),
     "pp 2 x tp 2, ep 2, compiled": ({**TP, "ep": 2}, (MIXTURE, COMPILED)),
     "pp 2 x shard 2, adapters, z-loss": (SHARD, ({"lora": {"enable": True, "rank": 4}}, {"training": {"z_loss": 1e-3}})),
+    "pp 2, zero bubble, tied": (TWO, (ZERO_BUBBLE, FOUR_TIED)),
+    "pp 2 x shard 2, zero bubble, recomputed": (SHARD, (ZERO_BUBBLE, FULL)),
+    "pp 2 x tp 2, zero bubble, documents": (TP, (ZERO_BUBBLE, DOCUMENTS)),
+    "pp 2 x replicate 2, zero bubble": ({"pp": 2, "dp_replicate": 2}, (ZERO_BUBBLE,)),
+    "pp 2 x context 2, zero bubble": (CP, (ZERO_BUBBLE,)),
+    "pp 2 x shard 2, ep 2, zero bubble": ({**SHARD, "ep": 2}, (MIXTURE, ZERO_BUBBLE)),
+    "pp 2, mixture, zero bubble, recomputed": (TWO, (MIXTURE, ZERO_BUBBLE, FULL)),
+    "pp 2 x shard 2, zero bubble, adapters, z-loss": (
+        SHARD,
+        (ZERO_BUBBLE, {"lora": {"enable": True, "rank": 4}}, {"training": {"z_loss": 1e-3}}),
+    ),
     "pp 2 x shard 2 x context 2": ({**SHARD, "cp": 2}, ()),
     "pp 2 x shard 2 x tp 2, ep 2": ({**SHARD, "tp": 2, "ep": 2}, (MIXTURE, INTERLEAVED)),
     "pp 2 x replicate 2 x tp 2, tied": ({"pp": 2, "dp_replicate": 2, "tp": 2}, ({"model": {"flavor": "tied"}},)),
@@ -187,14 +200,17 @@ def passes_of(schedule: str) -> list[Action]:
 
     def noted(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def note(stage: LateBuffersStage, number: int, *words: Any, **named: Any) -> Any:
-            seen.append(Action(kind, stage.stage_index, number))
+            seen.append(Action(kind if named.get("full_backward", True) else "I", stage.stage_index, number))
             return run(stage, number, *words, **named)
 
         return note
 
     forward = noted("F", LateBuffersStage.forward_one_chunk)
     backward = noted("B", LateBuffersStage.backward_one_chunk)
-    with patch.multiple(LateBuffersStage, forward_one_chunk=forward, backward_one_chunk=backward):
+    weights = noted("W", LateBuffersStage.backward_weight_one_chunk)
+    with patch.multiple(
+        LateBuffersStage, forward_one_chunk=forward, backward_one_chunk=backward, backward_weight_one_chunk=weights
+    ):
         forward_backward(model, next(rank_batches(config, mesh_of(TWO))), mesh_of(TWO), scale)
     return seen
 

@@ -13,6 +13,7 @@ from titanlite.loop.checks import check
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, microbatch_faults, shares, split_layers, stage_costs
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.step import pretended_ranks
+from titanlite.tools.compare import replaced
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
 
@@ -90,6 +91,15 @@ def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, rank
         assert found.kept == [min(microbatches, ranks - rank) for rank in range(ranks)]
 
 
+def test_gradients_of_weights_fill_idle_time():
+    with pretended_ranks(4):
+        idle = [
+            rehearse(orders(pipelined(4, schedule), 8, 8), [1.0] * 8, [2.0] * 8, [1] * 8).idle
+            for schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
+        ]
+    assert idle[1] < 0.75 * idle[0]
+
+
 def test_a_schedule_that_stops_is_found():
     with pretended_ranks(2):
         order = orders(pipelined(2, "GPipe"), 4, 2)
@@ -107,6 +117,13 @@ def test_a_schedule_that_stops_is_found():
         (pipelined(4, "Interleaved1F1B", layers=6), 4, "6 blocks are fewer than 8 stages"),
         (pipelined(2, pipeline_parallel_layers_per_stage=3), 2, "makes 3 stages of 8 blocks"),
         (pipelined(2, "ZBVZeroBubble"), 2, 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
+        (pipelined(2, "DualPipeV"), 2, "its first and its last stage on one rank"),
+        (replaced(pipelined(2, "InterleavedZeroBubble"), compile={"enable": True}), 2, "set compile.enable = false"),
+        (
+            replaced(pipelined(2, "InterleavedZeroBubble"), activation_checkpoint={"mode": "selective"}),
+            2,
+            'activation_checkpoint.mode = "selective" allows one',
+        ),
         (pipelined(3), 4, "pipeline_parallel_degree = 3"),
         (pipelined(2, fsdp_reshard_after_forward="always"), 2, "a pipeline keeps what it has gathered"),
     ],

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
+from models.head import Head
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
@@ -27,12 +28,10 @@ from titanlite.transforms.registry import Family
 _T = TypeVar("_T")
 
 # How many stages a rank has, unless pipeline_parallel_layers_per_stage decides it.
-STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2}
-_REFUSED = {
-    "InterleavedZeroBubble": "not supported yet",
-    "ZBVZeroBubble": "not supported yet",
-    "DualPipeV": "not supported yet",
-}
+STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
+# Those that compute gradients of weights apart from those of inputs.
+_SPLIT = ("InterleavedZeroBubble",)
+_REFUSED = dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "has its first and its last stage on one rank, which is not supported")
 
 
 class Microbatch(NamedTuple):
@@ -192,6 +191,8 @@ class Pipeline:
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
+        if isinstance(self.head, Head):
+            self.head.split_backward = self.schedule_name in _SPLIT
         seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
         hidden = torch.empty(
             training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
@@ -317,8 +318,22 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
             'pipeline keeps what it has gathered; use "default"'
         )
+    if schedule in _SPLIT:
+        yield from _split_faults(config, model)
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
+
+
+def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
+    """What cannot run a backward pass in two parts."""
+    cfg, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
+    twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
+    if config.compile.enable:
+        yield f"{twice}; a compiled one reuses what it has read: set compile.enable = false, or use another schedule"
+    if cfg.mode == "selective":
+        yield f'{twice}; activation_checkpoint.mode = "selective" allows one: use "full" or "none", or another schedule'
+    if not isinstance(model.head, Head):
+        yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ class Rehearsal(NamedTuple):
 class Action(NamedTuple):
     """A pass of a microbatch through a stage."""
 
-    kind: str  # "F" or "B", forward or backward
+    kind: str  # "F", forward; "B", backward; "I" and "W", its parts: gradients of inputs, then those of weights
     stage: int
     number: int  # of the microbatch
 
@@ -70,21 +70,21 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
 
     Raises UserError if no rank can go on.
     """
-    done: dict[tuple[int, str, int], float] = {}  # when (stage, F or B, microbatch) ends
+    done: dict[tuple[str, int, int], float] = {}  # when (F, B or W, stage, microbatch) ends; gradients of inputs are B's
+    busy = 0.0
     clocks, places, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
     last, waiting = len(forward) - 1, set(range(len(order)))
     while waiting:
         moved = False
         for rank in sorted(waiting):
             for kind, stage, number in order[rank][places[rank] :]:
-                needs = _needs(stage, number, kind, last)
+                needs = _needs(kind, stage, number, last)
                 if any(each not in done for each in needs):
                     break
-                clocks[rank] = (
-                    max([clocks[rank], *(done[each] for each in needs)]) + (forward if kind == "F" else backward)[stage]
-                )
-                done[stage, kind, number] = clocks[rank]
-                held[rank] += kept[stage] if kind == "F" else -kept[stage]
+                took = forward[stage] if kind == "F" else backward[stage] / (1 if kind == "B" else 2)
+                clocks[rank], busy = max([clocks[rank], *(done[each] for each in needs)]) + took, busy + took
+                done["B" if kind == "I" else kind, stage, number] = clocks[rank]
+                held[rank] += {"F": kept[stage], "I": 0}.get(kind, -kept[stage])
                 most[rank] = max(most[rank], held[rank])
                 places[rank], moved = places[rank] + 1, True
             else:
@@ -92,15 +92,16 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
         if waiting and not moved:
             stuck = ", ".join(f"rank {rank} before {order[rank][places[rank]]}" for rank in sorted(waiting))
             raise UserError(f"the schedule stops, because ranks wait for each other: {stuck}")
-    busy = sum((forward if kind == "F" else backward)[stage] for stage, kind, _ in done)
     return Rehearsal(1 - busy / (len(order) * max(clocks)), most)
 
 
-def _needs(stage: int, number: int, kind: str, last: int) -> list[tuple[int, str, int]]:
+def _needs(kind: str, stage: int, number: int, last: int) -> list[tuple[str, int, int]]:
     """What must be done before an action: the same forward pass of the stage before, or the backward pass of the next one."""
     if kind == "F":
-        return [(stage - 1, "F", number)] if stage else []
-    return [(stage, "F", number), *([(stage + 1, "B", number)] if stage < last else [])]
+        return [("F", stage - 1, number)] if stage else []
+    if kind == "W":
+        return [("B", stage, number)]
+    return [("F", stage, number), *([("B", stage + 1, number)] if stage < last else [])]
 
 
 def flat(config: Config, memory: bool = False) -> Config:
