@@ -123,7 +123,12 @@ SAME: dict[str, tuple[Any, ...]] = {
 SWITCHES: dict[str, tuple[str, Any]] = {
     "checkpoint.last_save_model_only": ("checkpoint.enable", False),
     "checkpoint.export_dtype": ("checkpoint.enable", False),
-    "parallelism.pipeline_parallel_*": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.module_fqns_per_model_part": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.pipeline_parallel_split_points": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.pipeline_parallel_*_stage_less_layers": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.pipeline_parallel_microbatch_size": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.pipeline_parallel_schedule_csv": ("parallelism.pipeline_parallel_degree", 1),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": ("parallelism.pipeline_parallel_degree", 1),
     "parallelism.context_parallel_rotate_method": ("parallelism.context_parallel_degree", 1),
     "parallelism.context_parallel_load_balancer": ("parallelism.context_parallel_degree", 1),
     "parallelism.expert_tensor_parallel_degree": ("parallelism.expert_parallel_degree", 1),

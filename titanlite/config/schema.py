@@ -188,7 +188,7 @@ class Parallelism(Section):
     fsdp_prefetch: Annotated[int, Field(ge=1, le=1024), _WITH_FSDP] = 1
     """How many blocks ahead parameters are gathered, in the forward and in the backward pass. FSDP2's own value is 1; each
     further block costs memory for its parameters and hides more of a slow network."""
-    reduce_every_microbatch: Annotated[bool, EffectiveWhen(ACCUMULATION).and_when(_WITHOUT_PIPELINE)] = True
+    reduce_every_microbatch: Annotated[bool, EffectiveWhen(_WITHOUT_PIPELINE, ACCUMULATION)] = True
     """Reduce-scatter gradients over the shard degree after every microbatch. false: only after the last one of a step, which
     saves communication under accumulation; until then every rank keeps the whole model's gradients in float32. Replicas are
     all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
