@@ -5,14 +5,17 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
+from models.decoder import Decoder
 from models.moe import Experts
+from titanlite.config.schema import Config
 from titanlite.loop.resume import Progress, Setting
 from titanlite.optim.lr_schedule import Schedule
-from titanlite.parallel.mesh import data_degree
+from titanlite.parallel.mesh import data_degree, needs_fsdp
+from titanlite.parallel.pipeline import split_layers
 from titanlite.transforms.attention_kernels import attention_sentence
 from titanlite.transforms.meta import on_meta, training_flops
+from titanlite.transforms.registry import Family
 
 
 def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress) -> dict[str, str]:
@@ -33,7 +36,8 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     products = f", blocks multiply in float8 {config.float8.recipe_name}{experts}" if config.float8.enable else ""
     degree = config.parallelism.expert_parallel_degree
     apart = f", experts split over {degree}" if degree > 1 else ""
-    reduced = f", reduction {training.mixed_precision_reduce}" if isinstance(model, FSDPModule) else ""
+    sharded = needs_fsdp(config, mesh.size())
+    reduced = f", reduction {training.mixed_precision_reduce}" if sharded else ""
     reshard = config.parallelism.fsdp_reshard_after_forward
     cfg = config.activation_checkpoint
     chunked = f", feed-forward layers in {cfg.sequence_chunks} parts" if cfg.sequence_chunks > 1 else ""
@@ -61,8 +65,9 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,
         "compiled": compiled,
         "parameters": f"sharded over {mesh['dp_shard'].size() * mesh['cp'].size()}, reshard after forward: {reshard}{apart}"
-        if isinstance(model, FSDPModule)
+        if sharded
         else "whole",
+        **_stages(config, family, whole),
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {config.microbatches(data_degree(mesh))} microbatches a step",
         **data.derived_values(progress.origin, progress.end(training.steps, global_batch)),
@@ -71,3 +76,11 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",
         "position": f"step {progress.step}, {progress.samples:,} samples consumed",
     }
+
+
+def _stages(config: Config, family: Family, whole: Decoder) -> dict[str, str]:
+    """The blocks of a pipeline's stages. whole: the model on the meta device."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return {}
+    sizes = [str(len(names)) for names in split_layers(config, family, whole)]
+    return {"pipeline": f"{config.parallelism.pipeline_parallel_schedule}, stages of {', '.join(sizes)} blocks"}
