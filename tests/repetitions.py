@@ -1,6 +1,6 @@
 """Which cases of a table run in `make test`, and which only in `make test-all`."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,15 @@ def one_of_each(cases: Mapping[str, Mapping[str, Any]]) -> list[str]:
             seen |= values
             names.append(name)
     return names
+
+
+def in_turn(first: Sequence[str], second: Iterable[str], third: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Triples with every pair of a second and a third value, and the first values in turn.
+
+    So every pair of any two values occurs, if there are no more first values than second or third ones.
+    """
+    thirds = list(third)
+    return [(first[(i + j) % len(first)], b, c) for i, b in enumerate(second) for j, c in enumerate(thirds)]
 
 
 def slow_but(kept: Collection[str], names: Iterable[str]) -> list[Any]:

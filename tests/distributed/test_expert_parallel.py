@@ -1,6 +1,5 @@
 """Expert parallelism: the gradients, losses and norms of one process, however experts are split and rows travel."""
 
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -8,14 +7,15 @@ import pytest
 
 from tests.distributed.mixtures import BFLOAT16, MESHES, VARIANTS, assert_as_on_one_process, config_of_cell
 from tests.distributed.scenarios import trajectory
-from tests.repetitions import slow_but
+from tests.repetitions import in_turn, slow_but
 from titanlite.config.schema import Config
 from titanlite.parallel import fsdp
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.compare import Trajectory, compare
 
 FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
-# test_cover.py has more, with what else is done to a model; `make test-all` has the product.
+# test_cover.py has more, with what else is done to a model; `make test-all` has every pair of a router, a mesh and a variant,
+# and `make campaign PART=cells` the product.
 CELLS = [
     ("plain", "shard 2, ep 2", "plain"),
     ("shared", "replicate 2 x shard 2, ep 2", "accumulated"),
@@ -25,7 +25,7 @@ CELLS = [
     ("gpt_oss", "shard 2 x context 2, ep 2", "recomputed per operation"),
     ("gpt_oss", "context 2 x tp 2, ep 4", "compiled, recomputed per operation"),
 ]
-OTHERS = [cell for cell in itertools.product(FLAVORS, MESHES, VARIANTS) if cell not in CELLS]
+OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell not in CELLS]
 # A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several rounds.
 SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
 MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
@@ -48,7 +48,7 @@ def test_split_experts_have_the_gradients_of_one_process(pools, flavor, mesh, va
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(identity, OTHERS))
-def test_all_other_combinations_too(pools, flavor, mesh, variant):
+def test_every_router_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
 
 

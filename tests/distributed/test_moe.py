@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.mixtures import MARGIN, VARIANTS, assert_as_on_one_process, config_of_cell, reference
+from tests.repetitions import in_turn
 
 FLAVORS = ("plain", "shared", "grouped", "three", "gpt_oss")
 MESHES: dict[str, dict[str, int]] = {
@@ -14,7 +15,7 @@ MESHES: dict[str, dict[str, int]] = {
     "context 2": {"cp": 2},
     "context 2 x tp 2": {"cp": 2, "tp": 2},
 }
-# test_cover.py has the other routers; `make test-all` has the product.
+# test_cover.py has the other routers; `make test-all` has every pair of a router, a mesh and a variant.
 CELLS = [
     ("plain", "one process", "recomputed"),
     ("three", "shard 2", "recomputed"),
@@ -23,8 +24,7 @@ CELLS = [
     ("gpt_oss", "shard 2 x tp 2", "compiled, recomputed per operation"),
     ("gpt_oss", "context 2 x tp 2", "plain"),
 ]
-EVERY = [(flavor, mesh, variant) for flavor in FLAVORS for mesh in MESHES for variant in VARIANTS]
-OTHERS = [cell for cell in EVERY if cell not in CELLS and cell[1:] != ("one process", "plain")]
+OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell not in CELLS and cell[1:] != ("one process", "plain")]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -45,7 +45,7 @@ def test_a_mixture_has_the_gradients_of_one_process_on_every_mesh(pools, flavor,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(", ".join, OTHERS))
-def test_all_other_combinations_too(pools, flavor, mesh, variant):
+def test_every_router_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
 
 
