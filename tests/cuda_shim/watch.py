@@ -135,7 +135,7 @@ class Watch:
         streams and waits: the shim has one for it. Recomputation and hooks are judged there too.
         """
         stream, (module, _) = pretend.current_stream(), _function()
-        if operation.is_view or operation.namespace == "prim":  # no kernel
+        if getattr(operation, "is_view", False) or operation.namespace == "prim":  # no kernel
             return
         if stream is not pretend.default_stream() and module.startswith("models."):
             self.operations.add(f"{operation} on another stream")

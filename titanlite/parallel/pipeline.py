@@ -293,7 +293,24 @@ def unsplittable(model: Decoder, degree: int) -> str:
     others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
     if others:
         return f"no stage has {', '.join(others)}, beside embed, layers and head"
-    return f"{degree} ranks share {len(model.layers)} blocks" if len(model.layers) < degree else ""
+    if len(model.layers) < degree:
+        return f"{degree} ranks share {len(model.layers)} blocks"
+    return "" if _runs_without_embedding(model) else "forward calls self.embed, and later stages have None there; test it first"
+
+
+def _runs_without_embedding(model: Decoder) -> bool:
+    """Whether `forward` allows that embed is None, as models/llama3.py does. model: on the meta device."""
+    part = copy.copy(model)
+    part._modules = {**model._modules, "embed": None, "layers": nn.ModuleDict()}
+    width = model.head.output.in_features if model.head is not None else 1
+    hidden, positions = torch.empty(1, 2, width, device="meta"), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    try:
+        part(hidden, SeqInfo(positions))
+    except TypeError as error:
+        return "NoneType" not in str(error)
+    except Exception:  # of a model that needs more than this to run
+        return True
+    return True
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
