@@ -154,7 +154,7 @@ def test_heads_that_two_ranks_cannot_share_are_named_and_only_meshes_with_tensor
     rows = table("tests.forks.undivided_heads")
     assert failed(rows) == {"tp 2 divides": ["2 ranks of tensor parallelism cannot share n_heads = 3, n_kv_heads = 3"]}
     assert not_run(rows) == ["2 x 2", "tp 2"]
-    assert rows[CHECKPOINT].texts == ["one process -> shard 2 -> replicate 2 -> context 2"]
+    assert rows[CHECKPOINT].texts == ["one process -> shard 2 -> replicate 2 -> context 2 -> pipeline 2"]
 
 
 def test_of_flavours_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
@@ -395,7 +395,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert "sharding             FAILED    sharding: no pattern matches layers.*.ffn_norm" in out
     assert "compile              not run   needs sharding" in out
     assert "tp 2                 not run   needs loss and gradients" in out
-    assert out[-1] == "1 of 24 checks failed"
+    assert out[-1] == "1 of 25 checks failed"
 
 
 def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):
