@@ -122,7 +122,7 @@ def test_a_schedule_that_stops_is_found():
         (
             replaced(pipelined(2, "InterleavedZeroBubble"), activation_checkpoint={"mode": "selective"}),
             2,
-            'activation_checkpoint.mode = "selective" allows one',
+            'activation_checkpoint.mode = "selective" keeps all that',
         ),
         (pipelined(3), 4, "pipeline_parallel_degree = 3"),
         (pipelined(2, fsdp_reshard_after_forward="always"), 2, "a pipeline keeps what it has gathered"),
