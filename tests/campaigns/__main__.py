@@ -118,7 +118,7 @@ def commit() -> str:
 
 
 def begin(path: Path, part: str, again: bool, only: str) -> set[str]:
-    """The items that are in the table of this commit already; one of another commit starts over, or stays if `only` is given."""
+    """Names of the items in the table of this commit. Tables of others are removed, or stay if `only` is given."""
     title = f"# make campaign PART={part}\n\nCommit {commit()}; {os.cpu_count()} cores, Python {platform.python_version()}, "
     title += f"PyTorch {torch.__version__}.\n\n"
     before = path.read_text() if path.exists() and not again else ""

@@ -12,7 +12,16 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class LateBuffersStage(PipelineStage):
-    """A stage of PyTorch's, with such buffers."""
+    """A stage of PyTorch's, with such buffers; what the model raises comes out as it is."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        except RuntimeError as error:
+            wrapped = error
+        raise (
+            wrapped.__cause__ or wrapped
+        )  # PyTorch's own text is about arguments, and has neither class nor words of the cause
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
