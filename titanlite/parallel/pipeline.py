@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 # How many stages a rank has, unless pipeline_parallel_layers_per_stage decides it.
 STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 # Those that compute gradients of weights apart from those of inputs.
-_SPLIT = ("InterleavedZeroBubble",)
+SPLIT = ("InterleavedZeroBubble",)
 _REFUSED = dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "has its first and its last stage on one rank, which is not supported")
 
 
@@ -192,7 +192,7 @@ class Pipeline:
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
-            self.head.split_backward = self.schedule_name in _SPLIT
+            self.head.split_backward = self.schedule_name in SPLIT
         seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
         hidden = torch.empty(
             training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
@@ -335,7 +335,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
             'pipeline keeps what it has gathered; use "default"'
         )
-    if schedule in _SPLIT:
+    if schedule in SPLIT:
         yield from _split_faults(config, model)
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
