@@ -4,7 +4,7 @@ PART is one of
   cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (3,000);
              every router x mesh x variant of mixtures with split experts (168: `--only mixture`, 20 minutes)
   kills      runs that are killed 20 times each, on two and on four ranks, 400 times in all
-  damage     runs that stop, get one damaged file, and go on; 200 times
+  damage     runs that stop, get one damaged file, and go on; 240 times
   elastic    runs that go on with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
   mutants    faults in the code, each caught by some test: python -m tests.mutations.run
@@ -88,7 +88,11 @@ def kill_items() -> dict[str, Item]:
 
 
 def damage_items() -> dict[str, Item]:
-    return {f"seed {seed}": lambda folder, seed=seed: damage.campaign(folder, cases=20, seed=seed) for seed in range(10)}
+    items = [("", Mesh(2), seed) for seed in range(10)] + [("2 stages, ", Mesh(stages=2), seed) for seed in range(2)]
+    return {
+        f"{name}seed {seed}": lambda folder, seed=seed, mesh=mesh: damage.campaign(folder, 20, seed, mesh)
+        for name, mesh, seed in items
+    }
 
 
 def elastic_items() -> dict[str, Item]:
