@@ -38,7 +38,7 @@ from titanlite.loop import profiling
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents, Rollback, Steps, finite
 from titanlite.loop.memory import Memory
-from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
+from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
 from titanlite.loop.resume import Progress, Setting, numbers_of, restore
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
@@ -180,7 +180,7 @@ def train(
             values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}
-            values |= {"peak_memory_gib": peak_memory_gib(device)}
+            values |= {"peak_memory_gib": largest_peak_gib(device)}
             reporter.report(step, values)
             reporter.routing(step, routing(model))
             log.info(console_line(step, training.steps, values))

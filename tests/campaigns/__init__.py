@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from titanlite.checkpoint import manifest
+from titanlite.checkpoint.folder import step_folder
+
 _STEP = re.compile(r"step-(\d{8})")
 
 
@@ -43,6 +46,35 @@ def run_alone(prefix: str, play: Callable[[Path], Report]) -> NoReturn:
     sys.exit(code)
 
 
+class Mesh(NamedTuple):
+    """How a run is split: shards of the data parallel, times context parallel, times tensor parallel, times stages."""
+
+    shards: int = 1
+    context: int = 1
+    tensor: int = 1
+    stages: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.shards * self.context * self.tensor * self.stages
+
+    @property
+    def words(self) -> list[str]:
+        """The options of the command line."""
+        dimensions = ("data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+        pairs = zip(dimensions, self, strict=True)
+        return [word for name, degree in pairs for word in (f"--parallelism.{name}_degree", str(degree))]
+
+    def __str__(self) -> str:
+        names = ("{} shards", "context {}", "tp {}", "{} stages")
+        return " x ".join(name.format(degree) for name, degree in zip(names, self, strict=True) if degree > 1) or "1 rank"
+
+    @classmethod
+    def of(cls, text: str) -> "Mesh":
+        """Such as "4" or "2x1x1x2"; what is left out is 1."""
+        return cls(*map(int, text.split("x")))
+
+
 class Step(NamedTuple):
     """What a step has computed."""
 
@@ -56,6 +88,12 @@ def trajectory(run: Path) -> dict[int, Step]:
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return {entry["step"]: Step(entry["loss"], entry["grad_norm"]) for entry in entries}
+
+
+def tensor_sums(run: Path, step: int) -> dict[str, str]:
+    """file -> checksum, of the tensors in a checkpoint."""
+    files = manifest.read(step_folder(run / "checkpoint", step)).files
+    return {name: contents.xxh3_128 for name, contents in files.items() if name.endswith(".distcp")}
 
 
 def committed(run: Path) -> set[int]:

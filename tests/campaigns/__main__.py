@@ -3,14 +3,15 @@
 PART is one of
   cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (3,000);
              every router x mesh x variant of mixtures with split experts (168: `--only mixture`, 20 minutes)
-  kills      runs that are killed 20 times each, on two and on four ranks, 300 times in all
-  damage     runs that stop, get one damaged file, and go on; 200 times
-  elastic    runs that go on with other numbers of ranks
+  kills      runs that are killed 20 times each, on two and on four ranks, 400 times in all
+  damage     runs that stop, get one damaged file, and go on; 240 times
+  elastic    runs that go on with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
   mutants    faults in the code, each caught by some test: python -m tests.mutations.run
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign goes on where it was, as
-long as the commit is the same; --again starts over, and so does another commit. The table names the commit it was made on.
+long as the commit is the same; --again starts over, and so does another commit. With --only, the rows of another commit are a
+second table below the first. Each table names the commit it was made on.
 Exit code 1: an item has broken a promise.
 """
 
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from tests.campaigns import Report, damage, elastic, kill, mixtures, two_hosts
+from tests.campaigns import Mesh, Report, damage, elastic, kill, mixtures, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
 
@@ -73,7 +74,12 @@ def cell_items() -> dict[str, Item]:
 
 
 def kill_items() -> dict[str, Item]:
-    meshes = {"2 shards": kill.Mesh(2, 1, 1), "2 shards x tp 2": kill.Mesh(2, 1, 2), "context 2": kill.Mesh(1, 2, 1)}
+    meshes = {
+        "2 shards": Mesh(2),
+        "2 shards x tp 2": Mesh(2, tensor=2),
+        "context 2": Mesh(context=2),
+        "2 stages x 2 shards": Mesh(2, stages=2),
+    }
     return {
         f"{name}, seed {seed}": lambda folder, mesh=mesh, seed=seed: kill.campaign(folder, mesh, kills=20, seed=seed, at_once=2)
         for name, mesh in meshes.items()
@@ -82,12 +88,20 @@ def kill_items() -> dict[str, Item]:
 
 
 def damage_items() -> dict[str, Item]:
-    return {f"seed {seed}": lambda folder, seed=seed: damage.campaign(folder, cases=20, seed=seed) for seed in range(10)}
+    items = [("", Mesh(2), seed) for seed in range(10)] + [("2 stages, ", Mesh(stages=2), seed) for seed in range(2)]
+    return {
+        f"{name}seed {seed}": lambda folder, seed=seed, mesh=mesh: damage.campaign(folder, 20, seed, mesh)
+        for name, mesh, seed in items
+    }
 
 
 def elastic_items() -> dict[str, Item]:
-    series = ([4, 2, 3, 4], [1, 2, 4, 3, 1], [3, 1, 2, 1, 4, 2])
-    return {" ".join(map(str, ranks)): lambda folder, ranks=ranks: elastic.campaign(folder, ranks, steps=4) for ranks in series}
+    shards = ("4 2 3 4", "1 2 4 3 1", "3 1 2 1 4 2")
+    of_stages = ("1x1x1x2 1 1x1x1x4", "2x1x1x2 2 1x1x1x2 4", "1x1x2x2 1x1x1x4 3 2x1x2")
+    return {
+        series: lambda folder, series=series: elastic.campaign(folder, [*map(Mesh.of, series.split())], steps=4)
+        for series in shards + of_stages
+    }
 
 
 def host_items() -> dict[str, Item]:
@@ -107,14 +121,16 @@ def commit() -> str:
     return name + (" with changes" if changed else "")
 
 
-def begin(path: Path, part: str, again: bool) -> set[str]:
-    """The items that are in the table of this commit already; a table of another one starts over."""
+def begin(path: Path, part: str, again: bool, only: str) -> set[str]:
+    """Names of the items in the table of this commit. Tables of others are removed, or stay if `only` is given."""
     title = f"# make campaign PART={part}\n\nCommit {commit()}; {os.cpu_count()} cores, Python {platform.python_version()}, "
     title += f"PyTorch {torch.__version__}.\n\n"
-    if not again and path.exists() and path.read_text().startswith(title):
-        return {line.split(" | ")[0].removeprefix("| ") for line in path.read_text().splitlines() if line.startswith("| ")}
+    before = path.read_text() if path.exists() and not again else ""
+    if title in before:
+        rows = before.partition(title)[2].splitlines()
+        return {line.split(" | ")[0].removeprefix("| ") for line in rows if line.startswith("| ")}
     path.parent.mkdir(exist_ok=True)
-    path.write_text(title + _HEADER)
+    path.write_text((before + "\n" if before and only else "") + title + _HEADER)
     return set()
 
 
@@ -134,7 +150,7 @@ def main() -> None:
     if words.part == "mutants":
         os.execv(sys.executable, [sys.executable, "-m", "tests.mutations.run", *["--again"] * words.again])
     path, started, broken = RESULTS / f"{words.part}.md", time.monotonic(), 0
-    done = begin(path, words.part, words.again)
+    done = begin(path, words.part, words.again, words.only)
     for name, play in PARTS[words.part]().items():
         if name in done or words.only not in name:
             continue

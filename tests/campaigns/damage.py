@@ -1,6 +1,6 @@
 """Damages one file of a run that has stopped, and goes on with it.
 
-    python -m tests.campaigns.damage [--cases 20] [--seed 0]
+    python -m tests.campaigns.damage [--cases 20] [--seed 0] [--mesh 1x1x1x2]
 
 A file is a checkpoint's, a report's, the configuration's or a token folder's; the damage is a bit, a hole, a shorter or longer
 file, none at all, or the contents of its neighbour. Afterwards the run either goes on, and every step that it adds is bit for
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns import Report, Step, committed, run_alone, starts, trajectory
+from tests.campaigns import Mesh, Report, Step, committed, run_alone, starts, trajectory
 from tests.end_to_end.forked import Done, titanlite, train
 from tests.end_to_end.test_run_train import working_folder
 from titanlite.data.prepare.cache import train_tokenizer
@@ -46,9 +46,10 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 
 
-def step(folder: Path, last: int) -> Done:
-    """The run, to step `last`, on two ranks."""
-    return train("run.toml", "--training.steps", last, *WORDS, folder=folder, ranks=2)
+def step(folder: Path, last: int, mesh: Mesh) -> Done:
+    """The run, to step `last`."""
+    batch = ("--training.global_batch_size", 2 * mesh.shards * mesh.stages)  # a microbatch a stage
+    return train("run.toml", "--training.steps", last, *WORDS, *batch, *mesh.words, folder=folder, ranks=mesh.ranks)
 
 
 def damage(folder: Path, draw: random.Random) -> tuple[Path, str]:
@@ -92,7 +93,7 @@ def fault(folder: Path, path: Path, before: dict[str, bytes], ended: Done, expec
     return "" if STEPS in committed(folder / "out") else "no checkpoint at the end"
 
 
-def campaign(folder: Path, cases: int, seed: int) -> Report:
+def campaign(folder: Path, cases: int, seed: int, mesh: Mesh) -> Report:
     """Damages in copies of one stopped run, in `folder`."""
     begun, counts, broken = time.monotonic(), collections.Counter[str](), []
     whole = folder / "whole"
@@ -101,16 +102,16 @@ def campaign(folder: Path, cases: int, seed: int) -> Report:
     (whole / "assets").mkdir()
     train_tokenizer([(whole / "data.txt").read_text()]).save(str(whole / "assets/tokenizer.json"))
     places = ("--input", "data.txt", "--output", "tokens", "--tokenizer", "assets")
-    made = [titanlite("tokenize", *places, "--append-eos", folder=whole), step(whole, STOPPED)]
+    made = [titanlite("tokenize", *places, "--append-eos", folder=whole), step(whole, STOPPED, mesh)]
     stopped = shutil.copytree(whole, folder / "stopped", symlinks=True)
-    made.append(step(whole, STEPS))
+    made.append(step(whole, STEPS, mesh))
     expected = trajectory(whole / "out")
     assert [done.code for done in made] == [0, 0, 0] and list(expected) == list(range(1, STEPS + 1)), made
     for number in range(cases):
         copy = shutil.copytree(stopped, folder / f"case-{number}", symlinks=True)
         path, kind = damage(copy, random.Random(f"{seed}/{number}"))
         before = contents(copy)
-        ended = step(copy, STEPS)
+        ended = step(copy, STEPS, mesh)
         counts[kind] += 1
         counts["refused" if ended.code == 2 else "went on"] += 1
         if wrong := fault(copy, path, before, ended, expected):
@@ -119,6 +120,7 @@ def campaign(folder: Path, cases: int, seed: int) -> Report:
             shutil.rmtree(copy)
     kinds = " ".join(f"{kind}: {counts[kind]}" for kind in (*DAMAGES, "removed", "its neighbour's"))
     figures = {
+        "mesh": str(mesh),
         "damages": cases,
         "    by kind": kinds,
         "went on, refused": f"{counts['went on']} {counts['refused']}",
@@ -132,8 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mesh", type=Mesh.of, default=Mesh(2), help="SHARDSxCONTEXTxTENSORxSTAGES")
     words = parser.parse_args()
-    run_alone("damage-", lambda folder: campaign(folder, words.cases, words.seed))
+    run_alone("damage-", lambda folder: campaign(folder, words.cases, words.seed, words.mesh))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Stops a run and goes on with another number of ranks, again and again, in one folder.
+"""Stops a run and goes on with another number of ranks, or on another mesh, again and again, in one folder.
 
-    python -m tests.campaigns.elastic [--ranks 4 2 3 4] [--steps 4]
+    python -m tests.campaigns.elastic [--meshes 4 2 3 2x1x1x2] [--steps 4]
 
 Every other segment is stopped by SIGTERM, the others by training.steps. Afterwards the samples of every step must be those of
 an uninterrupted run on one process, token for token, and the losses the same but for rounding.
@@ -11,23 +11,29 @@ import signal
 import time
 from pathlib import Path
 
-from tests.campaigns import Report, committed, run_alone, starts, trajectory
+from tests.campaigns import Mesh, Report, committed, run_alone, starts, trajectory
 from tests.end_to_end.launcher import Ended, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 
-GLOBAL_BATCH = 12  # sequences; 1, 2, 3 and 4 ranks divide it
+GLOBAL_BATCH = 12  # sequences; 1, 2, 3 and 4 shards divide it
 ROUNDING = 1e-5
 PATIENCE = 300.0
 PREEMPTED = 75
 
-# Added to the model: each rank notes what it trains on, a line a sequence, in the order of its microbatches.
+# Added to the model, which gets four blocks: each rank with the embedding notes what it trains on, a line a sequence, in the
+# order of its microbatches.
 NOTING = """
+
+FLAVORS = {"tiny": Config(64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96, vocab_size=4096)}
+
 
 class Model(Model):
     def forward(self, tokens, *args, **more):
         import hashlib
         import os
 
+        if self.embed is None:
+            return super().forward(tokens, *args, **more)
         lines = [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=8).hexdigest() for row in tokens]
         with open(os.environ["NOTES"] + "-" + os.environ["RANK"], "a") as file:
             file.write("".join(line + "\\n" for line in lines))
@@ -35,12 +41,12 @@ class Model(Model):
 """
 
 
-def segment(folder: Path, number: int, ranks: int, steps: int, planned: int, stop_after: int | None = None) -> Ended:
+def segment(folder: Path, number: int, mesh: Mesh, steps: int, planned: int, stop_after: int | None = None) -> Ended:
     """One start of the run, to step `steps` of `planned`, or stopped by SIGTERM once step `stop_after` is reported."""
     started = launch(
         "run.toml", "--training.steps", str(steps), "--lr_scheduler.total_steps", str(planned),
-        "--training.local_batch_size", "1", "--training.global_batch_size", str(GLOBAL_BATCH),
-        folder=folder, NGPU=str(ranks), OMP_NUM_THREADS="1", NOTES=f"notes-{number}",
+        "--training.local_batch_size", "1", "--training.global_batch_size", str(GLOBAL_BATCH), *mesh.words,
+        folder=folder, NGPU=str(mesh.ranks), OMP_NUM_THREADS="1", NOTES=f"notes-{number}",
     )  # fmt: skip
     if stop_after is not None:
         while started.process.poll() is None and max(trajectory(folder / "out"), default=0) < stop_after:
@@ -49,11 +55,15 @@ def segment(folder: Path, number: int, ranks: int, steps: int, planned: int, sto
     return finish(started, PATIENCE)
 
 
-def samples(folder: Path, number: int, ranks: int, first: int) -> dict[int, list[str]]:
-    """step -> digests of the sequences that all ranks of a segment together have trained on, in no order."""
-    part = GLOBAL_BATCH // ranks
+def samples(folder: Path, number: int, mesh: Mesh, first: int) -> dict[int, list[str]]:
+    """step -> digests of the sequences that all shards of a segment together have trained on, in no order.
+
+    Not with context parallelism, where each rank has a part of every sequence.
+    """
+    part = GLOBAL_BATCH // mesh.shards
     found: dict[int, list[str]] = {}
-    for rank in range(ranks):
+    for shard in range(mesh.shards):
+        rank = shard * mesh.context * mesh.tensor  # the first one of the first stage
         lines = (folder / f"notes-{number}-{rank}").read_text().split()
         for begin in range(0, len(lines), part):
             found.setdefault(first + begin // part, []).extend(lines[begin : begin + part])
@@ -68,18 +78,18 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def campaign(folder: Path, ranks: list[int], steps: int) -> Report:
-    """Segments of about `steps` steps each on so many ranks, in `folder`."""
+def campaign(folder: Path, meshes: list[Mesh], steps: int) -> Report:
+    """Segments of about `steps` steps each on these meshes, in `folder`."""
     begun, broken = time.monotonic(), []
     run = prepared(folder / "run")
     stopped, seen = [], {}
     far = 1000  # a segment that SIGTERM stops must not come to its end before
-    for number, count in enumerate(ranks):
+    for number, mesh in enumerate(meshes):
         done = max(committed(run / "out"), default=0)
-        by_signal = number % 2 == 1 and number < len(ranks) - 1
-        ended = segment(run, number, count, far if by_signal else done + steps, far, done + steps if by_signal else None)
+        by_signal = number % 2 == 1 and number < len(meshes) - 1
+        ended = segment(run, number, mesh, far if by_signal else done + steps, far, done + steps if by_signal else None)
         reached, wanted = max(trajectory(run / "out"), default=0), PREEMPTED if by_signal else 0
-        stopped.append(f"{count} ranks to step {reached}" + " (SIGTERM)" * by_signal)
+        stopped.append(f"{mesh} to step {reached}" + " (SIGTERM)" * by_signal)
         if ended.code != wanted or ended.left:
             broken.append(f"segment {number}: exit code {ended.code}, not {wanted}; {len(ended.left)} left:\n{ended.err}")
         if reached <= done:
@@ -88,14 +98,14 @@ def campaign(folder: Path, ranks: list[int], steps: int) -> Report:
             broken.append(f"segment {number}: ended at step {reached} without a checkpoint of it")
         if starts(run / "out")[-1] != done:
             broken.append(f"segment {number}: went on from step {starts(run / 'out')[-1]}, not {done}")
-        seen |= samples(run, number, count, done + 1)
+        seen |= samples(run, number, mesh, done + 1)
 
     last = max(trajectory(run / "out"))
     alone = prepared(folder / "alone")
-    ended = segment(alone, 0, 1, last, far)
+    ended = segment(alone, 0, Mesh(), last, far)
     assert ended.code == 0, ended.err
     one, many = trajectory(alone / "out"), trajectory(run / "out")
-    other = [step for step, digests in samples(alone, 0, 1, 1).items() if seen.get(step) != digests]
+    other = [step for step, digests in samples(alone, 0, Mesh(), 1).items() if seen.get(step) != digests]
     if other or len(seen) != last:
         broken.append(f"steps {other} of {last} were trained on other samples than on one process; {len(seen)} were trained")
     if list(many) != list(one):
@@ -115,10 +125,12 @@ def campaign(folder: Path, ranks: list[int], steps: int) -> Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2, 3, 4], help="of each segment; 12 is divided by all")
+    usual = [Mesh(4), Mesh(2), Mesh(3), Mesh(2, stages=2)]
+    words = "of each segment, SHARDSxCONTEXTxTENSORxSTAGES; 12 is divided by the shards"
+    parser.add_argument("--meshes", type=Mesh.of, nargs="+", default=usual, help=words)
     parser.add_argument("--steps", type=int, default=4, help="of each segment")
     words = parser.parse_args()
-    run_alone("elastic-", lambda folder: campaign(folder, words.ranks, words.steps))
+    run_alone("elastic-", lambda folder: campaign(folder, words.meshes, words.steps))
 
 
 if __name__ == "__main__":

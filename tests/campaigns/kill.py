@@ -1,10 +1,11 @@
 """Kills runs with SIGKILL, starts them again until they are done, and looks for what that has cost.
 
-    python -m tests.campaigns.kill [--ranks 2 | --mesh 2x1x2] [--kills 100] [--seed 0]
+    python -m tests.campaigns.kill [--mesh 2x1x2] [--kills 100] [--seed 0]
 
 A kill hits one rank, all ranks, or everything that the run has started. Half of the kills wait until a checkpoint is being
 written; the others come at any time of training. Checkpoints are written while training waits, or while it goes on. Of three
-runs one has MAX_RESTARTS=2, and only its ranks are killed. Afterwards every run must be bit for bit the uninterrupted one.
+runs one has MAX_RESTARTS=2, and only its ranks are killed. The log must name a killed rank. Afterwards every run must be bit
+for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.campaigns import Report, Step, committed, run_alone, starts, trajectory
+from tests.campaigns import Mesh, Report, committed, run_alone, starts, tensor_sums, trajectory
 from tests.end_to_end.launcher import Launch, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 from titanlite.checkpoint import load, manifest
@@ -32,18 +33,6 @@ KEPT = 3
 KILLS_A_RUN = 4  # a start costs ten times as much as the training in between
 RESTARTS = 2
 PATIENCE = 300.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
-
-
-class Mesh(NamedTuple):
-    """Ranks: shards of the data parallel, times context parallel, times tensor parallel."""
-
-    shards: int
-    context: int
-    tensor: int
-
-    @property
-    def ranks(self) -> int:
-        return self.shards * self.context * self.tensor
 
 
 class Plan(NamedTuple):
@@ -116,9 +105,7 @@ def begin(plan: Plan) -> Launch:
     return launch(
         "run.toml", "--training.steps", str(STEPS), "--metrics.enable_tensorboard", "false",
         "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", str(KEPT), "--checkpoint.async_mode", plan.async_mode,
-        "--parallelism.data_parallel_shard_degree", str(plan.mesh.shards),
-        "--parallelism.context_parallel_degree", str(plan.mesh.context),
-        "--parallelism.tensor_parallel_degree", str(plan.mesh.tensor),
+        "--training.global_batch_size", str(2 * plan.mesh.shards * plan.mesh.stages), *plan.mesh.words,  # a microbatch a stage
         folder=plan.folder, NGPU=str(plan.mesh.ranks), OMP_NUM_THREADS="1", MAX_RESTARTS=str(plan.restarts),
     )  # fmt: skip
 
@@ -149,18 +136,18 @@ def wait_for_the_moment(started: Launch, run: Path, hit: Hit) -> bool:
     return started.process.poll() is None
 
 
-def kill(started: Launch, hit: Hit) -> bool:
-    """Kills with SIGKILL; False if there was nobody any more."""
+def kill(started: Launch, hit: Hit) -> list[int]:
+    """Kills with SIGKILL; -> the processes that were killed, none if there were no ranks any more."""
     ranks = list(started.ranks().values())
     if not ranks:
-        return False
+        return []
     victims = {"one rank": [ranks[int(hit.die * len(ranks))]], "all ranks": ranks, "everything": started.pids()}[hit.whom]
-    alive = False
+    killed = []
     for pid in victims:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            alive = True
-    return alive
+            killed.append(pid)
+    return killed
 
 
 def damage(run: Path) -> list[str]:
@@ -178,8 +165,11 @@ def damage(run: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- one run
 
 
-def play(plan: Plan, expected: dict[int, Step], tally: Tally) -> None:
-    """Starts a run, kills it, and so on, until it has been killed `plan.kills` times and has ended by itself."""
+def play(plan: Plan, whole: Path, tally: Tally) -> None:
+    """Starts a run, kills it, and so on, until it has been killed `plan.kills` times and has ended by itself.
+
+    whole: the folder of the uninterrupted run.
+    """
     dice = random.Random(plan.seed)
     run = plan.folder / "out"
     hits = deal(plan, dice)
@@ -189,8 +179,8 @@ def play(plan: Plan, expected: dict[int, Step], tally: Tally) -> None:
     while code != 0:
         started = begin(plan)
         tally.count("starts")
-        killed = harm(started, plan, hits, tally)
-        code = end(started, plan, tally, killed)
+        deaths = harm(started, plan, hits, tally)
+        code = end(started, plan, tally, deaths)
         for step in watch.lost():
             tally.broke("lost", f"{run}: the checkpoint of step {step} is gone")
         for fault in damage(run):
@@ -199,8 +189,10 @@ def play(plan: Plan, expected: dict[int, Step], tally: Tally) -> None:
             break
     watch.close()
     tally.count("runs", *["committed"] * len(watch.seen))
-    if code == 0 and trajectory(run) != expected:
+    if code == 0 and trajectory(run) != trajectory(whole):
         tally.broke("different", f"{run}: losses or gradient norms are not those of the uninterrupted run")
+    elif code == 0 and tensor_sums(run, STEPS) != tensor_sums(whole, STEPS):
+        tally.broke("different", f"{run}: tensors are not those of the uninterrupted run")
 
 
 def deal(plan: Plan, dice: random.Random) -> list[Hit]:
@@ -216,31 +208,40 @@ def deal(plan: Plan, dice: random.Random) -> list[Hit]:
     return hits
 
 
-def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> bool:
-    """Kills, and takes what it has done from `hits`, as long as the launcher starts the ranks again; -> whether it does not."""
-    run = plan.folder / "out"
+def harm(started: Launch, plan: Plan, hits: list[Hit], tally: Tally) -> list[list[int]]:
+    """Kills, and takes what it has done from `hits`, as long as the launcher starts the ranks again.
+
+    Returns the processes of each kill of ranks of which the launcher must report one; all, and the launcher, may be killed.
+    """
+    run, deaths = plan.folder / "out", []
     for restarts in range(plan.restarts, -1, -1):
         if not hits or not wait_for_the_moment(started, run, hits[0]):
-            return False
+            break
         half_written = writing(run)
-        if not kill(started, hits[0]):
-            return False
-        tally.count("kills", hits.pop(0).whom, *["while writing"] * half_written)
+        killed = kill(started, hits[0])
+        if not killed:
+            break
+        hit = hits.pop(0)
+        tally.count("kills", hit.whom, *["while writing"] * half_written)
+        deaths.append(killed)
         if restarts:
             tally.count("starts by the launcher")
-    return True
+    return deaths
 
 
-def end(started: Launch, plan: Plan, tally: Tally, killed: bool) -> int | None:
+def end(started: Launch, plan: Plan, tally: Tally, deaths: list[list[int]]) -> int | None:
     """Waits for the end of a run; -> its exit code, or None where it did not end as it should."""
-    begun = time.monotonic()
+    begun, launcher = time.monotonic(), started.process.pid
     try:
         ended = finish(started, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         tally.broke("no end", f"{plan.folder}: still there {PATIENCE:.0f} s after it was killed")
         return None
-    if killed:
+    if deaths:
         tally.longest_end = max(tally.longest_end, time.monotonic() - begun)
+    for killed in deaths:
+        if launcher not in killed and not any(f"(process {pid}) was ended by SIGKILL" in ended.err for pid in killed):
+            tally.broke("unnamed", f"{plan.folder}: none of the killed processes {killed} is named:\n{ended.err}")
     if ended.left:
         tally.broke("left behind", f"{plan.folder}: {len(ended.left)} processes outlived the run")
     if ended.code not in (0, 137):
@@ -271,8 +272,8 @@ def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> R
     (folder / "uninterrupted").mkdir()
     whole = Plan(working_folder(folder / "uninterrupted"), mesh, "disabled", 0, 0, "")
     ended = finish(begin(whole), PATIENCE)
-    expected = trajectory(whole.folder / "out")
-    assert ended.code == 0 and list(expected) == list(range(1, STEPS + 1)), ended.err
+    expected = whole.folder / "out"
+    assert ended.code == 0 and list(trajectory(expected)) == list(range(1, STEPS + 1)), ended.err
 
     tally = Tally()
     runs = list(plans(folder, mesh, kills, seed))
@@ -283,7 +284,7 @@ def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> R
     if counts["kills"] < kills // 2:
         tally.broken.append(f"only {counts['kills']} of {kills} kills came before the end of their run")
     figures = {
-        "mesh": " x ".join(map(str, mesh)),
+        "mesh": str(mesh),
         "kills": counts["kills"],
         "    of one rank, all ranks, everything": " ".join(str(counts[w]) for w in ("one rank", "all ranks", "everything")),
         "    while a checkpoint was written": counts["while writing"],
@@ -295,6 +296,7 @@ def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> R
         "    that did not end": counts["no end"],
         "    not bit for bit the uninterrupted one": counts["different"],
         "    with processes left behind": counts["left behind"],
+        "    whose log does not name the killed rank": counts["unnamed"],
         "seconds from a kill to the end, at most": f"{tally.longest_end:.1f}",
         "seconds in all": f"{time.monotonic() - begun:.0f}",
     }
@@ -303,14 +305,12 @@ def campaign(folder: Path, mesh: Mesh, kills: int, seed: int, at_once: int) -> R
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks")
-    parser.add_argument("--mesh", help="in place of ranks: SHARDSxCONTEXTxTENSOR, such as 2x1x2")
+    parser.add_argument("--mesh", type=Mesh.of, default=Mesh(2), help="SHARDSxCONTEXTxTENSORxSTAGES, such as 2x1x1x2 or 2")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     words = parser.parse_args()
-    mesh = Mesh(*map(int, words.mesh.split("x"))) if words.mesh else Mesh(words.ranks, 1, 1)
-    run_alone("kill-", lambda folder: campaign(folder, mesh, words.kills, words.seed, words.at_once))
+    run_alone("kill-", lambda folder: campaign(folder, words.mesh, words.kills, words.seed, words.at_once))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,12 @@ from titanlite.checkpoint.storage import METADATA, Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.loop.resume import of_other_stages
 from titanlite.loop.step import build_model
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import ranks_of
-from titanlite.transforms.registry import load_family
+from titanlite.transforms.registry import family_of
 
 HERE = "tests.distributed.checkpoint_runs"
 SHARD = {"dp_shard": 2}
@@ -229,11 +230,10 @@ def save_a_number(folder: Path) -> None:
 
 def move(degrees: Degrees, config: Config, source: Path, folder: Path) -> None:
     """Loads a checkpoint of a run onto a mesh, and saves from there what has been loaded."""
-    family = load_family(config.model.name, config.model.flavor)
-    model = build_model(family, config, mesh_of(degrees), CPU)
+    model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)
     optimizer = build_optimizer(model, config.optimizer)
     tensors, found = run_tensors(model, optimizer, None), load.verified(source)
-    load.load_tensors(source, found, tensors)
+    load.load_tensors(source, found, tensors, elsewhere=of_other_stages(model, tensors))
     saver = Saver(folder, Checkpoint(enable=True), 60)
     saver.save(found.numbers["step"], tensors, numbers())
     saver.finish()

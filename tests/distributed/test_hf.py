@@ -22,11 +22,13 @@ from titanlite.hf import load
 from titanlite.hf.entries import Entry
 from titanlite.hf.folder import each_expert, find_weights, their_names
 from titanlite.loop.step import build_model
+from titanlite.tools.compare import everywhere
 from titanlite.tools.model_facts import stored_tensors_of
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_hf"
 RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8), "shard 4": ({"dp_shard": 4}, 4)}
+RANKS |= {"pp 2 x shard 2": ({"pp": 2, "dp_shard": 2}, 4), "pp 2 x tp 2": ({"pp": 2, "tp": 2}, 4)}
 
 
 # ------------------------------------------------------------------------------------------------------ what the ranks run
@@ -34,10 +36,10 @@ RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8)
 
 def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[str, Tensor], int, int]:
     """(whole tensors on rank 0, values that this rank has read of the file, values of its own shards)."""
-    config = config_of(degrees, flavor, model={"name": name, "flavor": flavor})
+    config = config_of(degrees, flavor, degrees.get("pp", 1), model={"name": name, "flavor": flavor})
     family = load_family(name, flavor)
     model = build_model(family, config, mesh_of(degrees), CPU)
-    count, real = 0, load._slice
+    mine, count, real = model_tensors(model), 0, load._slice
 
     def counted(entry: Entry, box: tuple[slice, ...]) -> Tensor:
         nonlocal count
@@ -46,10 +48,12 @@ def read(folder: Path, name: str, flavor: str, degrees: Degrees) -> tuple[dict[s
         return found
 
     with patch.object(load, "_slice", counted):
-        load.load_weights(model_tensors(model), find_weights(folder, family, model))
+        weights = find_weights(folder, family, family.on_meta() if "pp" in degrees else model)
+        load.load_weights(mine, {name: entries for name, entries in weights.items() if name in mine})
     tensors = {name: tensor.detach() for name, tensor in stored_tensors_of(model).items()}
     own = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors.values())
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    whole = everywhere(model, whole)
     return (whole if dist.get_rank() == 0 else {}), count, own
 
 
@@ -67,7 +71,7 @@ def export_together(source: Path, output: Path, failing: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.parametrize("mesh", slow_but(["one", "2 x 2", "shard 4"], RANKS))
+@pytest.mark.parametrize("mesh", slow_but(["one", "2 x 2", "pp 2 x shard 2"], RANKS))
 @pytest.mark.parametrize(("name", "flavor"), CASES)
 def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pools, tmp_path, name, flavor, mesh):
     degrees, ranks = RANKS[mesh]

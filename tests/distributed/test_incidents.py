@@ -37,6 +37,7 @@ from titanlite.transforms.registry import load_family
 HERE = "tests.distributed.test_incidents"
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
+STAGES, STAGES_OF_SHARDS = {"pp": 2}, {"pp": 2, "dp_shard": 2}
 MESHES = [{}, TWO_BY_TWO, HYBRID]
 Degrees = dict[str, int]
 
@@ -86,7 +87,7 @@ def compare_states(degrees: Degrees, config: Config, token: int) -> tuple[list[f
     return norms, [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
+@pytest.mark.parametrize("degrees", [*MESHES, pytest.param(STAGES_OF_SHARDS, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     ("name", "token"),
     [
@@ -195,6 +196,8 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
     mesh, random = mesh_of(degrees), torch.Generator().manual_seed(1)
     every = torch.rand(30, data_degree(mesh), generator=random) * torch.logspace(-3, 3, 30)[:, None]
     shares, norms = every[:, data_rank(mesh)], torch.rand(30, generator=random)
+    if mesh["pp"].get_local_rank() < mesh["pp"].size() - 1:  # without the head
+        shares = torch.zeros(30)
     found = []
     for size in at_once:
         steps, read = Steps(mesh), []
@@ -206,7 +209,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
     return [*found, sum_over(LOSS_DIMENSIONS, shares.clone(), mesh).tolist()]
 
 
-@pytest.mark.parametrize("degrees", [*MESHES, {"dp_shard": 4}, {"dp_shard": 8}], ids=str)
+@pytest.mark.parametrize("degrees", [*MESHES, STAGES_OF_SHARDS, {"dp_shard": 4}, {"dp_shard": 8}], ids=str)
 def test_every_rank_reads_the_same_losses_bit_for_bit_however_many_at_once(pools, degrees):
     ranks = pools[ranks_of(degrees)].run(f"{HERE}:readings", degrees=degrees, at_once=(1, 2, 5, 30))
     *groups, plain = ranks[0]
@@ -278,7 +281,7 @@ def test_stop_names_the_step_and_its_samples_and_saves_nothing(pools, tmp_path, 
     assert all(step < 8 for step, *_ in reports(tmp_path))
 
 
-@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2}, STAGES], ids=str)
 def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees):
     run(pools, degrees, tmp_path, "skip", {8: tiny_poison.OF_LOSS, 10: tiny_poison.OF_GRADIENT})
     found = reports(tmp_path)
@@ -289,7 +292,7 @@ def test_skip_goes_on_without_the_batch_and_reports_it(pools, tmp_path, degrees)
     assert [(e["step"], e["action"], e["samples"]) for e in entries] == [(8, "skipped", [56, 64]), (10, "skipped", [72, 80])]
 
 
-@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 1), ({}, 100), (HYBRID, 3)], ids=str)
+@pytest.mark.parametrize(("degrees", "log_freq"), [({}, 1), ({}, 100), (HYBRID, 3), (STAGES, 3)], ids=str)
 def test_rollback_goes_on_from_the_checkpoint_with_the_batch_after_the_bad_one(pools, tmp_path, degrees, log_freq):
     run(pools, degrees, tmp_path / "run", "rollback", BAD, log_freq=log_freq)
     run(pools, degrees, tmp_path / "expected", "stop", {}, steps=5, log_freq=log_freq)

@@ -41,6 +41,23 @@ def test_every_rank_traces_the_same_steps_with_its_own_operations(pools: dict[in
         assert any(found.startswith("FSDP::all_gather") for found in names)
 
 
+def test_a_trace_of_a_rank_has_what_its_stage_does_for_each_microbatch(pools: dict[int, Pool], tmp_path):
+    degrees = {"pp": 2}
+    profiling = {"enable_profiling": True, "profile_freq": 3}
+    config = config_of(degrees, "tied", 4, training={"steps": 3}, profiling=profiling, job={"dump_folder": str(tmp_path)})
+    pools[2].run("tests.distributed.scenarios:full_run", degrees=degrees, config=config)
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress((tmp_path / f"profile_traces/step-00000003/rank-{rank}.json.gz").read_bytes()))
+        events = {event["name"]: event for event in trace["traceEvents"]}
+        passes = [event["name"] for event in sorted(events.values(), key=lambda e: e.get("ts", 0)) if "stage " in event["name"]]
+        order = ("forward 0", "backward 0", "forward 1", "backward 1", "forward 2", "backward 2", "forward 3", "backward 3")
+        if rank == 0:  # which is one microbatch ahead
+            order = ("forward 0", "forward 1", "backward 0", "forward 2", "backward 1", "forward 3", "backward 2", "backward 3")
+        expected = [f"stage {rank} {each.replace(' ', ', microbatch ')}" for each in order]
+        assert passes == expected
+        assert "aten::mm" in events and "aten::_fused_adamw_" in events
+
+
 def test_a_run_without_profiling_writes_no_traces(pools: dict[int, Pool], tmp_path):
     config = run_config(str(tmp_path), profile_freq=3)
     pools[2].run("tests.distributed.scenarios:full_run", degrees=SHARDED, config=config)

@@ -53,6 +53,8 @@ def numbers(found: Replayed) -> tuple[int, float, float]:
     [
         ({}, "tied"),
         ({"dp_shard": 2}, "uneven"),
+        ({"pp": 2}, "tied"),
+        pytest.param({"pp": 2, "dp_shard": 2}, "uneven", marks=pytest.mark.slow),
         pytest.param(TWO_BY_TWO, "uneven", marks=pytest.mark.slow),
         pytest.param({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "plain", marks=pytest.mark.slow),
     ],
@@ -193,6 +195,8 @@ def test_how_far_a_run_has_come_and_what_it_was_split_over(pools, tmp_path):
     split = replay_config(config.model_copy(update={"parallelism": config.parallelism.model_copy(
         update={"tensor_parallel_degree": 2, "reduce_every_microbatch": False})}), 8, 8)  # fmt: skip
     assert (split.training.local_batch_size, split.parallelism.reduce_every_microbatch) == (2, True)
+    experts = split.parallelism.model_copy(update={"tensor_parallel_degree": 1, "expert_parallel_degree": 2})
+    assert replay_config(split.model_copy(update={"parallelism": experts}), 8, 4).parallelism.expert_parallel_degree == 2
     alone = replay_config(split, 8, None)
     assert (alone.parallelism.tensor_parallel_degree, alone.training.local_batch_size) == (1, 2)
 

@@ -2,25 +2,26 @@
 
 import pytest
 
+from tests.campaigns import Mesh, damage, elastic, kill, two_hosts
 from tests.campaigns import __main__ as campaign
-from tests.campaigns import damage, elastic, kill, two_hosts
 
 # a minute or two each on a machine that has nothing else to do
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_killed_runs_lose_nothing_and_end_as_if_nothing_had_happened(tmp_path):
-    report = kill.campaign(tmp_path, kill.Mesh(2, 1, 1), kills=3, seed=0, at_once=2)
+    report = kill.campaign(tmp_path, Mesh(stages=2), kills=3, seed=0, at_once=2)
     assert report.broken == []
     assert report.figures["kills"] == 3
 
 
-def test_damaged_files_are_named_or_change_nothing(tmp_path):
-    assert damage.campaign(tmp_path, cases=12, seed=0).broken == []
+@pytest.mark.parametrize("mesh", [Mesh(2), Mesh(stages=2)], ids=str)
+def test_damaged_files_are_named_or_change_nothing(tmp_path, mesh):
+    assert damage.campaign(tmp_path, cases=6, seed=0, mesh=mesh).broken == []
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
-    assert elastic.campaign(tmp_path, ranks=[3, 2], steps=3).broken == []
+def test_a_run_goes_on_with_another_number_of_ranks_and_stages(tmp_path):
+    assert elastic.campaign(tmp_path, [Mesh(3), Mesh(stages=2)], steps=3).broken == []
 
 
 def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):

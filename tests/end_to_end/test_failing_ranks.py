@@ -8,7 +8,17 @@ import pytest
 from tests.end_to_end.launcher import Ended, run
 from tests.end_to_end.test_run_train import reports, working_folder
 
-# Added to the model: what its third step does on each rank, by WAY_<rank> in the environment.
+STAGES = (
+    "--parallelism.pipeline_parallel_degree",
+    "2",
+    "--training.local_batch_size",
+    "1",
+    "--training.global_batch_size",
+    "3",
+)
+
+# Added to the model: what its third forward pass does on each rank, by WAY_<rank> in the environment. That is the third step of
+# shards, and the third microbatch of stages.
 FAILING = """
 
 def wait_for_the_end_of(pid):
@@ -49,7 +59,7 @@ class Model(Model):
 
 
 def run_failing(folder: Path, ranks: int, *words: str, **ways: str) -> Ended:
-    """A run that fails in its third step; the pid of a killed rank is in the file "killed"."""
+    """A run that fails in the third forward pass; the pid of a killed rank is in the file "killed"."""
     working_folder(folder)
     with open(folder / "own/model.py", "a") as file:
         file.write(FAILING)
@@ -63,19 +73,21 @@ def line_of(folder: Path, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("killed", "ways"),
+    ("killed", "words", "ways"),
     [
-        (0, {"WAY_0": "is killed"}),  # rank 1 is in the forward pass, waiting for rank 0's parameters
-        (1, {"WAY_0": "fails right after", "WAY_1": "is killed"}),
+        (0, (), {"WAY_0": "is killed"}),  # rank 1 is in the forward pass, waiting for rank 0's parameters
+        (1, (), {"WAY_0": "fails right after", "WAY_1": "is killed"}),
+        pytest.param(0, STAGES, {"WAY_0": "is killed"}, marks=pytest.mark.slow),  # rank 1 waits for rank 0's hidden states
+        pytest.param(1, STAGES, {"WAY_1": "is killed"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path, killed, ways):
-    ended = run_failing(tmp_path, 2, **ways)
+def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path, killed, words, ways):
+    ended = run_failing(tmp_path, 2, *words, **ways)
     pid = (tmp_path / "killed").read_text()
     assert (ended.code, ended.left) == (137, []), ended.err
     assert f"rank {killed} (process {pid}) was ended by SIGKILL, as when memory runs out; the run is over" in ended.err
     assert ended.err.count("the run is over") == 1
-    assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
+    assert [line["step"] for line in reports(tmp_path / "out")] == ([] if words else [1, 2])
     assert not (tmp_path / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing
 
 
@@ -92,6 +104,27 @@ def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_i
     assert "in all_gather_" in stuck  # one name in PyTorch 2.11, another in 2.13
     assert "rank 1 (process " in hung and "ended because rank 0 (process " in hung
     assert f'own/model.py", line {line_of(tmp_path, "# the culprit")} in forward' in hung
+
+
+@pytest.mark.parametrize("hung", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_its_patience(tmp_path, hung):
+    ended = run_failing(tmp_path, 2, *STAGES, "--comm.init_timeout_seconds", "6", **{f"WAY_{hung}": "hangs"})
+    seconds = time.time() - (tmp_path / "hangs").stat().st_mtime
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert seconds < 25
+    assert f"rank {1 - hung}, step 1, forward and backward: waited 6 s for the other ranks" in ended.err
+    assert "the run is over; stacks of all ranks: out/stacks" in ended.err
+    assert "Traceback" not in ended.err
+    stacks = (tmp_path / f"out/stacks/rank-{hung}.txt").read_text()
+    assert f'own/model.py", line {line_of(tmp_path, "# the culprit")} in forward' in stacks
+
+
+@pytest.mark.parametrize("failed", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_an_exception_of_one_stage_is_the_one_that_is_reported(tmp_path, failed):
+    ended = run_failing(tmp_path, 2, *STAGES, **{f"WAY_{failed}": "raises"})
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert f"rank {failed}, step 1, forward and backward: RuntimeError: the culprit (" in ended.err
+    assert f"rank {failed} (process " in ended.err.splitlines()[-1] and "Traceback" not in ended.err
 
 
 def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_other(tmp_path):

@@ -91,8 +91,12 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
     assert steps(folder) == list(range(1, stopped + 3))
 
 
-def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_restart_after(folder):
-    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", MAX_RESTARTS="3", **SLOWLY)
+STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "4")
+
+
+@pytest.mark.parametrize("mesh", [(), pytest.param(STAGES, marks=pytest.mark.slow)], ids=["shards", "stages"])
+def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_restart_after(folder, mesh):
+    started = launch("run.toml", *ENDLESS, *mesh, folder=folder, NGPU="2", MAX_RESTARTS="3", **SLOWLY)
     when_training(started, folder / "out")
     os.kill(started.ranks()[1], signal.SIGUSR1)
     ended = finish(started)

@@ -82,6 +82,12 @@ def test_another_mesh_keeps_the_global_batch():
     assert (alone.training.local_batch_size, alone.parallelism.reduce_every_microbatch) == (4, False)
 
 
+@pytest.mark.parametrize(("stages", "local"), [(1, 2), (2, 2), (3, 2), (4, 1), (6, 1)])
+def test_a_pipeline_keeps_the_local_batch_unless_it_needs_more_microbatches(stages, local):
+    config = Config.model_validate({"training": {"local_batch_size": 2}})  # three microbatches
+    assert on_mesh(config, {"pp": stages}, 6).training.local_batch_size == local
+
+
 @pytest.mark.parametrize(("given", "ranks", "microbatches"), [(-1, 6, 1), (24, 6, 1), (24, 2, 3), (24, 1, 6)])
 def test_each_rank_takes_its_share_of_the_global_batch_in_microbatches(given, ranks, microbatches):
     config = Config.model_validate({"training": {"local_batch_size": 4, "global_batch_size": given}})

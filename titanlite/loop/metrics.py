@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
@@ -65,6 +66,13 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # Linux counts KiB, macOS bytes
+
+
+def largest_peak_gib(device: torch.device) -> float:
+    """`peak_memory_gib` of the rank that has used most, which in a pipeline is not always the first; all ranks together."""
+    peak = torch.tensor(peak_memory_gib(device), device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return peak.item()
 
 
 # The phases of the loop that are pauses, which are no part of training.

@@ -166,7 +166,7 @@ def restore(
         begin = source, load.verified(source)
     if begin is not None:
         tensors = run_tensors(model, optimizer, loss_scale)
-        start = load_run(*begin, run, tensors, _elsewhere(model, tensors))
+        start = load_run(*begin, run, tensors, of_other_stages(model, tensors))
         log.info("resumed from %s", begin[0])
         return start
     if cfg.initial_load_path:
@@ -198,7 +198,7 @@ def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
         )
     if not adapted:
         tensors = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-    load.load_tensors(source, found, tensors, exclude, "model.", _elsewhere(model, tensors))
+    load.load_tensors(source, found, tensors, exclude, "model.", of_other_stages(model, tensors))
 
 
 def load_run(
@@ -231,7 +231,7 @@ def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
     return Progress(numbers["step"], numbers["samples"], began, **losses)
 
 
-def _elsewhere(model: nn.Module, tensors: Iterable[str]) -> Collection[str]:
+def of_other_stages(model: nn.Module, tensors: Iterable[str]) -> Collection[str]:
     """The names of tensors that ranks with other stages of a pipeline load."""
     pipeline = getattr(model, "pipeline", None)
     return pipeline.gathered(tensors) if pipeline is not None else ()

@@ -12,7 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.resume import Progress, Setting
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree, needs_fsdp
-from titanlite.parallel.pipeline import split_layers
+from titanlite.parallel.pipeline import SPLIT, split_layers
 from titanlite.transforms.attention_kernels import attention_sentence
 from titanlite.transforms.meta import on_meta, training_flops
 from titanlite.transforms.registry import Family
@@ -67,7 +67,7 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
         "parameters": f"sharded over {mesh['dp_shard'].size() * mesh['cp'].size()}, reshard after forward: {reshard}{apart}"
         if sharded
         else "whole",
-        **_stages(config, family, whole),
+        **_stages(config, family, whole, config.microbatches(data_degree(mesh))),
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {config.microbatches(data_degree(mesh))} microbatches a step",
         **data.derived_values(progress.origin, progress.end(training.steps, global_batch)),
@@ -78,9 +78,15 @@ def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: S
     }
 
 
-def _stages(config: Config, family: Family, whole: Decoder) -> dict[str, str]:
-    """The blocks of a pipeline's stages. whole: the model on the meta device."""
-    if config.parallelism.pipeline_parallel_degree == 1:
+def _stages(config: Config, family: Family, whole: Decoder, microbatches: int) -> dict[str, str]:
+    """The blocks of a pipeline's stages, and how long its ranks wait. whole: the model on the meta device."""
+    if (ranks := config.parallelism.pipeline_parallel_degree) == 1:
         return {}
-    sizes = [str(len(names)) for names in split_layers(config, family, whole)]
-    return {"pipeline": f"{config.parallelism.pipeline_parallel_schedule}, stages of {', '.join(sizes)} blocks"}
+    schedule, sizes = (
+        config.parallelism.pipeline_parallel_schedule,
+        [len(names) for names in split_layers(config, family, whole)],
+    )
+    idle = (ranks - 1) / (len(sizes) // ranks * microbatches + ranks - 1)  # arXiv:2104.04473, section 2.2
+    bound = "up to " if schedule in SPLIT else ""
+    waiting = f"ranks wait {bound}{idle:.1%} of a step if stages take equally long"
+    return {"pipeline": f"{schedule}, stages of {', '.join(map(str, sizes))} blocks; {waiting}"}

@@ -13,12 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.profiler import record_function
 
 
 class LateBuffersStage(PipelineStage):
-    """A stage of PyTorch's, with such buffers and such a loss."""
+    """A stage of PyTorch's, with such buffers and such a loss, ranges in traces, and errors of the model as they are."""
 
     loss_of: Callable[[Tensor, int], Tensor]  # of the last stage's hidden states, (batch, seq, dim), and their microbatch
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._range("forward", fwd_chunk_id):
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:
+                wrapped = error
+            raise wrapped.__cause__ or wrapped  # PyTorch's own has neither the class nor the words of its cause
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
@@ -30,12 +39,21 @@ class LateBuffersStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
-        if self.has_backward and self.is_last:
-            (hidden,), _ = self.fwd_cache[bwd_chunk_id]
-            loss = self.loss_of(hidden, bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        with self._range("backward" if kwargs.get("full_backward", True) else "backward of inputs", bwd_chunk_id):
+            if self.has_backward and self.is_last:
+                (hidden,), _ = self.fwd_cache[bwd_chunk_id]
+                loss = self.loss_of(hidden, bwd_chunk_id)
+            super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if self.has_backward:
             self._free([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._range("backward of weights", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _range(self, kind: str, number: int) -> Any:
+        """A range of a trace: PyTorch's schedules have names of their own in some, and in "1F1B" none."""
+        return record_function(f"stage {self.stage_index} {kind}, microbatch {number}")
 
     def clear(self) -> None:
         """Frees what a step without backward passes has left."""

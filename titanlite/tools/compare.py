@@ -99,10 +99,13 @@ def replaced(config: Config, **sections: dict[str, Any]) -> Config:
 
 
 def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:
-    """The configuration on another mesh, with this global batch. degrees: those that are not 1."""
-    parts = parts_of(degrees)
-    # a pipeline needs as many microbatches as ranks
-    local = max(1, math.gcd(config.training.local_batch_size, global_batch // parts // degrees.get("pp", 1)))
+    """The configuration on another mesh, with this global batch. degrees: those that are not 1.
+
+    The local batch stays if the mesh can have it: another one rounds other sums.
+    """
+    share, stages, local = global_batch // parts_of(degrees), degrees.get("pp", 1), config.training.local_batch_size
+    if share % local or share // local < stages:  # a pipeline needs as many microbatches as ranks
+        local = max(1, math.gcd(local, share // stages))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
     split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
     return split.settled(Place(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another

@@ -40,11 +40,11 @@ from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
 from titanlite.loop.metrics import read_reports
-from titanlite.loop.resume import Progress, Setting, load_run, restore
+from titanlite.loop.resume import Progress, Setting, load_run, of_other_stages, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees
+from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
 from titanlite.tools.compare import Run, begin, follow, on_mesh, relative_difference, replaced
 from titanlite.tools.options import at_least, command_parser
 from titanlite.tools.ranks import on_ranks
@@ -152,6 +152,7 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
     if global_batch % (parts := parts_of(degrees)):
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
     sections = {"parallelism": parallelism, "validation": Validation(), "profiling": Profiling()}
+    degrees["ep"] = parallelism.expert_parallel_degree
     return on_mesh(config.model_copy(update=sections), degrees, global_batch)
 
 
@@ -223,10 +224,10 @@ def replay(
         if number % config.metrics.log_freq == 0:
             log.info("step %d", number)
         if number == step:
-            gradients = layer_norms(run.gradients())
+            gradients = layer_norms(run, run.gradients())
             before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-    weights = layer_norms(before.items())
-    updates = layer_norms((name, p.detach() - before[name]) for name, p in run.model.named_parameters())
+    weights = layer_norms(run, before.items())
+    updates = layer_norms(run, ((name, p.detach() - before[name]) for name, p in run.model.named_parameters()))
     layers = {name: Layer(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
     return Replayed(run.steps.read()[-1]._replace(first_sample=samples), start, layers)
 
@@ -246,7 +247,8 @@ def begin_before(
             return run, *restore(setting, *state, saves / "none")
         source = step_folder(saves, number)
         try:
-            return run, *load_run(source, load.verified(source), setting, run_tensors(*state))
+            tensors = run_tensors(*state)
+            return run, *load_run(source, load.verified(source), setting, tensors, of_other_stages(run.model, tensors))
         except Damaged as error:
             log.warning("not used: %s", error)
         except UserError as error:
@@ -255,15 +257,18 @@ def begin_before(
 
 
 @torch.no_grad()
-def layer_norms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
-    """Layer -> the L2 norm over its tensors and all their shards, summed in float64; all ranks together."""
-    by_layer: dict[str, list[Tensor]] = {}
-    for name, tensor in tensors:
-        square = local_part(tensor).double().square().sum() / replication_factor(tensor)
-        by_layer.setdefault(layer_of(name), []).append(square)
-    squares = torch.stack([torch.stack(squares).sum() for squares in by_layer.values()])
-    dist.all_reduce(squares)
-    return dict(zip(by_layer, squares.sqrt().tolist(), strict=True))
+def layer_norms(run: Run, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """Layer -> the L2 norm over its tensors, all their shards and all stages, summed in float64; all ranks together."""
+    stages = run.mesh["pp"].size()
+    squares = {
+        name: local_part(tensor).double().square().sum() / (replication_factor(tensor) // stages) for name, tensor in tensors
+    }
+    sums = torch.stack([*squares.values()])
+    dist.all_reduce(sums, group=stage_group(run.mesh))
+    by_layer: dict[str, float] = {}
+    for name, square in run.of_all_stages(dict(zip(squares, sums.cpu(), strict=True))).items():
+        by_layer[layer_of(name)] = by_layer.get(layer_of(name), 0.0) + square.item()
+    return {name: math.sqrt(total) for name, total in by_layer.items()}
 
 
 def layer_of(name: str) -> str:
