@@ -126,35 +126,53 @@ REFUSALS = (
 )  # fmt: skip
 
 
-_REFUSALS_OF = {factor: [refusal for refusal in REFUSALS if factor in refusal.factors] for factor in FACTORS}
+_PLACES = {factor: place for place, factor in enumerate(FACTORS)}
+# of each factor: its refusals, with the places of their factors
+_REFUSALS_AT = [
+    [(refusal.holds, [_PLACES[each] for each in refusal.factors]) for refusal in REFUSALS if factor in refusal.factors]
+    for factor in FACTORS
+]
 
 
-def allowed(cell: Cell, factor: str | None = None) -> bool:
-    """Whether the product takes these values, as far as they are given. factor: the only one that need be checked."""
-    return not any(
-        refusal.holds(*(cell[factor] for factor in refusal.factors))
-        for refusal in (REFUSALS if factor is None else _REFUSALS_OF[factor])
-        if all(factor in cell for factor in refusal.factors)
-    )
+def allowed(cell: Cell) -> bool:
+    """Whether the product takes these values, as far as they are given."""
+    values = _in_order(cell)
+    return all(_taken(values, place) for place, value in enumerate(values) if value)
 
 
-def possible(cell: Cell, without: frozenset[str] = frozenset()) -> bool:
-    """Whether there is a value for every other factor, none of `without`, with which the product takes these."""
-    return without.isdisjoint(cell.values()) and allowed(cell) and _completes(frozenset(cell.items()), without)
+def possible(cell: Cell, without: frozenset[str] = frozenset(), factor: str | None = None) -> bool:
+    """Whether there is a value for every other factor, none of `without`, with which the product takes these.
+
+    factor: the only one that need be checked against the others.
+    """
+    values = _in_order(cell)
+    taken = allowed(cell) if factor is None else _taken(values, _PLACES[factor])
+    return taken and without.isdisjoint(values) and _completes(values, without)
+
+
+def _in_order(cell: Cell) -> tuple[str, ...]:
+    """The values of all factors, "" for those that are missing."""
+    return tuple(cell.get(factor, "") for factor in FACTORS)
+
+
+def _taken(values: tuple[str, ...], place: int) -> bool:
+    """Whether no refusal of the factor at this place holds."""
+    for holds, places in _REFUSALS_AT[place]:
+        given = [values[each] for each in places]
+        if all(given) and holds(*given):
+            return False
+    return True
 
 
 @functools.cache
-def _completes(values: Values, without: frozenset[str]) -> bool:
-    """The same of allowed values."""
-    cell = dict(values)
-    missing = next((factor for factor in FACTORS if factor not in cell), None)
-    if missing is None:
+def _completes(values: tuple[str, ...], without: frozenset[str]) -> bool:
+    """Whether the missing ones of allowed values can be added."""
+    if "" not in values:
         return True
-    return any(
-        allowed(cell | {missing: value}, missing) and _completes(values | {(missing, value)}, without)
-        for value in FACTORS[missing]
-        if value not in without
-    )
+    place = values.index("")
+    choices = (value for value in FACTORS[[*FACTORS][place]] if value not in without)
+    every = ((*values[:place], value, *values[place + 1 :]) for value in choices)
+    return any(_taken(more, place) and _completes(more, without) for more in every)
 
 
 def parts(cell: Cell, strength: int, factor: str | None = None) -> Iterator[Values]:
@@ -195,10 +213,20 @@ def cost(cell: Cell) -> float:
     return ranks * (0.5 * graphs + steps)
 
 
-def cover(strength: int = 2, seed: int = SEED, without: frozenset[str] = frozenset(), tries: int = 12) -> list[Cell]:
-    """Cells in which every allowed combination of `strength` values occurs, but for those with values of `without`."""
+def cover(
+    strength: int = 2,
+    seed: int = SEED,
+    without: frozenset[str] = frozenset(),
+    beyond: frozenset[str] | None = None,
+    tries: int = 12,
+) -> list[Cell]:
+    """Cells in which every allowed combination of `strength` values occurs, but for those with values of `without`.
+
+    beyond: those that are not in the cover without these.
+    """
     random_ = random.Random(seed)
     left = every_part(strength, without)
+    left -= set() if beyond is None else every_part(strength, beyond)
     # in a fixed order: that of a set differs from process to process
     queue = sorted(left, key=lambda part: sorted(part))
     random_.shuffle(queue)
@@ -221,7 +249,7 @@ def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random,
         best, most = "", -1
         for value in FACTORS[factor]:
             more = {**cell, factor: value}
-            if not possible(more, without):
+            if not possible(more, without, factor):
                 continue
             count = sum(part in left for part in parts(more, strength, factor))
             if count > most:
