@@ -88,8 +88,11 @@ def test_all_dimensions_at_once_too(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | values)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("values", WITH_STAGES, ids=[cover.name(PLAIN | _STAGES | values) for values in WITH_STAGES])
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param(values, marks=pytest.mark.slow) if number else values for number, values in enumerate(WITH_STAGES)],
+    ids=[cover.name(PLAIN | _STAGES | values) for values in WITH_STAGES],
+)
 def test_stages_with_several_dimensions_too(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | _STAGES | values)
 

@@ -354,10 +354,12 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     cfg = config.parallelism
     degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
     try:
-        stages = len(split_layers(config, family, model))
+        layers = split_layers(config, family, model)
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
+    stages = len(layers)
+    yield from (f"{key}: {fault}" for fault in _frozen(layers, model))
     of_a_rank = STAGES_OF_A_RANK[schedule]
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
         wanted = f"{degree} stages" if of_a_rank == 1 else f"a multiple of {degree} stages, at least {of_a_rank * degree}"
@@ -365,6 +367,13 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
             f"parallelism.pipeline_parallel_layers_per_stage = {cfg.pipeline_parallel_layers_per_stage}: makes {stages} stages "
             f'of {len(model.layers)} blocks, and "{schedule}" on {degree} ranks needs {wanted}; set it to -1'
         )
+
+
+def _frozen(layers: list[list[str]], model: Decoder) -> Iterator[str]:
+    """Stages that would have no backward pass, and their ranks perhaps no optimizer: only blocks elsewhere have adapters."""
+    for number, names in enumerate(layers):
+        if not any(parameter.requires_grad for name in names for parameter in model.layers[name].parameters()):
+            yield f"lora.modules has nothing in stage {number}, blocks {', '.join(names)}; each stage needs an adapter"
 
 
 def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
