@@ -69,12 +69,12 @@ def log_as_before() -> Iterator[None]:
     logger.setLevel(before[2])
 
 
-_pools = {size: Pool(size) for size in (1, 2, 4, 8)}
+_pools = {size: Pool(size) for size in (1, 2, 4, 8, 16)}
 
 
 @pytest.fixture(scope="session")
 def pools() -> dict[int, Pool]:
-    """Pools of 1, 2, 4 and 8 ranks; each starts at its first use."""
+    """Pools of 1, 2, 4, 8 and 16 ranks; each starts at its first use."""
     return _pools
 
 

@@ -14,6 +14,13 @@ MESHES: dict[str, dict[str, int]] = {
     "FSDP 4 x CP 2, ulysses": {"dp_shard": 4, "cp": 2},
     "FSDP 8, EP 4": {"dp_shard": 8, "ep": 4},
     "FSDP 4 x TP 2, EP 8": {"dp_shard": 4, "tp": 2, "ep": 8},
+    # the first rank has the embedding, the last one the head
+    "PP 2 x FSDP 4, 1F1B, first rank": {"pp": 2, "dp_shard": 4},
+    "PP 2 x FSDP 4, 1F1B, last rank": {"pp": 2, "dp_shard": 4},
+    "PP 2 x FSDP 4, Interleaved1F1B, last rank": {"pp": 2, "dp_shard": 4},
+    "PP 2 x FSDP 4, InterleavedZeroBubble, last rank": {"pp": 2, "dp_shard": 4},
+    "PP 2 x FSDP 2 x TP 2, Interleaved1F1B, first rank": {"pp": 2, "dp_shard": 2, "tp": 2},
+    "PP 2 x FSDP 4, EP 4, Interleaved1F1B, first rank": {"pp": 2, "dp_shard": 4, "ep": 4},
 }
 
 
@@ -109,6 +116,11 @@ class Cell(NamedTuple):
         return 1 if self.mesh == "1 rank" else 8
 
     @property
+    def rank(self) -> int:
+        """Which of the ranks is pretended."""
+        return self.ranks - 1 if "last rank" in self.mesh else 0
+
+    @property
     def waits_for_counts(self) -> int:
         """How often a step waits for the device in each mixture: for the sizes of messages, where experts are split."""
         return 2 * VARIANTS[self.variant].passes if "ep" in self.degrees else 0
@@ -133,11 +145,17 @@ class Cell(NamedTuple):
             parallelism["expert_parallel_degree"] = self.degrees["ep"]
         if context > 1:
             parallelism |= {"context_parallel_degree": context, "context_parallel_method": self.mesh.split(", ")[1]}
+        own = VARIANTS[self.variant].sections
+        if "pp" in self.degrees:
+            parallelism |= {
+                "pipeline_parallel_degree": self.degrees["pp"],
+                "pipeline_parallel_schedule": self.mesh.split(", ")[-2],
+            }
+            own = own | {"model": own.get("model", {}) | {"overrides": {"n_layers": 4}}}
         training = {"global_batch_size": 16, "local_batch_size": 8 // (replicate * shard), "mixed_precision_param": "bfloat16"}
-        sections = VARIANTS[self.variant].sections
-        return sections | {
-            "parallelism": parallelism | sections.get("parallelism", {}),
-            "training": training | sections.get("training", {}),
+        return own | {
+            "parallelism": parallelism | own.get("parallelism", {}),
+            "training": training | own.get("training", {}),
             "validation": {"enable": True, "steps": 1},
         }
 
@@ -147,11 +165,22 @@ _OF_CONTEXT = (
     *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
     *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
 )
+# Each variant whose step a pipeline changes is on one mesh or two.
+_OF_PIPELINES = {
+    "PP 2 x FSDP 4, 1F1B, first rank": ("bfloat16, compiled", "document_mask", "LoRA"),
+    "PP 2 x FSDP 4, 1F1B, last rank": ("float16", "full, offload", "Muon", "bfloat16 parameters, compiled"),
+    "PP 2 x FSDP 4, Interleaved1F1B, last rank": ("bfloat16", "per operation", "float8"),
+    "PP 2 x FSDP 4, InterleavedZeroBubble, last rank": ("bfloat16", "full", "LoRA"),
+    "PP 2 x FSDP 2 x TP 2, Interleaved1F1B, first rank": ("bfloat16, compiled", "full"),
+    "PP 2 x FSDP 4, EP 4, Interleaved1F1B, first rank": ("mixture, compiled", "mixture, full", "mixture, per operation"),
+}
 
 
 def _says_something(mesh: str, variant: str) -> bool:
     if "TP" in mesh and "by chunks" in variant:
         return False  # refused
+    if "PP" in mesh:
+        return variant in _OF_PIPELINES[mesh]
     if "mixture" in variant:
         return "EP" in mesh or mesh in ("1 rank", "FSDP 4 x TP 2")
     if "EP" in mesh:

@@ -74,7 +74,7 @@ def _on_meta(*args: Any) -> Any:
         return on_meta(*args)
 
 
-def run(config: Config, ranks: int, waits_for_counts: int) -> set[str]:
+def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str]:
     """Two steps, of which the second is watched, and what surrounds them; returns the second step's operations.
 
     waits_for_counts: of the second step, in each mixture; all others are faults.
@@ -84,7 +84,7 @@ def run(config: Config, ranks: int, waits_for_counts: int) -> set[str]:
     family, data = family_of(config.model), learnable_data(config)
     home = torch.device("cpu") if config.parallelism.cpu_offload else DEVICE
     with ExitStack() as stack:
-        stack.enter_context(pretended_ranks(ranks))
+        stack.enter_context(pretended_ranks(ranks, rank))
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cuda")
         part = data_rank(mesh), data_degree(mesh)
         source = _Rows(config, data, 0, config.global_batch(data_degree(mesh)), part)
@@ -126,6 +126,8 @@ def run(config: Config, ranks: int, waits_for_counts: int) -> set[str]:
         assert _Stager(pinned=True).stage(tensors).keys() == tensors.keys()
         # validation, samples
         assert validate(model, data, config, mesh, DEVICE)
+        if model.pipeline is not None:  # no rank has a whole model
+            return watch.operations
         new_ids = generate(model, [[1, 2, 3], [4]], 2, None, Sampling(temperature=0), mesh["tp"].size())
         assert list(map(len, new_ids)) == [2, 2]
         return watch.operations
@@ -151,9 +153,10 @@ def outcome(name: str) -> dict[str, Any]:
             stack.enter_context(mock.patch.object(planted.owner, planted.name, planted.fault))
         config = config_of(cell.degrees, "cell", accumulation=2, **cell.sections)
         try:
-            judge(run(config, cell.ranks, cell.waits_for_counts), cell)
+            judge(run(config, cell.ranks, cell.rank, cell.waits_for_counts), cell)
         except Exception as error:  # every cell runs, and its test reports what failed
-            fault = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            inner = error.__cause__ if isinstance(error.__cause__, Fault) else error  # a pipeline's stage wraps it
+            fault = f"{type(inner).__name__}: {inner}\n{traceback.format_exc()}"
     return {"cell": name, "fault": fault, "seconds": round(time.perf_counter() - begin, 1)}
 
 

@@ -19,7 +19,8 @@ from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, learnable
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.data.mixture import Data
-from titanlite.tools.compare import Trajectory, compare, record
+from titanlite.loop.validation import validate
+from titanlite.tools.compare import Run, Trajectory, batches_of, begin, compare, record_run
 from titanlite.transforms import lora
 from titanlite.transforms.registry import load_family
 
@@ -42,6 +43,16 @@ MESHES: dict[str, dict[str, int]] = {
     "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     "shard 2 x context 2 x tp 2": {"dp_shard": 2, "cp": 2, "tp": 2},
     "context 8": {"cp": 8},
+    "pipeline 2": {"pp": 2},
+    "pipeline 4": {"pp": 4},
+    "pipeline 2 x shard 2": {"pp": 2, "dp_shard": 2},
+    "pipeline 2 x tp 2": {"pp": 2, "tp": 2},
+    "pipeline 2 x replicate 2": {"pp": 2, "dp_replicate": 2},
+    "pipeline 2 x context 2": {"pp": 2, "cp": 2},
+    "pipeline 2 x shard 2 x context 2": {"pp": 2, "dp_shard": 2, "cp": 2},
+    "pipeline 2 x shard 2 x tp 2": {"pp": 2, "dp_shard": 2, "tp": 2},
+    "pipeline 2 x replicate 2 x tp 2": {"pp": 2, "dp_replicate": 2, "tp": 2},
+    "pipeline 2 x shard 2 x context 2 x tp 2": {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2},
 }
 FAMILIES = {
     "Llama 3": ("tests.tiny", "plain"),
@@ -66,6 +77,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float8": {"float8": {"enable": True, "emulate": True}},
     "float8 rows": {"float8": {"enable": True, "emulate": True, "recipe_name": "rowwise"}},
     "float8 gather": {"float8": {"enable": True, "emulate": True, "enable_fsdp_float8_all_gather": True}},
+    "bfloat16 states": {
+        "training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+        "optimizer": {"rounding": "compensated", "implementation": "for-loop"},
+    },
 }
 GATHERS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -85,7 +100,10 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "float8": {"losses": 2e-3, "norms": 5e-2, "gradients": 1e-1},
 }
 # What one process alone shows of a cell: all else must not change the mathematics.
-MATHEMATICS = ("family", "precision", "documents", "adapter", "optimizer", "router", "balance")
+MATHEMATICS = (
+    *("family", "blocks", "precision", "documents", "adapter", "optimizer", "z-loss", "router", "balance"),
+    "validation",  # whose losses are compared too
+)
 
 
 def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
@@ -96,7 +114,18 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
         "training": {"steps": STEPS, **precision.get("training", {})},
         "activation_checkpoint": MODES[cell["recompute"]],
         "parallelism": {**GATHERS[cell["gather"]], "reduce_every_microbatch": "end" not in cell["accumulation"]},
+        "optimizer": {**precision.get("optimizer", {})},
     }
+    if cell["blocks"] != "few":
+        sections["model"]["overrides"] = {"n_layers": int(cell["blocks"])}
+    if "pp" in degrees_of(cell):
+        sections["parallelism"]["pipeline_parallel_schedule"] = cell["schedule"]
+    if cell["stages"] != "equal":
+        sections["parallelism"]["pipeline_parallel_layers_per_stage"] = int(cell["stages"][0])
+    if cell["z-loss"] != "none":
+        sections["training"]["z_loss"] = float(cell["z-loss"])
+    if cell["validation"] != "none":
+        sections["validation"] = {"enable": True, "steps": 2}
     if cell["family"] == "Mixture":
         flavor = ROUTERS[cell["router"]]
         # the routing of these runs takes several rounds, of which each has so much of the mean
@@ -114,8 +143,8 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
         if cell["family"] == "Mixture":
             sections["lora"]["modules"] = ["layers.*.attention.*"]
     if cell["optimizer"] == "Muon":
-        sections["optimizer"] = {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
-    return config_of(degrees_of(cell), flavor, 1 if cell["accumulation"] == "1" else 2, **sections)
+        sections["optimizer"] |= {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
+    return config_of(degrees_of(cell), flavor, int(cell["accumulation"][0]), **sections)
 
 
 def degrees_of(cell: Cell) -> dict[str, int]:
@@ -135,16 +164,29 @@ def documents(config: Config, vocabulary: int) -> Data:
     return data_of([part for part in np.split(ids, ends) if len(part)], config, vocabulary)
 
 
-def trajectory(cell: Cell, config: Config) -> tuple[Trajectory, int] | None:
-    """What the steps of a cell did, on rank 0, and how many graphs were compiled for it."""
+def trajectory(cell: Cell, config: Config) -> tuple[Trajectory | None, int]:
+    """What the steps of a cell did, on rank 0, and how many graphs this rank has compiled for them.
+
+    Losses of validation, before the first step and after the last one, follow those of the steps.
+    """
     torch._dynamo.reset()
-    counters.clear()
     make = learnable_data
     if cell["documents"] == "many":
         make = functools.partial(documents, vocabulary=load_family(config.model.name, config.model.flavor).config.vocab_size)
+    data, mesh = make(config), mesh_of(degrees_of(cell))
     with mock.patch.object(lora.LoraLinear, "own_initial", _trained) if cell["adapter"] == "lora" else contextlib.nullcontext():
-        found = record(config, make(config), mesh_of(degrees_of(cell)), CPU)
-    return (found, counters["stats"]["unique_graphs"]) if dist.get_rank() == 0 else None
+        run = begin(config, mesh, CPU)
+    validation = [_validation_loss(run, data)] if cell["validation"] != "none" else []
+    counters.clear()
+    found = record_run(run, batches_of(config, data, mesh))
+    graphs = counters["stats"]["unique_graphs"]
+    if validation:
+        found.losses.extend([*validation, _validation_loss(run, data)])
+    return found if dist.get_rank() == 0 else None, graphs
+
+
+def _validation_loss(run: Run, data: Data) -> float:
+    return validate(run.model, data, run.config, run.mesh, run.device)["validation_loss"]
 
 
 def smallest_margin(cell: Cell, config: Config) -> float:
@@ -162,7 +204,8 @@ def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
 def run(pools: dict[int, Pool], cell: Cell, backend: str = "aot_eager") -> tuple[Trajectory, int]:
     ranks = math.prod(MESHES[cell["mesh"]].values())  # those that split experts are among them
     config = config_of_cell(cell, backend)
-    return pools[ranks].run("tests.distributed.cells:trajectory", timeout=300, cell=cell, config=config)[0]
+    results = pools[ranks].run("tests.distributed.cells:trajectory", timeout=300, cell=cell, config=config)
+    return results[0][0], results[-1][1]  # of a pipeline, the last rank has the head
 
 
 def graphs_of(cell: Cell) -> set[int]:
@@ -171,10 +214,13 @@ def graphs_of(cell: Cell) -> set[int]:
         return {0}
     # Without documents only local layers have a mask; with them, those of both kinds have one, of the same shape.
     local_and_global = "Gemma" in cell["family"] and cell["documents"] == "one"
-    if cell["adapter"] == "none":
-        return {GRAPHS + local_and_global}
-    # the input of the first block needs no gradient, unless the model scales what it has looked up
-    return {GRAPHS + local_and_global, GRAPHS + local_and_global + 1}
+    graphs = {GRAPHS + local_and_global}
+    if "pipeline" in cell["mesh"]:  # a stage can have layers of one kind
+        graphs.add(GRAPHS)
+    if cell["adapter"] != "none":  # the input of the first block needs no gradient, unless the model scales what it looks up
+        graphs |= {count + 1 for count in graphs}
+    # a graph of the head is used without gradients too
+    return {count - 1 for count in graphs} if cell["validation"] != "none" else graphs
 
 
 def faults(cell: Cell, found: Trajectory, reference: Trajectory) -> list[str]:

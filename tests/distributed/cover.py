@@ -24,18 +24,26 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "one process", "shard 2", "shard 4", "replicate 2", "tp 2", "tp 4", "replicate 2 x shard 2", "shard 2 x tp 2",
         "replicate 2 x tp 2", "context 2", "context 4", "context 2 x tp 2", "shard 2 x context 2", "replicate 2 x context 2",
         "replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2", "context 8",
+        "pipeline 2", "pipeline 4", "pipeline 2 x shard 2", "pipeline 2 x tp 2", "pipeline 2 x replicate 2",
+        "pipeline 2 x context 2",
     ),
     "family": ("Llama 3", "Llama 3 tied", "Llama 3 of 515 tokens", "Qwen 3", "Qwen 2", "Gemma 3", "Gemma 2", "OLMo 2",
         "Mixture"),
+    "blocks": ("few", "4"),
     "compile": ("no", "blocks"),
     "recompute": ("none", "full", "full by chunks", "every second layer", "per operation", "budget"),
-    "precision": ("float32", "bfloat16", "float8", "float8 rows", "float8 gather"),
-    "accumulation": ("1", "2", "2, reduced at the end"),
+    "precision": ("float32", "bfloat16", "float8", "float8 rows", "float8 gather", "bfloat16 states"),
+    "accumulation": ("1", "2", "2, reduced at the end", "4"),
     "documents": ("one", "many"),
     "adapter": ("none", "lora"),
     "gather": ("default", "never", "always", "two", "prefetch"),
     "method": ("keys gathered", "heads exchanged"),  # of context parallelism
     "optimizer": ("AdamW", "Muon"),
+    "z-loss": ("none", "0.001"),
+    "validation": ("none", "before and after"),
+    # of pipelines
+    "schedule": ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble"),
+    "stages": ("equal", "3 blocks and 1"),
     # of mixtures
     "router": ("softmax", "sigmoid, bias, shared", "grouped"),
     "experts": ("whole", "split 2", "split 4"),
@@ -49,7 +57,12 @@ EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x 
 OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_float8.py has some meshes of each
 # meshes whose ranks of a replica 4 divides
 FOUR = "shard 4|tp 4|context [48]|shard 2 x tp 2|shard 2 x context 2|context 2 x tp 2"
-LATER = EIGHT_RANKS | OTHER_FLOAT8 | {"context 4", "replicate 2 x context 2"}  # in `make test-all`
+PIPELINES = frozenset(mesh for mesh in FACTORS["mesh"] if "pipeline" in mesh)
+SEVERAL_STAGES = frozenset({"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"})  # on each rank
+# of pipelines, only "pipeline 2" under "1F1B" and "Interleaved1F1B" is in `make test`
+OTHER_PIPELINES = (PIPELINES - {"pipeline 2"}) | frozenset(FACTORS["schedule"][2:]) | {"3 blocks and 1", "bfloat16 states"}
+# in `make test-all`
+LATER = EIGHT_RANKS | OTHER_FLOAT8 | OTHER_PIPELINES | {"context 4", "replicate 2 x context 2"}
 SEED = 4  # of the seeds below 20, the cheapest saves 5%
 PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
 
@@ -77,6 +90,24 @@ REFUSALS = (
     ),
     Refusal(("method", "mesh"), lambda o, m: o == "heads exchanged" and "context" not in m, "sequences are not split"),
     Refusal(("method", "mesh"), lambda o, m: o == "heads exchanged" and m == "context 8", "there are 4 key-value heads"),
+    *(
+        Refusal(("mesh", factor), lambda m, v, plain=plain: m not in PIPELINES and v != plain, "there are no stages")
+        for factor, (plain, *_) in FACTORS.items()
+        if factor in ("schedule", "stages")
+    ),
+    Refusal(("mesh", "blocks"), lambda m, b: (m in PIPELINES) == (b == "few"), "each stage needs a block, and few are faster"),
+    Refusal(("mesh", "schedule", "blocks"), lambda m, k, b: m == "pipeline 4" and k in SEVERAL_STAGES and b == "4",
+            "4 blocks are no 8 stages"),
+    Refusal(("mesh", "stages"), lambda m, s: m == "pipeline 4" and s != "equal", "each stage has one block"),
+    Refusal(("schedule", "stages"), lambda k, s: k in SEVERAL_STAGES and s != "equal", "each stage has one block"),
+    Refusal(("mesh", "accumulation"), lambda m, a: m in PIPELINES and "end" in a, "a pipeline reduces once a step"),
+    Refusal(("mesh", "accumulation"), lambda m, a: m not in PIPELINES and a == "4", "no more than 2 show"),
+    Refusal(("mesh", "accumulation"), lambda m, a: m in PIPELINES and int(a[0]) < int(m[9]), "fewer microbatches than ranks"),
+    Refusal(("mesh", "gather"), lambda m, g: m in PIPELINES and g in ("always", "two"), "what is gathered stays"),
+    Refusal(("schedule", "compile"), lambda k, c: "Zero" in k and c != "no", "compiled graphs have one backward pass"),
+    Refusal(("schedule", "recompute"), lambda k, r: "Zero" in k and r != "none", "what is computed again is kept"),
+    Refusal(("precision", "mesh"), lambda p, m: p == "bfloat16 states" and m not in PIPELINES,
+            "test_low_precision.py has other meshes"),
     Refusal(("adapter", "optimizer"), lambda a, o: a == "lora" and o == "Muon", "adapters are no matrices for Muon"),
     *(
         Refusal(("family", factor), lambda f, v, plain=plain: f != "Mixture" and v != plain, "there are no experts")
@@ -94,33 +125,53 @@ REFUSALS = (
 )  # fmt: skip
 
 
-_REFUSALS_OF = {factor: [refusal for refusal in REFUSALS if factor in refusal.factors] for factor in FACTORS}
+_PLACES = {factor: place for place, factor in enumerate(FACTORS)}
+# of each factor: its refusals, with the places of their factors
+_REFUSALS_AT = [
+    [(refusal.holds, [_PLACES[each] for each in refusal.factors]) for refusal in REFUSALS if factor in refusal.factors]
+    for factor in FACTORS
+]
 
 
-def allowed(cell: Cell, factor: str | None = None) -> bool:
-    """Whether the product takes these values, as far as they are given. factor: the only one that need be checked."""
-    return not any(
-        refusal.holds(*(cell[factor] for factor in refusal.factors))
-        for refusal in (REFUSALS if factor is None else _REFUSALS_OF[factor])
-        if all(factor in cell for factor in refusal.factors)
-    )
+def allowed(cell: Cell) -> bool:
+    """Whether the product takes these values, as far as they are given."""
+    values = _in_order(cell)
+    return all(_taken(values, place) for place, value in enumerate(values) if value)
 
 
-def possible(cell: Cell) -> bool:
-    """Whether there is a value for every other factor with which the product takes these."""
-    return allowed(cell) and _completes(frozenset(cell.items()))
+def possible(cell: Cell, without: frozenset[str] = frozenset(), factor: str | None = None) -> bool:
+    """Whether there is a value for every other factor, none of `without`, with which the product takes these.
+
+    factor: the only one that need be checked against the others.
+    """
+    values = _in_order(cell)
+    taken = allowed(cell) if factor is None else _taken(values, _PLACES[factor])
+    return taken and without.isdisjoint(values) and _completes(values, without)
+
+
+def _in_order(cell: Cell) -> tuple[str, ...]:
+    """The values of all factors, "" for those that are missing."""
+    return tuple(cell.get(factor, "") for factor in FACTORS)
+
+
+def _taken(values: tuple[str, ...], place: int) -> bool:
+    """Whether no refusal of the factor at this place holds."""
+    for holds, places in _REFUSALS_AT[place]:
+        given = [values[each] for each in places]
+        if all(given) and holds(*given):
+            return False
+    return True
 
 
 @functools.cache
-def _completes(values: Values) -> bool:
-    """The same of allowed values."""
-    cell = dict(values)
-    missing = next((factor for factor in FACTORS if factor not in cell), None)
-    if missing is None:
+def _completes(values: tuple[str, ...], without: frozenset[str]) -> bool:
+    """Whether the missing ones of allowed values can be added."""
+    if "" not in values:
         return True
-    return any(
-        allowed(cell | {missing: value}, missing) and _completes(values | {(missing, value)}) for value in FACTORS[missing]
-    )
+    place = values.index("")
+    choices = (value for value in FACTORS[[*FACTORS][place]] if value not in without)
+    every = ((*values[:place], value, *values[place + 1 :]) for value in choices)
+    return any(_taken(more, place) and _completes(more, without) for more in every)
 
 
 def parts(cell: Cell, strength: int, factor: str | None = None) -> Iterator[Values]:
@@ -144,7 +195,7 @@ def every_part(strength: int, without: frozenset[str] = frozenset()) -> set[Valu
     for factors in itertools.combinations(FACTORS, strength):
         for values in itertools.product(*(FACTORS[factor] for factor in factors)):
             cell = dict(zip(factors, values, strict=True))
-            if without.isdisjoint(values) and possible(cell):
+            if possible(cell, without):
                 found.add(frozenset(cell.items()))
     return found
 
@@ -156,28 +207,39 @@ def cost(cell: Cell) -> float:
         ranks *= int(degree)
     kinds = 2 if "Gemma" in cell["family"] else 1  # of layers, and twice as many of them
     graphs = 0 if cell["compile"] == "no" else 2 + kinds + (cell["adapter"] == "lora")
-    steps = (0.7 if "tp" in cell["mesh"] else 0.3) * kinds * (1 if cell["accumulation"] == "1" else 2)
+    kinds = 2 if cell["blocks"] == "4" else kinds
+    steps = (0.7 if "tp" in cell["mesh"] else 0.3) * kinds * int(cell["accumulation"][0])
     return ranks * (0.5 * graphs + steps)
 
 
-def cover(strength: int = 2, seed: int = SEED, without: frozenset[str] = frozenset(), tries: int = 12) -> list[Cell]:
-    """Cells in which every allowed combination of `strength` values occurs, but for those with values of `without`."""
+def cover(
+    strength: int = 2,
+    seed: int = SEED,
+    without: frozenset[str] = frozenset(),
+    beyond: frozenset[str] | None = None,
+    tries: int = 12,
+) -> list[Cell]:
+    """Cells in which every allowed combination of `strength` values occurs, but for those with values of `without`.
+
+    beyond: those that are not in the cover without these.
+    """
     random_ = random.Random(seed)
     left = every_part(strength, without)
+    left -= set() if beyond is None else every_part(strength, beyond)
     # in a fixed order: that of a set differs from process to process
     queue = sorted(left, key=lambda part: sorted(part))
     random_.shuffle(queue)
     cells = []
     while left:
         queue = [part for part in queue if part in left]
-        candidates = [_grown(dict(queue[number % len(queue)]), left, strength, random_) for number in range(tries)]
+        candidates = [_grown(dict(queue[number % len(queue)]), left, strength, random_, without) for number in range(tries)]
         best = max(candidates, key=lambda cell: sum(part in left for part in parts(cell, strength)) / cost(cell))
         left -= set(parts(best, strength))
         cells.append({factor: best[factor] for factor in FACTORS})
     return cells
 
 
-def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random) -> Cell:
+def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random, without: frozenset[str]) -> Cell:
     """The cell with a value for every factor, each the one that covers most with those before it, or the plainest of such."""
     cell.setdefault("precision", PLAIN["precision"])
     factors = [factor for factor in FACTORS if factor not in cell]
@@ -186,7 +248,7 @@ def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random)
         best, most = "", -1
         for value in FACTORS[factor]:
             more = {**cell, factor: value}
-            if not possible(more):
+            if not possible(more, without, factor):
                 continue
             count = sum(part in left for part in parts(more, strength, factor))
             if count > most:
@@ -196,13 +258,13 @@ def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random)
 
 
 # factors whose values say what they are
-SPEAKING = ("mesh", "family", "recompute", "precision", "optimizer", "router", "received")
+SPEAKING = ("mesh", "family", "recompute", "precision", "optimizer", "router", "received", "schedule", "stages")
 
 
 def name(cell: Cell) -> str:
     """What is not plain about a cell."""
     special = [value if factor in SPEAKING else f"{factor} {value}"
-               for factor, value in cell.items() if value != PLAIN[factor]]  # fmt: skip
+               for factor, value in cell.items() if value != PLAIN[factor] and factor != "blocks"]  # fmt: skip
     return ", ".join(special) or "plain"
 
 

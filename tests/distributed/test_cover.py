@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import cells, cover
-from tests.distributed.cover import LATER, OTHER_FLOAT8, PLAIN, Cell
+from tests.distributed.cover import LATER, OTHER_FLOAT8, OTHER_PIPELINES, PLAIN, Cell
 from tests.distributed.mixtures import MARGIN
 from tests.repetitions import one_of_each
 from titanlite.tools.compare import Trajectory, compare
@@ -27,6 +27,16 @@ AT_ONCE = [
     {"mesh": EIGHT, "family": "Llama 3 tied", "accumulation": "2, reduced at the end", "optimizer": "Muon"},
     {"mesh": EIGHT, "family": "Llama 3 of 515 tokens", "recompute": "full", "gather": "never"},
     {"mesh": EIGHT, "family": "Qwen 2", "adapter": "lora"},
+]
+_STAGES = {"blocks": "4", "accumulation": "2"}
+_SPLIT = {"family": "Mixture", "router": "sigmoid, bias, shared", "balance": "moving bias"}
+WITH_STAGES = [
+    {"mesh": "pipeline 2 x shard 2 x context 2"},
+    {"mesh": "pipeline 2 x shard 2 x context 2", "family": "Gemma 3", "documents": "many", "schedule": "Interleaved1F1B"},
+    {"mesh": "pipeline 2 x shard 2 x tp 2", "experts": "split 2", "schedule": "Interleaved1F1B", **_SPLIT},
+    {"mesh": "pipeline 2 x replicate 2 x tp 2", "family": "Llama 3 tied", "recompute": "per operation"},
+    # 16 ranks: every dimension but replicas
+    {"mesh": "pipeline 2 x shard 2 x context 2 x tp 2", "experts": "split 4", **_SPLIT},
 ]
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason='backend "inductor" needs a C++ compiler on a CPU')
 
@@ -78,8 +88,19 @@ def test_all_dimensions_at_once_too(pools, references, values):
     assert_as_on_one_process(pools, references, PLAIN | values)
 
 
-def test_no_choice_of_a_mixture_depends_on_rounding(pools):
-    plains = {tuple(plain.values()): plain for plain in map(cells.reference_of, CELLS.values()) if plain["family"] == "Mixture"}
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param(values, marks=pytest.mark.slow) if number else values for number, values in enumerate(WITH_STAGES)],
+    ids=[cover.name(PLAIN | _STAGES | values) for values in WITH_STAGES],
+)
+def test_stages_with_several_dimensions_too(pools, references, values):
+    assert_as_on_one_process(pools, references, PLAIN | _STAGES | values)
+
+
+@pytest.mark.parametrize("table", ["in make test", pytest.param("in make test-all", marks=pytest.mark.slow)])
+def test_no_choice_of_a_mixture_depends_on_rounding(pools, table):
+    every = CELLS.values() if table == "in make test" else [*OTHERS.values(), *(PLAIN | _STAGES | each for each in WITH_STAGES)]
+    plains = {tuple(plain.values()): plain for plain in map(cells.reference_of, every) if plain["family"] == "Mixture"}
     for plain in plains.values():
         config = cells.config_of_cell(plain)
         margin = pools[1].run("tests.distributed.cells:smallest_margin", cell=plain, config=config)[0]
@@ -97,7 +118,7 @@ def test_the_references_learn_from_gradients_that_are_not_zero(references, famil
 
 def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
     plain = references(PLAIN)
-    for precision in cover.FACTORS["precision"][1:]:
+    for precision in set(cover.FACTORS["precision"]) - {"float32", "bfloat16 states"}:
         found = references(PLAIN | {"precision": precision})
         assert found.dtypes == {torch.float32}
         assert 1e-7 < compare(found, plain).worst("losses").size < 5e-3
@@ -108,17 +129,19 @@ def test_lower_precision_follows_float32_and_keeps_float32_masters(references):
 
 # `make campaign PART=cells` runs all cells.
 
-FLOAT8 = {cover.name(cell): cell for cell in cover.cover(without=LATER - OTHER_FLOAT8) if cell["precision"] in OTHER_FLOAT8}
+OTHERS = {cover.name(cell): cell for cell in cover.cover(without=LATER - OTHER_FLOAT8 - OTHER_PIPELINES, beyond=LATER)}
 COMPILED = {name: cell for name, cell in CELLS.items() if cell["compile"] != "no"}
 WIDER = {
-    cover.name(cell): cell for cell in cover.cover(seed=cover.SEED + 1) if cell["compile"] != "no" or cell["mesh"] in LATER
+    cover.name(cell): cell
+    for cell in cover.cover(seed=cover.SEED + 1, without=OTHER_FLOAT8 | OTHER_PIPELINES)
+    if cell["compile"] != "no" or cell["mesh"] in LATER
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FLOAT8)
-def test_other_recipes_of_float8_give_what_one_process_gives(pools, references, name):
-    assert_as_on_one_process(pools, references, FLOAT8[name])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recipes_of_float8_and_pipelines_give_what_one_process_gives(pools, references, name):
+    assert_as_on_one_process(pools, references, OTHERS[name])
 
 
 @pytest.mark.slow

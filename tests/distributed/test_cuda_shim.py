@@ -14,7 +14,12 @@ from tests.repetitions import slow_but
 
 _SECONDS = 1200  # for all cells; two idle cores take some 200
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(_SECONDS + 60)]
-_FEW = ["1 rank, bfloat16, compiled", "FSDP 4 x TP 2, bfloat16", "FSDP 4 x TP 2, EP 8, mixture, full"]
+_FEW = [
+    "1 rank, bfloat16, compiled",
+    "FSDP 4 x TP 2, bfloat16",
+    "FSDP 4 x TP 2, EP 8, mixture, full",
+    "PP 2 x FSDP 4, Interleaved1F1B, last rank, bfloat16",
+]
 _PLANTED = {
     "an .item() in the step": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
     "a .tolist() in the step": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
@@ -31,6 +36,7 @@ _PLANTED = {
     "a blocking copy": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.cuda_shim.planted:",
     "another copy of counts in the exchange": "host syncs: 8 copies of counts to the host in a step instead of 4",
     "a copy of counts outside of the exchange": "host sync: a blocking copy from cuda to cpu: aten._to_copy.default in ",
+    "a microbatch's number in a tensor": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.",
     "shared experts that do not wait for their input": "race: it does not wait for the stream that writes what it reads: ",
     "shared experts for which nobody waits": "race: it does not wait for the stream that writes what it reads: aten.add.",
 }

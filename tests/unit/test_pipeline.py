@@ -124,6 +124,16 @@ def test_a_schedule_that_stops_is_found():
             2,
             'activation_checkpoint.mode = "selective" keeps all that',
         ),
+        (
+            replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}),
+            2,
+            "lora.modules has nothing in stage 0, blocks 0, 1, 2, 3; each stage needs an adapter",
+        ),
+        (
+            replaced(pipelined(2), lora={"enable": True, "modules": ["layers.0.*"]}),
+            2,
+            "lora.modules has nothing in stage 1, blocks 4, 5, 6, 7",
+        ),
         (pipelined(3), 4, "pipeline_parallel_degree = 3"),
         (pipelined(2, fsdp_reshard_after_forward="always"), 2, "a pipeline keeps what it has gathered"),
     ],

@@ -17,14 +17,18 @@ from torch.profiler import record_function
 
 
 class LateBuffersStage(PipelineStage):
-    """A stage of PyTorch's, with such buffers and such a loss, ranges in traces, and errors of the model as they are."""
+    """A stage of PyTorch's with such buffers and such a loss, whose module gets the number of the microbatch.
+
+    Traces have a range for each pass, and errors of the model stay as they are.
+    """
 
     loss_of: Callable[[Tensor, int], Tensor]  # of the last stage's hidden states, (batch, seq, dim), and their microbatch
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
         with self._range("forward", fwd_chunk_id):
             try:
-                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+                # A number, since FSDP2 copies tensors to the device, and the host would wait to read them there.
+                return super().forward_one_chunk(fwd_chunk_id, args, {"number": fwd_chunk_id}, save_forward_output)
             except RuntimeError as error:
                 wrapped = error
             raise wrapped.__cause__ or wrapped  # PyTorch's own has neither the class nor the words of its cause

@@ -161,12 +161,9 @@ class Stage(nn.Module):
         self.part._modules = {**model._modules, "layers": blocks, **ends}
         self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
-    def forward(self, x: Tensor, number: Tensor) -> Tensor:
-        """Hidden states (batch, seq, dim) of microbatch `number`, (1,) int64 on the CPU.
-
-        x: those of the stage before; stage 0 ignores it.
-        """
-        inputs, _, seq = self.microbatches[int(number)]
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        """Hidden states (batch, seq, dim) of microbatch `number`. x: those of the stage before; stage 0 ignores it."""
+        inputs, _, seq = self.microbatches[number]
         hidden = self.part(inputs if self.number == 0 else x, seq)
         if self.after is not None:
             self.after(self.part)
@@ -197,14 +194,14 @@ class Pipeline:
         hidden = torch.empty(
             training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
         )
-        number = torch.empty(1, dtype=torch.int64, device="meta")
+        ignored = torch.empty(1, device="meta")
         self._parts = [
             LateBuffersStage(
                 stage,
                 stage.number,
                 count,
                 device,
-                input_args=number if stage.number == 0 else hidden,
+                input_args=ignored if stage.number == 0 else hidden,
                 output_args=hidden,
                 group=self.group,
             )
@@ -239,12 +236,12 @@ class Pipeline:
         after: Callable[[Decoder], None] | None = None,
     ) -> Tensor:
         assert len(microbatches) == self.microbatches, "a schedule is made for a number of microbatches"
-        numbers = torch.arange(len(microbatches))
+        numbers = torch.arange(len(microbatches))  # on the CPU, where they are read
         self._divisor, self._losses = divisor, torch.zeros(len(microbatches), device=microbatches[0].inputs.device)
         for stage in self.stages:
             stage.microbatches, stage.after = microbatches, after
-        first = (numbers,) if self.stages[0].number == 0 else ()
-        run(*first, target=numbers if self.head is not None else None, return_outputs=False, number=numbers)
+        first = (self._losses,) if self.stages[0].number == 0 else ()  # a part for each microbatch, which the stage ignores
+        run(*first, target=numbers if self.head is not None else None, return_outputs=False)
         for stage, part in zip(self.stages, self._parts, strict=True):
             stage.microbatches, stage.after = (), None
             part.clear()
@@ -365,10 +362,12 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     cfg = config.parallelism
     degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
     try:
-        stages = len(split_layers(config, family, model))
+        layers = split_layers(config, family, model)
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
+    stages = len(layers)
+    yield from (f"{key}: {fault}" for fault in _frozen(layers, model))
     of_a_rank = STAGES_OF_A_RANK[schedule]
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
         wanted = f"{degree} stages" if of_a_rank == 1 else f"a multiple of {degree} stages, at least {of_a_rank * degree}"
@@ -376,6 +375,13 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
             f"parallelism.pipeline_parallel_layers_per_stage = {cfg.pipeline_parallel_layers_per_stage}: makes {stages} stages "
             f'of {len(model.layers)} blocks, and "{schedule}" on {degree} ranks needs {wanted}; set it to -1'
         )
+
+
+def _frozen(layers: list[list[str]], model: Decoder) -> Iterator[str]:
+    """Stages that would have no backward pass, and their ranks perhaps no optimizer: only blocks elsewhere have adapters."""
+    for number, names in enumerate(layers):
+        if not any(parameter.requires_grad for name in names for parameter in model.layers[name].parameters()):
+            yield f"lora.modules has nothing in stage {number}, blocks {', '.join(names)}; each stage needs an adapter"
 
 
 def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:

@@ -37,9 +37,9 @@ from titanlite.transforms.shards import local_part
 
 
 @contextmanager
-def pretended_ranks(ranks: int) -> Iterator[None]:
-    """A process group in which this process is rank 0 of `ranks`, and the others never answer. There must be none before."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def pretended_ranks(ranks: int, rank: int = 0) -> Iterator[None]:
+    """A process group in which this process is `rank` of `ranks`, and the others never answer. There must be none before."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
