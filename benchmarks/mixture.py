@@ -213,6 +213,7 @@ def main(words: list[str]) -> None:
     variables = environment(args.allocator)
     if any(os.environ.get(name) != value for name, value in variables.items()):  # an allocator reads them at the start
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.mixture", *words], os.environ | variables)
+    code = commit()  # what runs, even if the checkout changes meanwhile
     torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     shares = {"balanced": [1] * shape.experts}
@@ -232,7 +233,7 @@ def main(words: list[str]) -> None:
         result = {
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": "python -m benchmarks.mixture " + " ".join(words).replace(f" --output {args.output}", ""),
-            **commit(),
+            **code,
             "hardware": hardware("cpu"),
             "versions": {
                 "torch": torch.__version__,
