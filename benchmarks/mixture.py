@@ -1,107 +1,254 @@
-"""Speed of a mixture of experts beside transformers' with the same weights and routing, on a CPU: python -m benchmarks.mixture
+"""Speed of a mixture of experts beside transformers', with the same weights and routing, on a CPU: python -m benchmarks.mixture
 
-Forward and backward pass of one feed-forward layer, alternated; medians, and the ratio of each pair. transformers' has two
-implementations: "eager", a loop over experts, and "grouped_mm". Both layers get the same choice of experts, twice: with the
-shares of one layer of a run's routing.json, and as many rows for each expert. The load of the busiest expert is printed.
+Forward and backward pass of one feed-forward layer in float32. All contestants take turns in one process, A B C A B C ...; the
+figures are medians over the rounds, and ratios are medians of the ratio inside a round. CPU seconds do not count what other
+programs take; of several threads they are the sum. The contestants:
+
+- titanlite, and the same compiled;
+- transformers' "grouped_mm", its default, and the same compiled, and "eager", its loop over experts. Its "batched_mm" copies
+  the matrices of its experts for each token, and takes part only where these copies have less than 4 GiB;
+- the nine products of each expert alone, out of the cache and into it: by `torch.mm`, on which transformers' are built, and as
+  titanlite multiplies them. No implementation on the same products can be faster.
+
+`--allocator keep` is what run_train.sh sets on a CPU. Routings are balanced, and for 64 experts with top 8 also `--trace`: the
+shares of one layer of a run's routing.json.
 """
 
 import argparse
+import datetime
+import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from benchmarks.allocators import ALLOCATORS, environment
+from benchmarks.throughput import commit, hardware
+from models.grouped import _multiply
 from models.moe import Experts, MoE, Router
 from titanlite.plan.trace import read_trace, spread
 
 _TRACE = Path(__file__).parent / "results/routing_debug.json"
+_OURS = "titanlite"
 
 
-def layers(dim: int, hidden: int, experts: int, top_k: int, theirs: str) -> tuple[MoE, nn.Module]:
-    """Both layers, with equal weights. theirs: transformers' implementation."""
+class Shape(NamedTuple):
+    """Of a mixture."""
+
+    dim: int
+    hidden: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {
+    "realistic": Shape(1024, 512, 64, 8),
+    "debug": Shape(256, 128, 8, 2),  # of olmoe, qwen3_moe and mixtral
+}
+
+
+def ours_of(shape: Shape) -> MoE:
     torch.manual_seed(0)
-    ours = MoE(Router(dim, experts, top_k), Experts(experts, dim, hidden))
+    ours = MoE(Router(shape.dim, shape.experts, shape.top_k), Experts(shape.experts, shape.dim, shape.hidden))
     for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=dim**-0.5)
+        nn.init.normal_(parameter, std=shape.dim**-0.5)
+    return ours
+
+
+def theirs_of(ours: MoE, shape: Shape, implementation: str) -> nn.Module:
+    """transformers' layer with the same weights."""
     config = Qwen3MoeConfig(
-        hidden_size=dim, moe_intermediate_size=hidden, num_experts=experts, num_experts_per_tok=top_k, norm_topk_prob=True
+        hidden_size=shape.dim,
+        moe_intermediate_size=shape.hidden,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
     )
-    config._experts_implementation = theirs
-    peer = Qwen3MoeSparseMoeBlock(config)
+    config._experts_implementation = implementation
+    theirs = Qwen3MoeSparseMoeBlock(config)
     with torch.no_grad():
-        peer.gate.weight.copy_(ours.router.weight)
-        peer.experts.gate_up_proj.copy_(torch.cat([ours.experts.w1, ours.experts.w3], dim=1))
-        peer.experts.down_proj.copy_(ours.experts.w2)
-    return ours, peer
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.experts.gate_up_proj.copy_(torch.cat([ours.experts.w1, ours.experts.w3], dim=1))
+        theirs.experts.down_proj.copy_(ours.experts.w2)
+    return theirs
 
 
-def choice(counts: list[int], tokens: int, top_k: int) -> Tensor:
+def choose(counts: list[int], top_k: int) -> Tensor:
     """(tokens, top_k): experts by these counts, in any order of tokens. No expert has more rows than there are tokens, so that
     rows of one expert, in a run of at most so many, are of different tokens."""
-    chosen = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).view(top_k, tokens).T
-    return chosen[torch.randperm(tokens)].contiguous()
+    chosen = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).view(top_k, -1).T
+    return chosen[torch.randperm(len(chosen))].contiguous()
 
 
-def route(ours: MoE, peer: nn.Module, chosen: Tensor) -> None:
-    """Both routers compute their scores, and choose these experts."""
-    gate = peer.gate
-
-    def choose(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
-        scores = logits.softmax(dim=-1, dtype=torch.float).gather(1, chosen)
-        return logits, (scores / scores.sum(dim=-1, keepdim=True)).to(logits.dtype), chosen
-
+def fix_choice(ours: MoE, peers: list[nn.Module], chosen: Tensor) -> None:
+    """All routers compute their scores, and choose these experts."""
     ours.router.choose = lambda _: chosen  # type: ignore[method-assign]  # of this instance
-    gate.forward = choose
+
+    def replace(gate: nn.Module) -> None:
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            scores = logits.softmax(dim=-1, dtype=torch.float).gather(1, chosen)
+            return logits, (scores / scores.sum(dim=-1, keepdim=True)).to(logits.dtype), chosen
+
+        gate.forward = forward
+
+    for peer in peers:
+        replace(peer.gate)
 
 
-def seconds(layer: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, Tensor]:
-    """Of a forward and a backward pass; and the gradient of x."""
-    x = x.detach().requires_grad_()
-    begun = time.perf_counter()
-    layer(x).square().sum().backward()
-    return time.perf_counter() - begun, x.grad if x.grad is not None else x
+def step_of(layer: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
+    """A forward and a backward pass -> the gradient of x."""
+
+    def step() -> Tensor:
+        leaf = x.detach().requires_grad_()
+        layer(leaf).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    return step
 
 
-def main() -> None:
+def products_of(
+    ours: MoE, x: Tensor, counts: list[int], multiply: Callable[[Tensor, Tensor, Tensor], Any]
+) -> Callable[[], None]:
+    """All products of a step, one expert after the other: three forward, and two for each of them backward."""
+    w1, w2, w3 = (each.detach() for each in ours.experts.parameters())
+    to_weights = [torch.empty_like(each) for each in (w1, w2, w3)]
+    most = max(counts)
+    rows = x.flatten(0, 1).repeat(-(-most // x.shape[1]), 1)[:most]
+    results, gate, up = torch.empty_like(rows), *(rows.new_zeros(most, w1.shape[1]) for _ in range(2))
+
+    def step() -> None:
+        for e, n in enumerate(counts):
+            if n:
+                multiply(rows[:n], w1[e].t(), gate[:n])
+                multiply(rows[:n], w3[e].t(), up[:n])
+                multiply(gate[:n], w2[e].t(), results[:n])
+        for e, n in enumerate(counts):
+            if n:
+                multiply(rows[:n], w2[e], gate[:n])
+                multiply(rows[:n].t(), gate[:n], to_weights[1][e])
+                multiply(gate[:n].t(), rows[:n], to_weights[0][e])
+                multiply(up[:n].t(), rows[:n], to_weights[2][e])
+                multiply(gate[:n], w1[e], results[:n])
+                multiply(up[:n], w3[e], results[:n])
+
+    return step
+
+
+def contestants(shape: Shape, x: Tensor, counts: list[int], loop: bool) -> dict[str, tuple[nn.Module | None, Any]]:
+    """By name: the layer, or None for products alone; and its step."""
+    ours = ours_of(shape)
+    names = ["grouped_mm", "eager"] if loop else ["grouped_mm"]
+    if x.shape[1] * shape.top_k * 3 * shape.dim * shape.hidden * 4 < 2**32:
+        names.append("batched_mm")
+    peers = {name: theirs_of(ours, shape, name) for name in names}
+    fix_choice(ours, list(peers.values()), choose(counts, shape.top_k))
+    found: dict[str, tuple[nn.Module | None, Any]] = {_OURS: (ours, step_of(ours, x))}
+    found[f"{_OURS}, compiled"] = (ours, step_of(torch.compile(ours, fullgraph=True), x))
+    for name, peer in peers.items():
+        found[f"transformers {name}"] = (peer, step_of(peer, x))
+    grouped = peers["grouped_mm"]
+    found["transformers grouped_mm, compiled"] = (grouped, step_of(torch.compile(grouped, fullgraph=True), x))
+    found["products alone, torch.mm"] = (None, products_of(ours, x, counts, lambda a, b, result: torch.mm(a, b, out=result)))
+    found["products alone, titanlite's"] = (None, products_of(ours, x, counts, _multiply))
+    return found
+
+
+def measure(shape: Shape, tokens: int, counts: list[int], rounds: int, loop: bool) -> dict[str, Any]:
+    """Of each contestant the seconds of each round, (CPU, wall), and how its gradient of x differs from titanlite's."""
+    torch._dynamo.reset()
+    x = torch.randn(1, tokens, shape.dim)
+    taking_part = contestants(shape, x, counts, loop)
+    expected = taking_part[_OURS][1]()
+    differences = {
+        name: float((step() - expected).norm() / expected.norm()) for name, (layer, step) in taking_part.items() if layer
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in taking_part}
+    for _ in range(rounds):
+        for name, (layer, step) in taking_part.items():
+            if layer is not None:
+                layer.zero_grad(set_to_none=True)
+            cpu, wall = time.process_time(), time.perf_counter()
+            step()
+            found[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    return {"counts": counts, "differences": differences, "seconds": found}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Of one routing: medians, and how many times as long as titanlite a contestant takes, by CPU seconds."""
+    seconds = result["seconds"]
+    lines = [
+        "| contestant | CPU s | wall s | titanlite is (least to most) | gradient differs by |",
+        "| - | -: | -: | -: | -: |",
+    ]
+    for name, rounds in seconds.items():
+        cpu, wall = (statistics.median(column) for column in zip(*rounds, strict=True))
+        ratios = sorted(other[0] / own[0] for other, own in zip(rounds, seconds[_OURS], strict=True))
+        difference = f"{result['differences'][name]:.0e}" if name in result["differences"] else ""
+        spread_of = f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        lines.append(f"| {name} | {cpu:.4f} | {wall:.4f} | {spread_of} | {difference} |")
+    return "\n".join(lines)
+
+
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in {"dim": 1024, "hidden": 512, "experts": 64, "top_k": 8, "tokens": 2048, "repeat": 7}.items():
+    parser.add_argument("--shape", choices=SHAPES, default="realistic")
+    for name, value in {"tokens": 2048, "rounds": 7, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="keep", help="of benchmarks/allocators.py")
+    parser.add_argument("--no-loop", action="store_true", help="without transformers' loop over experts, the slowest by far")
     parser.add_argument("--trace", type=Path, default=_TRACE, help="a run's folder, or its routing.json")
-    words = parser.parse_args()
-    rows, recorded = words.tokens * words.top_k, read_trace(words.trace)
-    layer = max(recorded.mixtures, key=lambda mixture: max(mixture.counts) / sum(mixture.counts))  # the least even one
-    if (len(layer.counts), layer.top_k) != (words.experts, words.top_k):
-        parser.error(f"{words.trace}: has {len(layer.counts)} experts and top_k {layer.top_k}")
-    routings = {"recorded": layer.counts, "balanced": [1] * words.experts}
-    print(
-        "| transformers' | routing | busiest expert | seconds | titanlite's | ratio, median (least to most) "
-        "| gradients differ by |\n| - | - | - | - | - | - | - |"
-    )
-    medians: dict[tuple[str, str], float] = {}
-    for theirs in ("eager", "grouped_mm"):
-        ours, peer = layers(words.dim, words.hidden, words.experts, words.top_k, theirs)
-        x = torch.randn(1, words.tokens, words.dim)
-        for name, shares in routings.items():
-            counts = spread(shares, rows)
-            route(ours, peer, choice(counts, words.tokens, words.top_k))
-            difference = (seconds(ours, x)[1] - seconds(peer, x)[1]).norm() / seconds(ours, x)[1].norm()
-            pairs = [(seconds(peer, x)[0], seconds(ours, x)[0]) for _ in range(words.repeat)]
-            a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
-            medians[theirs, name] = b
-            ratios = sorted(their / our for their, our in pairs)
-            spread_of = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-            busiest = max(counts) * words.experts / rows
-            print(f"| {theirs} | {name} | {busiest:.2f} x | {a:.3f} | {b:.3f} | {spread_of} | {difference:.1e} |", flush=True)
-    slower = ", ".join(f"{medians[each, 'recorded'] / medians[each, 'balanced']:.2f}" for each in ("eager", "grouped_mm"))
-    print(f"\ntitanlite's, recorded / balanced, in both runs: {slower}")
-    print(f"{vars(words)}; {torch.get_num_threads()} threads, PyTorch {torch.__version__}")
+    parser.add_argument("--output", type=Path, help="a JSON file for all figures")
+    args = parser.parse_args(words)
+    variables = environment(args.allocator)
+    if any(os.environ.get(name) != value for name, value in variables.items()):  # an allocator reads them at the start
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.mixture", *words], os.environ | variables)
+    code = commit()  # what runs, even if the checkout changes meanwhile
+    torch.set_num_threads(args.threads)
+    shape = SHAPES[args.shape]
+    shares = {"balanced": [1] * shape.experts}
+    layer = max(read_trace(args.trace).mixtures, key=lambda each: max(each.counts) / sum(each.counts))  # the least even one
+    if (len(layer.counts), layer.top_k) == (shape.experts, shape.top_k):
+        shares["recorded"] = layer.counts
+    routings = {}
+    for name, each in shares.items():
+        counts = spread(each, args.tokens * shape.top_k)
+        routings[name] = measure(shape, args.tokens, counts, args.rounds, not args.no_loop)
+        busiest = max(counts) * shape.experts / sum(counts)
+        print(
+            f"{args.shape} {tuple(shape)}, {name}, busiest expert {busiest:.2f} x the mean\n\n{table(routings[name])}\n",
+            flush=True,
+        )
+    if args.output:
+        result = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": "python -m benchmarks.mixture " + " ".join(words).replace(f" --output {args.output}", ""),
+            **code,
+            "hardware": hardware("cpu"),
+            "versions": {
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            "precision": "float32",
+            "threads": args.threads,
+            "allocator": args.allocator,
+            "shape": shape._asdict(),
+            "tokens": args.tokens,
+            "load_average": os.getloadavg(),
+            "routings": routings,
+        }
+        args.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

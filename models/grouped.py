@@ -32,7 +32,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: boo
         return result
     result = rows.new_empty(len(rows), matrices.shape[2])
     for expert, (matrix, (first, last)) in enumerate(zip(matrices, _runs(ends), strict=True)):
-        torch.mm(rows[first:last], matrix, out=result[first:last])
+        _multiply(rows[first:last], matrix, result[first:last])
         if biases is not None:
             result[first:last] += biases[expert]
     return result
@@ -50,7 +50,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(left.t(), right, offs=ends).masked_fill_((sizes == 0)[:, None, None], 0)
     result = left.new_empty(len(ends), left.shape[1], right.shape[1])
     for matrix, (first, last) in zip(result, _runs(ends), strict=True):
-        torch.mm(left[first:last].t(), right[first:last], out=matrix)
+        _multiply(left[first:last].t(), right[first:last], matrix)
     return result
 
 
@@ -70,6 +70,24 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
     """Whether PyTorch's grouped product takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
     aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
     return left.is_cuda and left.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+_AT_A_TIME = 256  # rows that oneDNN returns: few, so that they are copied within the cache
+_LARGE = 2**21  # multiplications; oneDNN is faster from here on, although a call takes 10 us more
+
+
+def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
+    """Writes the product of two matrices to `result`.
+
+    PyTorch multiplies float32 on x86 by MKL, which uses AVX-512 on Intel's processors only. oneDNN uses it on all, in float32
+    too: 200 GFLOP/s on a core of AMD's Zen 5, instead of 95.
+    """
+    large = left.shape[0] * right.numel() >= _LARGE
+    if not (large and left.dtype == torch.float32 and left.device.type == "cpu" and torch.backends.mkldnn.is_available()):
+        torch.mm(left, right, out=result)
+        return
+    for part, rows in zip(result.split(_AT_A_TIME), left.split(_AT_A_TIME), strict=True):
+        part.copy_(torch.ops.mkldnn._linear_pointwise(rows, right.t(), None, "none", [], ""))
 
 
 def _runs(ends: Tensor) -> Any:

@@ -109,6 +109,23 @@ def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch
     torch.testing.assert_close(grouped_product(slopes, weights, ends, False, None), rows.grad)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_products_are_those_of_float64(transposed):
+    torch.manual_seed(0)
+    sizes = [300, 0, 212]  # more rows than at a time, and none
+    ends = torch.tensor(sizes).cumsum(0).int()
+    rows, weights = torch.randn(512, 96), torch.randn(3, *((160, 96) if transposed else (96, 160)))
+    assert sizes[2] * weights[0].numel() >= grouped._LARGE and sizes[0] > grouped._AT_A_TIME
+    matrices = (weights.transpose(1, 2) if transposed else weights).double()
+    parts = rows.double().split(sizes)
+    expected = torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+    found = grouped_product(rows, weights, ends, transposed, None)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * float(expected.std()))
+    slopes = [part.T @ left for part, left in zip(found.double().split(sizes), parts, strict=True)]
+    torch.testing.assert_close(grouped_outer(found, rows, ends).double(), torch.stack(slopes), rtol=0, atol=1e-3)
+    assert not grouped_outer(found, rows, ends)[1].any()
+
+
 def test_the_operations_keep_the_rules_of_pytorch():
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)

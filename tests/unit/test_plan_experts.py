@@ -1,6 +1,7 @@
 """Predictions with experts that are split over ranks: what the exchange of rows sends, computes and holds, from shapes."""
 
 import json
+import random
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ from tests.tiny_moe import FLAVORS
 from tests.traffic_cases import Case
 from titanlite.errors import UserError
 from titanlite.plan import experts
-from titanlite.plan.experts import Routing
+from titanlite.plan.experts import Routing, on_busiest_rank
 from titanlite.plan.memory import kept_bytes
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
@@ -176,6 +177,26 @@ def test_a_recorded_step_with_equal_counts_is_a_balanced_one_and_one_rank_with_a
         found = predicted(each, Trace(step=1, mixtures=alone))
         assert found.work.flops == worst.work.flops
         assert exchanged(found)["results"] == exchanged(worst)["results"]
+
+
+def test_rows_of_further_rounds_are_those_of_a_rank_that_counts_them_one_by_one():
+    """A receiver takes its rows by expert and then by sender, whether or not a round ends inside of an expert."""
+    generator = random.Random(0)
+    for _ in range(60):
+        ranks, experts, rows = generator.choice([1, 2, 4]), generator.choice([1, 3]), generator.randint(1, 12)
+        shares = [generator.choice([0, 1, 5]) for _ in range(ranks * experts)]
+        shares[generator.randrange(len(shares))] += 1
+        capacity = generator.randint(1, 2 * rows)
+        by_expert = [expert for expert, count in enumerate(spread(shares, rows * ranks)) for _ in range(count)]
+        all_rows = sorted((expert, row % ranks) for row, expert in enumerate(by_expert))
+        received = [[(expert, sender) for expert, sender in all_rows if expert // experts == rank] for rank in range(ranks)]
+        busiest = max(range(ranks), key=lambda rank: len(received[rank]))
+        mine = [[sender == busiest for _, sender in of_rank] for of_rank in received]
+        assert on_busiest_rank(tuple(shares), rows, ranks, capacity) == (
+            len(received[busiest]),
+            (rows, sum(mine[busiest])),
+            (sum(sum(each[capacity:]) for each in mine), sum(mine[busiest][capacity:])),
+        )
 
 
 def test_shares_keep_their_sum_and_their_values_where_these_fit():

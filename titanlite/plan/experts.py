@@ -1,12 +1,14 @@
 """What the two operations of expert parallelism compute, send and hold: all that happens inside of them is hidden from modes of
 PyTorch's dispatcher (models/exchange.py)."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from models.exchange import Load
-from titanlite.plan.trace import received_by
+from models.exchange import Load, taken
+from titanlite.plan.trace import spread
 
 Routing = Literal["balanced", "worst"] | list[int]
 """Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks. A list:
@@ -24,16 +26,19 @@ class Message(NamedTuple):
     sent: int  # bytes that go to other ranks
 
 
+class Sent(NamedTuple):
+    """Rows of one rank that are in the same rounds."""
+
+    rows: int
+    stay: int  # of these, the ones for its own experts
+
+
 class Exchanged(NamedTuple):
     """What an operation exchanges on rank 0."""
 
     load: Load
-    first: int  # of this rank's rows, those that it sends in the first round
-
-    @property
-    def stay(self) -> float:
-        """The part of this rank's rows that are for its own experts: as large as in the rows of any other rank."""
-        return self.load.received / (self.load.rows * self.load.ranks) if self.load.rows else 1.0
+    every: Sent
+    later: Sent  # in further rounds
 
 
 def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchanged | None:
@@ -46,12 +51,28 @@ def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchan
     experts, hidden, dim = w1.shape
     ranks, rows = len(counts) // experts if forward else len(counts), len(given["order"])
     capacity = given["capacity"] if forward else len(given["kept"][0])
-    if isinstance(routing, list):
-        everywhere = received_by(routing, rows * ranks, ranks)
-        received, first = max(everywhere), sum(min(each, capacity) for each in everywhere) // ranks
-    else:
-        received, first = rows if routing == "balanced" else rows * ranks, min(rows, capacity)
-    return Exchanged(Load(rows, received, capacity, ranks, experts, dim, hidden, w1.element_size()), first)
+    shares = {"balanced": (1,) * experts * ranks, "worst": (1, *[0] * (experts * ranks - 1))}
+    own = shares[routing] if isinstance(routing, str) else tuple(routing)
+    received, every, later = on_busiest_rank(own, rows, ranks, capacity)
+    return Exchanged(Load(rows, received, capacity, ranks, experts, dim, hidden, w1.element_size()), every, later)
+
+
+@functools.cache
+def on_busiest_rank(shares: tuple[int, ...], rows: int, ranks: int, capacity: int) -> tuple[int, Sent, Sent]:
+    """How many rows the busiest rank receives, and what it sends in all rounds and in those after the first.
+
+    shares: of the experts. rows: of each rank. Row i of all rows, sorted by expert, is one of rank i % ranks: all send equal
+    shares to each expert, up to one row.
+    """
+    with _disable_current_modes():  # pretended tensors have no values
+        ends = torch.tensor(spread(list(shares), rows * ranks)).cumsum(0)
+        sent_until = (ends - torch.arange(ranks)[:, None] + ranks - 1) // ranks  # (senders, experts)
+        counts = sent_until.diff(dim=1, prepend=ends.new_zeros(ranks, 1)).view(ranks, ranks, -1)
+        received = counts.sum((0, 2))
+        rank = int(received.argmax())
+        sent, first = (each[rank].sum(1) for each in (counts, taken(counts, 0, capacity)))
+        every, later = (Sent(int(each.sum()), int(each[rank])) for each in (sent, sent - first))
+        return int(received[rank]), every, later
 
 
 def temporary_bytes(operation: Any, given: dict[str, Any]) -> int:
@@ -78,8 +99,8 @@ def messages(found: Exchanged, given: dict[str, Any]) -> list[Message]:
     row, rounds = load.dim * load.itemsize, load.rounds
     away = load.ranks - 1
 
-    def there(what: str, calls: int, rows: int) -> Message:
-        return Message(what, calls, rows * row, round(rows * row * (1 - found.stay)))
+    def there(what: str, calls: int, sent: Sent) -> Message:
+        return Message(what, calls, sent.rows * row, (sent.rows - sent.stay) * row)
 
     def back(what: str) -> Message:
         """The way of all received rows to the ranks that they are of, of which one is this."""
@@ -89,7 +110,6 @@ def messages(found: Exchanged, given: dict[str, Any]) -> list[Message]:
     if "kept" not in given:
         counts = 8 * load.ranks * load.ranks * load.experts
         counted = Message("experts: counts of rows", 1, counts, counts * away // load.ranks)
-        return [counted, there("experts: rows", rounds, load.rows), back("experts: results")]
-    slopes = [there("experts: slopes of results", rounds, load.rows), back("experts: slopes of rows")]
-    later = load.rows - found.first
-    return [*slopes, there("experts: rows of further rounds", rounds - 1, later)] if rounds > 1 else slopes
+        return [counted, there("experts: rows", rounds, found.every), back("experts: results")]
+    slopes = [there("experts: slopes of results", rounds, found.every), back("experts: slopes of rows")]
+    return [*slopes, there("experts: rows of further rounds", rounds - 1, found.later)] if rounds > 1 else slopes
