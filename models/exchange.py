@@ -163,7 +163,7 @@ def _forward_round(
     rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
     gate, up = weights.products(rows, this.ends)
     received = sum(this.takes)
-    hidden = act.gate(gate[:received]).mul_(act.up(up[:received]))
+    hidden = act.hidden(gate[:received], up[:received])
     _put(results, _return(weights.results(hidden, this.ends), this, group), this)
     return [rows, gate, up]
 
@@ -219,12 +219,10 @@ def _backward_round(
         rows = _send(tokens[_pick(order, this) // copies], this, group, received)
         gate, up = weights.products(rows, this.ends)
     slope = _send(_pick(slopes, this), this, group, received)
-    to_hidden, gated = grouped_product(slope, weights.w2, this.ends, False, None), act.gate(gate)
     if to_weights:
-        to_weights[1] += grouped_outer(slope, gated * act.up(up), this.ends)
-    to_up = act.up_backward(to_hidden * gated, up)
-    del gated
-    to_gate = act.gate_backward(to_hidden.mul_(act.up(up)), gate)
+        to_weights[1] += grouped_outer(slope, act.hidden(gate, up), this.ends)
+    to_hidden = grouped_product(slope, weights.w2, this.ends, False, None)
+    to_gate, to_up = act.backward(to_hidden, gate, up)
     if to_weights and weights.b1 is not None:
         for to_bias, slopes_of in zip(to_weights[3:], (to_gate, slope, to_up), strict=True):
             to_bias += grouped_sum(slopes_of, this.ends)

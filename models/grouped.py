@@ -153,6 +153,14 @@ class Activation(NamedTuple):
     gate_backward: Callable[[Tensor, Tensor], Tensor]
     up_backward: Callable[[Tensor, Tensor], Tensor]
 
+    def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.gate(gate).mul_(self.up(up))
+
+    def backward(self, slopes: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """The slopes of both products from those of `hidden`, which are overwritten."""
+        to_up = self.up_backward(self.gate(gate).mul_(slopes), up)
+        return self.gate_backward(slopes.mul_(self.up(up)), gate), to_up
+
 
 # gpt-oss (arXiv:2508.10925, section 2.2; the numbers are those of its published code)
 _LIMIT, _ALPHA = 7.0, 1.702
@@ -180,3 +188,20 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation(F.silu, lambda x: x, torch.ops.aten.silu_backward, lambda slopes, x: slopes),
     "clamped_swiglu": Activation(_clamped_gate, _clamped_up, _clamped_gate_backward, _clamped_up_backward),
 }
+
+
+class Activated(torch.autograd.Function):
+    """`Activation.hidden` with its own backward pass, so that experts have the same slopes bit for bit, split or not.
+
+    Autograd's are rounded more often: in bfloat16, those of the clamped gate made gradients differ by up to 1.2e-2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = ACTIVATIONS[name]
+        return ctx.activation.hidden(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.activation.backward(slopes.clone(), *ctx.saved_tensors), None

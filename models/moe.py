@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
-from models.grouped import ACTIVATIONS, ActivationName
+from models.grouped import Activated, ActivationName
 
 _c10d = torch.ops._c10d_functional
 
@@ -228,7 +228,7 @@ class Exchange(NamedTuple):
 class Experts(nn.Module):
     """The gated feed-forward layer of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden).
 
-    activation: of `ACTIVATIONS`. bias: each product has one; w1_bias, w3_bias: (experts, hidden); w2_bias: (experts, dim).
+    activation: of ACTIVATIONS. bias: each product has one; w1_bias, w3_bias: (experts, hidden); w2_bias: (experts, dim).
     """
 
     exchange: Exchange | None = None  # with expert parallelism
@@ -252,8 +252,7 @@ class Experts(nn.Module):
             return exchanged_experts(tokens, order, counts, weights, copies, capacity, self.activation, group)[0]
         rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
         gate, up = Weights(*weights).products(rows, ends)
-        act = ACTIVATIONS[self.activation]
-        return Weights(*weights).results(act.gate(gate) * act.up(up), ends)
+        return Weights(*weights).results(Activated.apply(gate, up, self.activation), ends)
 
 
 def routers_of(model: nn.Module) -> list[Router]:

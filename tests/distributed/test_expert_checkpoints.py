@@ -9,6 +9,7 @@ import torch
 
 from tests import hf_folders
 from tests.distributed.checkpoint_runs import HERE, assert_same, train
+from tests.distributed.mixtures import MODELS
 from tests.distributed.test_resume import ONE, STEPS, Degrees, losses, run, run_config, stored
 from tests.hf_folders import of_files, tensors_of
 from tests.repetitions import slow_but
@@ -31,18 +32,21 @@ MESHES: list[Degrees] = [
     {"dp_shard": 4, "ep": 4},
     {"cp": 2, "tp": 2, "ep": 4},
     SPLIT,
+    ONE,
+    {"dp_shard": 2, "tp": 2, "ep": 2},
 ]
 
 
-@pytest.mark.parametrize("flavor", slow_but(["shared"], ["plain", "shared", "grouped"]))
-def test_between_degrees_and_one_process_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, flavor):
-    before = tmp_path / "0"
-    assert train(pools, SPLIT, before, 2, flavor=flavor, **MIXTURE)[0].error == ""
+@pytest.mark.parametrize("family", slow_but(["shared"], ["plain", "shared", "grouped", "gpt_oss"]))
+def test_between_degrees_and_one_process_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, family):
+    before, (name, flavor) = tmp_path / "0", MODELS.get(family, ("tests.tiny_moe", family))
+    model = {"model": {"name": name}, "flavor": flavor}
+    assert train(pools, SPLIT, before, 2, **model)[0].error == ""
     expected = stored(before, 2)
     assert expected["model.layers.0.ffn.experts.w1"].shape[0] == expected["model.layers.0.ffn.router.weight"].shape[0]
     for number, degrees in enumerate(MESHES, 1):
         source, after = before / "checkpoint/step-00000002", tmp_path / str(number)
-        config = run_config(degrees, after, 2, flavor=flavor, **MIXTURE)
+        config = run_config(degrees, after, 2, **model)
         place = {"source": source, "folder": after / "checkpoint"}
         pools[ranks_of(degrees)].run(f"{HERE}:move", degrees=degrees, config=config, **place)
         found = stored(after, 2)

@@ -93,8 +93,7 @@ def test_in_bfloat16_split_experts_have_the_gradients_of_whole_ones(pools, flavo
     )
     comparison = compare(found, expected)
     print(f"{flavor}, {mesh}: {comparison}")
-    # gpt-oss has twice as many terms whose gradients cancel: sinks and biases.
-    bounds = BFLOAT16 | ({"gradients": 1.5e-2} if flavor == "gpt_oss" else {})
-    found = [str(each) for each in comparison.differences if not each.size <= bounds.get(each.quantity, 0.0)]
-    # A bias of all keys moves all scores of a query alike: but for sinks, the terms of its gradient cancel.
-    assert [difference for difference in found if "attention.wk.bias" not in difference] == []
+    assert [str(each) for each in comparison.differences if not each.size <= BFLOAT16.get(each.quantity, 0.0)] == []
+    # Only the sums over the rows of an expert have another order: what travels back to the tokens is the same bit for bit.
+    others = [each for each in comparison.of("gradients") if ".experts." not in each.place]
+    assert [str(each) for each in others if each.size] == []

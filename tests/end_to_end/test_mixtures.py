@@ -1,13 +1,16 @@
 """Mixtures of experts as a user runs them: each family is trained with split experts, exported, evaluated, continues text, is
-verified and estimated, and refuses adapters of its experts."""
+verified and estimated, and refuses adapters of its experts; runs are killed and go on; a dense model becomes a mixture."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from tests import hf_folders
+from tests.campaigns import committed, starts, trajectory
 from tests.end_to_end import test_eval
-from tests.end_to_end.forked import Done, titanlite, train
+from tests.end_to_end.forked import Command, Done, titanlite, train
 from tests.repetitions import slow_but
 
 FAMILIES = ("tests.tiny_qwen3_moe", "tests.tiny_mixtral", "tests.tiny_olmoe", "tests.tiny_deepseek_v3")
@@ -94,3 +97,51 @@ def test_adapters_of_experts_are_refused_and_those_of_attention_are_trained(trai
     assert refused.code == 2 and "layers.*.attention.*" in refused.err, refused.err
     ended = train(*words, "--lora.modules", "layers.*.attention.*", "--checkpoint.last_save_in_hf", "false", folder=folder)
     assert ended.code == 0, ended.err
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "data.txt").write_text("".join(f"line {number} of {number * number}\n" for number in range(900)))
+    (tmp_path / "run.toml").write_text(RUN.format(FAMILIES[0]))
+    return tmp_path
+
+
+def test_a_killed_run_with_split_experts_goes_on_with_other_degrees(folder):
+    steps = 12
+    words = ["run.toml", "--lr_scheduler.total_steps", steps, "--metrics.log_freq", "1", "--checkpoint.interval", "1",
+             "--checkpoint.last_save_in_hf", "false", "--training.global_batch_size", "8"]  # fmt: skip
+    whole = train(*words, "--training.steps", steps, "--job.dump_folder", "whole", folder=folder)
+    assert whole.code == 0, whole.err
+    words += ["--job.dump_folder", "parts"]
+    killed = Command("train", *words, *SPLIT, "--training.steps", steps, folder=folder, ranks=2)
+    while max(committed(folder / "parts"), default=0) < 3 and any(process.is_alive() for process in killed.processes):
+        time.sleep(0.002)
+    for process in killed.processes:
+        process.kill()
+    assert killed.finish().code == 137
+    reached = max(committed(folder / "parts"))
+    assert reached < 9
+    both = ("--parallelism.tensor_parallel_degree", "2", *SPLIT)
+    for last, ranks, degrees in ((reached + 1, 2, ()), (reached + 2, 1, ()), (steps, 2, both)):
+        ended = train(*words, *degrees, "--training.steps", last, folder=folder, ranks=ranks)
+        assert ended.code == 0, ended.err
+    assert starts(folder / "parts") == [0, reached, reached + 1, reached + 2]
+    parts, expected = trajectory(folder / "parts"), trajectory(folder / "whole")
+    assert list(parts) == list(expected) == list(range(1, steps + 1))
+    assert [step.loss for step in parts.values()] == pytest.approx([step.loss for step in expected.values()], rel=1e-5)
+
+
+def test_an_upcycled_model_trains_with_split_experts_as_on_one_process(folder):
+    source = hf_folders.write(folder / "source", "tests.tiny", "plain")
+    made = titanlite("import-hf", "--source", source, "--output", "weights", "--upcycle-experts", "4", folder=folder)
+    assert made.code == 0, made.err
+    section = made.out[made.out.index("[model]") :]
+    before, after = RUN.partition("[model]")[0], RUN[RUN.index("[training]") : RUN.index("[checkpoint]")]
+    (folder / "run.toml").write_text(before + after + section)
+    words = ["run.toml", "--metrics.log_freq", "1", "--training.global_batch_size", "8"]
+    for name, ranks, degrees in (("one", 1, ()), ("split", 2, SPLIT)):
+        ended = train(*words, "--job.dump_folder", name, *degrees, folder=folder, ranks=ranks)
+        assert ended.code == 0, ended.err
+        assert f"weights read from {folder / 'weights'}" in ended.err
+    one, split = ([step.loss for step in trajectory(folder / name).values()] for name in ("one", "split"))
+    assert split == pytest.approx(one, rel=1e-5) and one[-1] < 0.9 * one[0]

@@ -122,7 +122,7 @@ def test_gradients_equal_those_of_transformers(name):
     gradients = tensors_of_files(theirs)
     differences = {key: relative_difference(p.grad, of_files(module, key, p, gradients)) for key, p in ours.named_parameters()}
     print(f"{name}: gradients differ by {max(differences.values()):.1e}")
-    assert max(differences.values()) < 1e-4, differences
+    assert max(differences.values()) < 1e-5, differences
 
 
 @pytest.mark.parametrize(
@@ -178,18 +178,20 @@ def test_ten_steps_equal_a_plain_adamw_loop_around_transformers(pools, name):
     matrices, others = ([p for p, found in is_matrix.items() if found == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    norms = []
+    losses, norms = [], []
     for step, tokens in enumerate(ours.batches, 1):
         logits = theirs(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
+        losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).item())
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * (min(step / 3, 1.0) if step <= 3 else 1 - (step - 3) / 8)
         optimizer.step()
         optimizer.zero_grad()
-        assert abs(ours.losses[step - 1] / loss.item() - 1) < 1e-5, f"loss of step {step}"
-        assert abs(ours.norms[step - 1] / norms[-1] - 1) < 1e-4, f"gradient norm of step {step}"
+    worst = [max(abs(a / b - 1) for a, b in zip(*pair, strict=True)) for pair in ((ours.losses, losses), (ours.norms, norms))]
+    print(f"{name}: losses of ten steps differ by {worst[0]:.1e}, gradient norms by {worst[1]:.1e}")
+    assert worst[0] < 1e-5 and worst[1] < 1e-4, worst
     assert max(norms) > 0.5, "clipping was never at work"
 
 

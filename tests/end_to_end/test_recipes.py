@@ -32,11 +32,16 @@ RECIPES = {
     "llama_405b": (512, 405_853_388_800),
     "qwen3_8b": (8, 8_190_735_360),
     "qwen3_30b_a3b": (32, 30_532_122_624),
+    "mixtral_8x7b": (32, 46_702_792_704),
+    "olmoe_7b": (8, 6_919_161_856),
+    "gpt_oss_20b": (32, 20_914_757_184),
     "deepseek_v3": (2048, 671_026_404_352),
     "gemma3_12b": (16, 11_766_034_176),
     "olmo2_7b": (64, 7_298_617_344),
 }
-FLAVORS_OF = {"qwen3_30b_a3b": "30b-a3b", "deepseek_v3": "671b"}  # where it is not the second word of the recipe's name
+LONG = ("llama_3b", "llama_405b", "deepseek_v3", "mixtral_8x7b", "olmoe_7b", "gpt_oss_20b")  # tests
+# where it is not the second word of the recipe's name
+FLAVORS_OF = {"qwen3_30b_a3b": "30b-a3b", "deepseek_v3": "671b", "olmoe_7b": "1b-7b", "gpt_oss_20b": "20b"}
 PIPELINES = ("llama_405b", "deepseek_v3")  # whose ranks hold different shares, and whole gradients of them
 BYTES = {"llama_8b_1gpu": 8}  # of a parameter with its gradient and two moments; 16 in the others, all float32
 DEVICE_GIB = {"llama_8b_1gpu": 141}  # 80 for the others
@@ -82,9 +87,7 @@ def test_the_recipe_of_adapters_fits_a_70b_on_one_machine():
     assert sum(found.memory[:3]) == pytest.approx((2 * RECIPES["llama_70b"][1] + 16 * adapters) / ranks, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    "recipe", slow_but([name for name in RECIPES if name not in ("llama_3b", "llama_405b", "deepseek_v3")], RECIPES)
-)
+@pytest.mark.parametrize("recipe", slow_but([name for name in RECIPES if name not in LONG], RECIPES))
 def test_a_recipe_is_sound_and_fits_the_memory_that_its_header_claims(recipe):
     ranks, parameters = RECIPES[recipe]
     found = estimated(recipe, FLAVORS_OF.get(recipe, recipe.split("_")[1]), ranks)

@@ -170,6 +170,15 @@ def test_the_loss_of_a_gpu_has_other_products_than_a_cpus_and_the_same_flops():
     assert predict(config, 1, "cuda").work.flops == predict(config, 1, "cpu").work.flops > 0
 
 
+def test_attention_with_sinks_keeps_no_scores_on_a_gpu():
+    training = {"seq_len": 1024, "local_batch_size": 2, "mixed_precision_param": "float32"}
+    config = Config.model_validate({"model": {"name": "tests.tiny_gpt_oss", "flavor": "plain"}, "training": training})
+    on_cpu, on_gpu = (predict(config, 1, device).memory for device in ("cpu", "cuda"))
+    scores = 2 * 8 * 1024**2 * 4  # of one of two layers: batch, heads, pairs, bytes
+    assert on_cpu.activations - on_gpu.activations > 1.9 * scores
+    assert on_gpu.working < scores < on_cpu.working
+
+
 def test_the_loss_of_a_split_vocabulary_is_combined_chunk_by_chunk():
     """Of 256 tokens in chunks of at most 100, which are equal and so of 64."""
     traffic = predicted(Case(TP, name="tests.tiny_chunked")).work.traffic

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from models import attention, gpt_oss
 from models.attention import attend, block_mask, dense_mask
-from models.grouped import ACTIVATIONS, grouped_product, grouped_sum
+from models.grouped import ACTIVATIONS, Activated, grouped_product, grouped_sum
 from models.moe import Choice, Experts, Router
 from tests import tiny_gpt_oss
 from titanlite.config.schema import Optimizer
@@ -73,6 +73,11 @@ def test_the_slopes_of_an_activation_are_those_of_autograd(name):
         slopes = torch.randn(1001, dtype=torch.float64)
         (expected,) = torch.autograd.grad(forward(x), x, slopes)
         torch.testing.assert_close(backward(slopes.clone(), x.detach()), expected)
+    gate, up = (20 * torch.randn(2, 1001, dtype=torch.float64)).requires_grad_()
+    slopes = torch.randn(1001, dtype=torch.float64)
+    found, expected = Activated.apply(gate, up, name), act.gate(gate) * act.up(up)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(result, (gate, up), slopes) for result in (found, expected)))
 
 
 def test_experts_are_clamped_and_biased_as_the_formula_says():

@@ -1,7 +1,7 @@
 """Parts of a training step on pretended ranks: FakeTensorMode tensors, which have no memory, and a fake process group.
 
 The modules, hooks and functions are those of a run. Tensors are on the CPU, so the attention and norm kernels are a CPU's; the
-loss is computed in chunks of the size that CUDA uses.
+loss is computed in chunks of the size that CUDA uses, and attention with sinks or a softcap keeps no scores, as there.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
+from models import attention
 from models.decoder import Decoder
 from models.head import SIZES, Head
 from titanlite.config.schema import Config
@@ -52,7 +53,7 @@ class Setup(NamedTuple):
     family: Family
     config: Config
     mesh: DeviceMesh
-    device_type: str  # the device whose chunk sizes the loss uses
+    device_type: str  # the device whose chunk sizes the loss uses, and whose kernels compute sinks and softcaps
     routing: dict[str, Routing]  # of each layer that has a mixture, for what is computed and sent; memory is for the worst
 
 
@@ -204,4 +205,36 @@ def _materialize(model: nn.Module) -> None:
 def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:
     training = setup.config.training
     tokens = torch.zeros(microbatches, training.local_batch_size, training.seq_len + 1, dtype=torch.int64)
-    forward_backward(model, Batch(tokens), setup.mesh, None, Deferred.of(setup.config))
+    with _attention_of(setup.device_type):
+        forward_backward(model, Batch(tokens), setup.mesh, None, Deferred.of(setup.config))
+
+
+@contextmanager
+def _attention_of(device_type: str) -> Iterator[None]:
+    """On CUDA, FlexAttention computes softcaps and sinks. A CPU holds the scores of all pairs of tokens for them."""
+    attend = attention.attend
+    if device_type == "cuda":
+        attention.attend = _attend_as_flex
+    try:
+        yield
+    finally:
+        attention.attend = attend
+
+
+def _attend_as_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    scale: float | None,
+    softcap: float | None,
+    backend: attention.Backend | None = None,
+    sinks: Tensor | None = None,
+    attend: Callable[..., Tensor] = attention.attend,
+) -> Tensor:
+    """The shapes of `attend` on CUDA: a fused kernel's, which keeps its result and one number for each query and head."""
+    out = attend(q, k, v, mask, scale, None, backend)
+    if sinks is None:
+        return out
+    log_sum = q[..., 0].float()  # in the shape of FlexAttention's
+    return out * (log_sum - sinks[:, None]).sigmoid()[..., None].type_as(out)
