@@ -86,7 +86,7 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
     assert comparison.of("gradients")
 
 
-@pytest.mark.parametrize("flavor", ["deep", "tied"])
+@pytest.mark.parametrize("flavor", slow_but(["tied"], ["deep", "tied"]))
 def test_a_run_goes_on_with_other_numbers_of_stages(pools, tmp_path, flavor):
     more = {"flavor": flavor, "training": {"local_batch_size": 2}}
     wide = FOUR if flavor == "deep" else TWO

@@ -387,6 +387,8 @@ def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, valu
         (["--optimizer.lr", "-1e-3"], "optimizer.lr = -0.001 (option): must be greater than 0"),
         (["--optimizer.lr", "nan"], "optimizer.lr = NaN (option): must be a finite number"),
         (["--optimizer.name", "SGD"], "optimizer.name = \"SGD\" (option): must be 'AdamW', 'Adam' or 'Muon'"),
+        (["--optimizer.name", "adamw"], "must be 'AdamW', 'Adam' or 'Muon'; did you mean 'AdamW'?"),
+        (["--parallelism.pipeline_parallel_schedule", "1f1b"], "; did you mean '1F1B'?"),
         (["--lr_scheduler.decay_ratio", "2"], "decay_ratio = 2 (option): must be less than or equal to 1"),
         (["--parallelism.fsdp_reshard_after_forward", "1"], "'never' or greater than or equal to 2"),
         (["--training.stepz", "5"], 'training.stepz = "5" (option): no such key; did you mean training.steps?'),

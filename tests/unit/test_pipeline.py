@@ -11,6 +11,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, microbatch_faults, shares, split_layers, stage_costs
+from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.step import pretended_ranks
 from titanlite.tools.compare import replaced
@@ -135,6 +136,11 @@ def test_a_schedule_that_stops_is_found():
             "lora.modules has nothing in stage 1, blocks 4, 5, 6, 7",
         ),
         (pipelined(3), 4, "pipeline_parallel_degree = 3"),
+        (
+            replaced(pipelined(2), validation={"enable": True, "dataset_path": "held_out.txt", "sample_prompts": ["a"]}),
+            2,
+            "set it to [], and use titanlite generate",
+        ),
         (pipelined(2, fsdp_reshard_after_forward="always"), 2, "a pipeline keeps what it has gathered"),
     ],
 )
@@ -142,6 +148,14 @@ def test_an_impossible_pipeline_is_refused_before_a_process_starts(config, ranks
     with pytest.raises(UserError) as caught:
         check(with_folder(config, str(tmp_path / "out")), "run.toml", ranks, open_files=False)
     assert message in str(caught.value)
+
+
+def test_offloading_is_refused():
+    """By the part's own function: on a machine without a GPU the key has no effect."""
+    config = pipelined(2, cpu_offload=True)
+    family = family_of(config.model)
+    (fault,) = pipeline_faults(config, family, on_meta(family, config))
+    assert "parallelism.cpu_offload = true is not supported with it" in fault
 
 
 def test_a_number_of_microbatches_that_fits_is_no_fault():

@@ -289,7 +289,10 @@ def _entry_sentence(section: str, name: str, number: int, key: str = "", *, erro
 
 
 def _allowed(errors: list[Any]) -> str:
-    return " or ".join(error["msg"].replace("Input should be ", "") for error in errors)
+    words = [word for error in errors for word in re.findall("'([^']+)'", error.get("ctx", {}).get("expected", ""))]
+    close = difflib.get_close_matches(str(errors[0]["input"]).lower(), lower := [word.lower() for word in words], n=1)
+    hint = f"; did you mean '{words[lower.index(close[0])]}'?" if close else ""
+    return " or ".join(error["msg"].replace("Input should be ", "") for error in errors) + hint
 
 
 def _setting(key: str, value: Any, origin: Layer | None) -> str:
