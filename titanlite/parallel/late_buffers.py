@@ -12,11 +12,12 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class LateBuffersStage(PipelineStage):
-    """A stage of PyTorch's, with such buffers, whose module gets the number of the microbatch."""
+    """A stage of PyTorch's, with such buffers, whose module knows the microbatch."""
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
-        # A number, since FSDP2 copies tensors to the device, and the host would wait to read them there.
-        return super().forward_one_chunk(fwd_chunk_id, args, {"number": fwd_chunk_id}, save_forward_output)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        # No input: FSDP2 copies tensors to the device, where the host would wait to read one; 2.11 takes nothing but tensors.
+        self.submod.microbatch = fwd_chunk_id  # type: ignore[assignment]  # the attribute of Stage
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
