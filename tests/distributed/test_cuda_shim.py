@@ -36,7 +36,7 @@ _PLANTED = {
     "a blocking copy": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.cuda_shim.planted:",
     "another copy of counts in the exchange": "host syncs: 8 copies of counts to the host in a step instead of 4",
     "a copy of counts outside of the exchange": "host sync: a blocking copy from cuda to cpu: aten._to_copy.default in ",
-    "a microbatch's number in a tensor": "host sync: a blocking copy from cpu to cuda: aten._to_copy.default in tests.",
+    "a microbatch's number on the device": "host sync: aten._local_scalar_dense.default in tests.cuda_shim.planted:",
     "shared experts that do not wait for their input": "race: it does not wait for the stream that writes what it reads: ",
     "shared experts for which nobody waits": "race: it does not wait for the stream that writes what it reads: aten.add.",
 }
