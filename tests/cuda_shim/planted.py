@@ -4,13 +4,12 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.pipelining import PipelineStage
 
 from models import exchange, llama3, moe
 from tests.cuda_shim import pretend
 from titanlite.data.batch import Batch
 from titanlite.loop import step
-from titanlite.parallel import late_buffers
+from titanlite.parallel import pipeline
 from titanlite.transforms import attention_kernels
 
 _clip = step.clip_gradients
@@ -77,8 +76,12 @@ def _side_stream(kind: type[pretend.Stream]) -> Planted:
     return Planted(moe, "_side_stream", lambda _: stream, _MIXTURE)
 
 
-def _number_in_a_tensor(stage: late_buffers.LateBuffersStage, number: int, args: Any, *_: Any, **options: Any) -> Any:
-    return PipelineStage.forward_one_chunk(stage, number, args, {"number": torch.tensor(number)}, **options)
+_forward = pipeline.Stage.forward
+
+
+def _number_on_the_device(stage: pipeline.Stage, x: torch.Tensor) -> torch.Tensor:
+    stage.microbatch = int(torch.full((), stage.microbatch, device=pretend.DEVICE))
+    return _forward(stage, x)
 
 
 _counts = itertools.count(2)
@@ -100,11 +103,8 @@ PLANTED: dict[str, Planted] = {
     "a blocking copy": Planted(Batch, "to", _copy_blocking),
     "another copy of counts in the exchange": Planted(exchange, "_counts_of_all", _counts_twice, _MIXTURE),
     "a copy of counts outside of the exchange": Planted(moe.Choice, "of", _choice_with_wait, _MIXTURE),
-    "a microbatch's number in a tensor": Planted(
-        late_buffers.LateBuffersStage,
-        "forward_one_chunk",
-        _number_in_a_tensor,
-        "PP 2 x FSDP 4, Interleaved1F1B, last rank, bfloat16",
+    "a microbatch's number on the device": Planted(
+        pipeline.Stage, "forward", _number_on_the_device, "PP 2 x FSDP 4, Interleaved1F1B, last rank, bfloat16"
     ),
     "shared experts that do not wait for their input": _side_stream(_DoesNotWait),
     "shared experts for which nobody waits": _side_stream(_NobodyWaits),

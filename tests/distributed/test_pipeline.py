@@ -222,9 +222,14 @@ def _first_microbatches(run: Callable[..., Any]) -> Callable[..., Any]:
     return stale
 
 
+def _first_microbatch(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+    stage.microbatch = 0
+    return forward_of(stage, x)
+
+
 forward_of, loss_of, cut_of = Stage.forward, Pipeline._backward_loss, pipeline_module.split_layers
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a microbatch counts four times": (Stage, "forward", lambda stage, x, number: forward_of(stage, x, 0)),
+    "a microbatch counts four times": (Stage, "forward", _first_microbatch),
     "the loss is not divided": (Pipeline, "_backward_loss", lambda each, *words: loss_of(each, *words) * each._divisor),
     "labels of another microbatch": (Pipeline, "_backward_loss", lambda each, hidden, n: loss_of(each, hidden, (n + 1) % 4)),
     "the tied gradient of one stage": (Pipeline, "_add_tied_gradients", lambda each: None),

@@ -17,18 +17,19 @@ from torch.profiler import record_function
 
 
 class LateBuffersStage(PipelineStage):
-    """A stage of PyTorch's with such buffers and such a loss, whose module gets the number of the microbatch.
+    """A stage of PyTorch's with such buffers and such a loss, whose module knows the microbatch.
 
     Traces have a range for each pass, and errors of the model stay as they are.
     """
 
     loss_of: Callable[[Tensor, int], Tensor]  # of the last stage's hidden states, (batch, seq, dim), and their microbatch
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        # No input: FSDP2 copies tensors to the device, where the host would wait to read one; 2.11 takes nothing but tensors.
+        self.submod.microbatch = fwd_chunk_id  # type: ignore[assignment]  # the attribute of Stage
         with self._range("forward", fwd_chunk_id):
             try:
-                # A number, since FSDP2 copies tensors to the device, and the host would wait to read them there.
-                return super().forward_one_chunk(fwd_chunk_id, args, {"number": fwd_chunk_id}, save_forward_output)
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
             except RuntimeError as error:
                 wrapped = error
             raise wrapped.__cause__ or wrapped  # PyTorch's own has neither the class nor the words of its cause

@@ -151,6 +151,7 @@ class Stage(nn.Module):
     """Consecutive blocks of a rank's model, with the embedding before the first one and the head after the last one."""
 
     microbatches: Sequence[Microbatch] = ()  # of the step that runs
+    microbatch = 0  # the number of the one that runs
 
     def __init__(self, model: Decoder, number: int, layers: Sequence[str], last: bool):
         super().__init__()
@@ -161,9 +162,9 @@ class Stage(nn.Module):
         self.part._modules = {**model._modules, "layers": blocks, **ends}
         self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        """Hidden states (batch, seq, dim) of microbatch `number`. x: those of the stage before; stage 0 ignores it."""
-        inputs, _, seq = self.microbatches[number]
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states (batch, seq, dim) of a microbatch. x: those of the stage before; stage 0 ignores it."""
+        inputs, _, seq = self.microbatches[self.microbatch]
         hidden = self.part(inputs if self.number == 0 else x, seq)
         if self.after is not None:
             self.after(self.part)
