@@ -68,12 +68,12 @@ class _Reordered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies = copies
-        return x[order // copies]
+        return x.index_select(0, order // copies)
 
     @staticmethod
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return slopes[inverse].unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+        return slopes.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
 class _Aside(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The FLOPs of a token in published mixtures, for MFU: by closed form from the numbers of each config.json on Hugging Face.
+"""The FLOPs of a token in published mixtures, for MFU: by closed form from the numbers of each model's config.json.
 
 A matrix of n numbers takes 6 n: multiply and add, forward, and backward for its input and for itself.
 """

@@ -10,6 +10,7 @@ Overrides change dimensions of every flavor, also of the one that is trained.
 
 import contextlib
 import functools
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from titanlite.config.read import read_config
@@ -299,6 +301,17 @@ def choose_small(name: str, module: ModuleType, flavors: list[str], overrides: d
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
+def _use_one_thread() -> None:
+    """In this process, and in each rank, unless OMP_NUM_THREADS is set.
+
+    The models are small. Threads wait for each other after each operation: where other programs run too, that took ten times
+    as long for mixtures, whose products are many and small.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+
+
 def _overrides(options: list[str]) -> dict[str, Any]:
     """The dimensions of --model.overrides.NAME VALUE. Raises UserError for any other option."""
     key = "--model.overrides"
@@ -312,6 +325,7 @@ def main() -> None:
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", help="such as llama3, llama3:8b or my_models.mine:debug")
     known, options = parser.parse_known_args()
+    _use_one_thread()
     model, overrides = known.model, _overrides(options)
     name, _, flavor = model.partition(":")
     try:
