@@ -199,8 +199,8 @@ class Activated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.activation = ACTIVATIONS[name]
-        return ctx.activation.hidden(gate, up)
+        act = ctx.activation = ACTIVATIONS[name]
+        return act.gate(gate) * act.up(up)  # compiled by PyTorch 2.11, a result written in place would have no gradient
 
     @staticmethod
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor, None]:

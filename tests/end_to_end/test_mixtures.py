@@ -106,6 +106,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_split_experts_goes_on_with_other_degrees(folder):
     steps = 12
     words = ["run.toml", "--lr_scheduler.total_steps", steps, "--metrics.log_freq", "1", "--checkpoint.interval", "1",
@@ -131,6 +132,7 @@ def test_a_killed_run_with_split_experts_goes_on_with_other_degrees(folder):
     assert [step.loss for step in parts.values()] == pytest.approx([step.loss for step in expected.values()], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_upcycled_model_trains_with_split_experts_as_on_one_process(folder):
     source = hf_folders.write(folder / "source", "tests.tiny", "plain")
     made = titanlite("import-hf", "--source", source, "--output", "weights", "--upcycle-experts", "4", folder=folder)

@@ -31,7 +31,11 @@ def notes(recipe: str, *options: str, local_ranks: int | None = None) -> list[st
 def test_every_recipe_is_sound_and_says_what_only_its_gpus_can_verify(recipe):
     found = notes(recipe)
     compiled, alone = not recipe.startswith("llama_debug"), recipe.startswith("llama_debug") or recipe.endswith("_1gpu")
-    flex = {"gemma3_12b": ["the window of gemma3"], "llama_8b_128k": ["training.document_mask = true"]}
+    flex = {
+        "gemma3_12b": ["the window of gemma3"],
+        "gpt_oss_20b": ["the window of gpt_oss"],
+        "llama_8b_128k": ["training.document_mask = true"],
+    }
     expected = ['model.attention = "auto"', *flex.get(recipe, [])]
     expected += ['compile.backend = "inductor"'] * compiled + ["NCCL"] * (not alone) + ["memory: "]
     assert len(found) == len(expected)

@@ -54,7 +54,7 @@ def apply_fsdp(
     shards = fsdp_mesh(mesh)
     options: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "offload_policy": offload}
     # what FSDP2 reshards over fewer ranks it splits along the first dimension
-    ranks = 1 if isinstance(policy, int) else shards.size(-1)
+    ranks = 1 if isinstance(policy, int) else shards.shape[-1]
     placement_fn: Callable[[nn.Parameter], Any] = functools.partial(_placement, ranks=ranks)
     if of_experts is not None and torch.equal(of_experts.mesh, shards.mesh):
         of_experts = None  # both have one rank, or no replica has more
@@ -62,7 +62,7 @@ def apply_fsdp(
         apart = {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
         placement_fn = functools.partial(_placement_on_two, ranks=ranks, apart=apart, info=_mesh_info(of_experts))
     elif of_experts is not None:
-        split = functools.partial(_placement, ranks=of_experts.size(-1))
+        split = functools.partial(_placement, ranks=of_experts.shape[-1])
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
 
+_META = torch.device("meta")  # tensors without memory
+
 
 class LateBuffersStage(PipelineStage):
     """A stage of PyTorch's with such buffers and such a loss, whose module knows the microbatch.
@@ -35,12 +37,13 @@ class LateBuffersStage(PipelineStage):
             raise wrapped.__cause__ or wrapped  # PyTorch's own has neither the class nor the words of its cause
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
+        # a first call without a backward pass has made buffers without gradients, which PyTorch 2.11 would keep
+        _replace(self.args_recv_info[fwd_chunk_id], self.device, requires_grad=self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
+            _replace(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -50,7 +53,7 @@ class LateBuffersStage(PipelineStage):
                 loss = self.loss_of(hidden, bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if self.has_backward:
-            self._free([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]])
+            _replace([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]], _META)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._range("backward of weights", bwd_chunk_id):
@@ -63,27 +66,26 @@ class LateBuffersStage(PipelineStage):
     def clear(self) -> None:
         """Frees what a step without backward passes has left."""
         self.clear_runtime_states()
-        self._free(info for infos in self.args_recv_info.values() for info in infos)
+        _replace((info for infos in self.args_recv_info.values() for info in infos), _META)
 
-    def _setup_forward_recv_info(self, *args: Any) -> None:
-        self._on_meta(super()._setup_forward_recv_info, *args)
+    def _prepare_forward_infra(self, *args: Any, **named: Any) -> Any:
+        return self._on_meta(super()._prepare_forward_infra, *args, **named)
 
-    def _setup_backward_recv_info(self, *args: Any) -> None:
-        self._on_meta(super()._setup_backward_recv_info, *args)
+    def _prepare_backward_infra(self, *args: Any, **named: Any) -> Any:
+        return self._on_meta(super()._prepare_backward_infra, *args, **named)
 
-    def _on_meta(self, set_up: Any, *args: Any) -> None:
-        device, self.device = self.device, torch.device("meta")
+    def _on_meta(self, prepare: Any, *args: Any, **named: Any) -> Any:
+        """Prepares buffers without memory. Shapes are given, so nothing else is made on the device."""
+        device, self.device = self.device, _META
         try:
-            set_up(*args)
+            return prepare(*args, **named)
         finally:
             self.device = device
 
-    def _allocate(self, infos: Iterable[Any]) -> None:
-        for info in infos:
-            if not info.is_root_arg and info.buffer is not None and info.buffer.is_meta:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
 
-    def _free(self, infos: Iterable[Any]) -> None:
-        for info in infos:
-            if not info.is_root_arg and info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device="meta")
+def _replace(infos: Iterable[Any], device: torch.device, requires_grad: bool = False) -> None:
+    """Gives buffers on another device. Inputs of the first stage have none: None, and in PyTorch 2.11 no such attribute."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and buffer.device.type != device.type:
+            info.buffer = torch.empty_like(buffer, device=device, requires_grad=requires_grad)

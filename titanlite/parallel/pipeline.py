@@ -350,6 +350,8 @@ def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
     """What cannot run a backward pass in two parts."""
     cfg, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
+    if torch.__version__ < "2.13":  # 2.11's second part cannot begin at an autograd.Function such as the head's
+        yield f"{twice}, which needs PyTorch 2.13; use another schedule"
     if config.compile.enable:
         yield f"{twice}; a compiled one reuses what it has read: set compile.enable = false, or use another schedule"
     if cfg.mode != "none":
