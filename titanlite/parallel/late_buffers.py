@@ -4,11 +4,13 @@ PyTorch's stages allocate one for the hidden states and one for the gradients of
 for 405B on 512 GPUs, with 256 microbatches, 16 GiB a rank. In its "1F1B" few microbatches are between their passes at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import record_function
 
 
@@ -73,3 +75,19 @@ class LateBuffersStage(PipelineStage):
         for info in infos:
             if not info.is_root_arg and info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device="meta")
+
+
+@contextmanager
+def bounded_waits(group: ProcessGroup, device: torch.device) -> Iterator[Callable[[list[Work]], Any]]:
+    """PyTorch's schedules wait for messages as long as the group's present timeout says; yields the function that waits.
+
+    gloo waits for a message as long as the timeout was when the group was made. NCCL needs nothing, and would block the host.
+    """
+    plain = schedules._wait_batch_p2p
+    if device.type == "cpu":
+        timeout = group._get_backend(device).options._timeout
+        schedules._wait_batch_p2p = lambda work: [each.wait(timeout) for each in work]
+    try:
+        yield schedules._wait_batch_p2p
+    finally:
+        schedules._wait_batch_p2p = plain
