@@ -152,3 +152,12 @@ def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_pa
     assert "2. training.local_batch_size = 1 with training.global_batch_size = 2" in ended.err
     assert "Traceback" not in ended.err
     assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_out_of_memory_ends_the_run_with_what_helps(tmp_path):
+    ended = run_failing(tmp_path, 2, *STAGES, WAY_1="out of memory")
+    assert (ended.code, ended.left) == (2, []), ended.err
+    assert "rank 1, step 1, forward and backward: out of memory, 2.00 GiB more were requested" in ended.err
+    assert '1. activation_checkpoint.mode = "selective"' in ended.err
+    assert "Traceback" not in ended.err
