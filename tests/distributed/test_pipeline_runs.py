@@ -55,10 +55,18 @@ def test_between_stages_and_other_meshes_a_checkpoint_is_loaded_bit_for_bit(pool
         before = after
 
 
-def test_a_run_goes_on_between_stages_and_other_meshes_within_rounding(pools, tmp_path):
+def test_a_run_goes_on_between_stages_schedules_and_other_meshes_within_rounding(pools, tmp_path):
     run(pools, ONE, tmp_path / "whole", STEPS, flavor="deep")
-    for degrees, steps in ((SHARD, 3), ({"tp": 2}, 5), ({"pp": 4}, 7), ({"cp": 2}, 9), (STAGES, STEPS)):
-        run(pools, degrees, tmp_path / "parts", steps, flavor="deep", training={"local_batch_size": 8 // ranks_of(degrees)})
+    segments: list[tuple[Degrees, int, dict[str, Any]]] = [
+        (SHARD, 3, {}),
+        ({"tp": 2}, 5, {}),
+        ({"pp": 4}, 7, {}),
+        (STAGES, 9, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+        (STAGES, STEPS, {"pipeline_parallel_layers_per_stage": 3}),
+    ]
+    for degrees, steps, keys in segments:
+        more = {"training": {"local_batch_size": 8 // ranks_of(degrees)}, "parallelism": keys}
+        run(pools, degrees, tmp_path / "parts", steps, flavor="deep", **more)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
 
 

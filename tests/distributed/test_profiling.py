@@ -113,7 +113,7 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
 def run_out_of_memory_at_start(folder: str, part: str) -> str:
     """What a run says when a part of its start, a function of titanlite.loop.step, needs more memory than there is."""
     function = getattr(one_step, part)
-    setattr(one_step, part, lambda *_: torch.empty(2**60, dtype=torch.uint8))
+    setattr(one_step, part, lambda *_, **__: torch.empty(2**60, dtype=torch.uint8))
     try:
         full_run(SHARDED, run_config(folder))
     except UserError as error:

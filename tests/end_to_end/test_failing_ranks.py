@@ -106,13 +106,15 @@ def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_i
     assert f'own/model.py", line {line_of(tmp_path, "# the culprit")} in forward' in hung
 
 
-@pytest.mark.parametrize("hung", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hung", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_its_patience(tmp_path, hung):
-    ended = run_failing(tmp_path, 2, *STAGES, "--comm.init_timeout_seconds", "6", **{f"WAY_{hung}": "hangs"})
+    """In the second step, whose timeout is not the one that the process groups were made with."""
+    words = ("--training.global_batch_size", "2", "--comm.train_timeout_seconds", "6")
+    ended = run_failing(tmp_path, 2, *STAGES[:4], *words, **{f"WAY_{hung}": "hangs"})
     seconds = time.time() - (tmp_path / "hangs").stat().st_mtime
     assert (ended.code, ended.left) == (1, []), ended.err
     assert seconds < 25
-    assert f"rank {1 - hung}, step 1, forward and backward: waited 6 s for the other ranks" in ended.err
+    assert f"rank {1 - hung}, step 2, forward and backward: waited 6 s for the other ranks" in ended.err
     assert "the run is over; stacks of all ranks: out/stacks" in ended.err
     assert "Traceback" not in ended.err
     stacks = (tmp_path / f"out/stacks/rank-{hung}.txt").read_text()
@@ -150,3 +152,12 @@ def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_pa
     assert "2. training.local_batch_size = 1 with training.global_batch_size = 2" in ended.err
     assert "Traceback" not in ended.err
     assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_out_of_memory_ends_the_run_with_what_helps(tmp_path):
+    ended = run_failing(tmp_path, 2, *STAGES, WAY_1="out of memory")
+    assert (ended.code, ended.left) == (2, []), ended.err
+    assert "rank 1, step 1, forward and backward: out of memory, 2.00 GiB more were requested" in ended.err
+    assert '1. activation_checkpoint.mode = "selective"' in ended.err
+    assert "Traceback" not in ended.err

@@ -6,6 +6,7 @@ that initial values, optimizers and checkpoints need not know of stages.
 """
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -181,12 +182,13 @@ class Pipeline:
         """dim: the width of hidden states."""
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-        from titanlite.parallel.late_buffers import LateBuffersStage
+        from titanlite.parallel.late_buffers import LateBuffersStage, bounded_waits
 
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
         pp, training, cfg = mesh["pp"], config.training, config.parallelism
         self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
+        self.bounded_waits = functools.partial(bounded_waits, self.group, device)
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
@@ -242,7 +244,8 @@ class Pipeline:
         for stage in self.stages:
             stage.microbatches, stage.after = microbatches, after
         first = (self._losses,) if self.stages[0].number == 0 else ()  # a part for each microbatch, which the stage ignores
-        run(*first, target=numbers if self.head is not None else None, return_outputs=False)
+        with self.bounded_waits():
+            run(*first, target=numbers if self.head is not None else None, return_outputs=False)
         for stage, part in zip(self.stages, self._parts, strict=True):
             stage.microbatches, stage.after = (), None
             part.clear()
@@ -278,8 +281,8 @@ class Pipeline:
         rank = dist.get_rank(self.group)
         peer = dist.get_global_rank(self.group, self.ranks - 1 - rank)
         exchange = [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, others, peer, self.group)]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
+        with self.bounded_waits() as wait:
+            wait(dist.batch_isend_irecv(exchange))
         own.add_(others)
 
     def gathered(self, values: Iterable[_T]) -> list[_T]:
