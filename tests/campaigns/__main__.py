@@ -3,7 +3,7 @@
 PART is one of
   cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (6,100);
              every router x mesh x variant of mixtures with split experts (168: `--only mixture`, 20 minutes)
-  pipelines  every schedule x mesh with stages x variant, each against one process (109)
+  pipelines  every schedule x mesh with stages x variant, each against one process (102)
   kills      runs that are killed 20 times each, on two and on four ranks, 300 times in all
   damage     runs that stop, get one damaged file, and go on; 200 times
   elastic    runs that go on with other numbers of ranks

@@ -49,7 +49,7 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, LoopedBFS": (TWO, (BFS,)),
     "pp 2, three stages a rank": (TWO, (THREE_EACH,)),
     "pp 2, zero bubble, tied": (TWO, (ZERO_BUBBLE, FOUR_TIED)),
-    "pp 2, mixture, zero bubble, recomputed": (TWO, (MIXTURE, ZERO_BUBBLE, FULL)),
+    "pp 2, mixture, zero bubble": (TWO, (MIXTURE, ZERO_BUBBLE)),
     "pp 4": (FOUR, ()),
     "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
     "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),

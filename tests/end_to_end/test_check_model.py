@@ -187,7 +187,7 @@ def test_a_wrong_style_of_the_right_shape_is_told_by_the_parameter_whose_gradien
     for mesh in ("2 x 2", "tp 2"):
         assert re.search(r"gradient of layers\.\d\.attention\.head_scale\.weight differs by", rows[mesh].texts[0])
     assert rows["shard 2"].verdict == "passed"
-    assert rows[CHECKPOINT].texts == ["one process -> 2 x 2 -> tp 2 -> shard 2 -> replicate 2"]
+    assert rows[CHECKPOINT].texts == ["one process -> 2 x 2 -> tp 2 -> shard 2 -> replicate 2 -> pipeline 2"]
     assert "not use AttentionCore.core" in rows["context 2"].texts[0]  # the fork has a core of its own
 
 

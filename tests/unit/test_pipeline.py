@@ -122,7 +122,7 @@ def test_a_schedule_that_stops_is_found():
         (
             replaced(pipelined(2, "InterleavedZeroBubble"), activation_checkpoint={"mode": "selective"}),
             2,
-            'activation_checkpoint.mode = "selective" allows one',
+            'activation_checkpoint.mode = "selective" keeps all that',
         ),
         (
             replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}),

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 # How many stages a rank has, unless pipeline_parallel_layers_per_stage decides it.
 STAGES_OF_A_RANK = {"GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 # Those that compute gradients of weights apart from those of inputs.
-_SPLIT = ("InterleavedZeroBubble",)
+SPLIT = ("InterleavedZeroBubble",)
 _REFUSED = dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "has its first and its last stage on one rank, which is not supported")
 
 
@@ -190,7 +190,7 @@ class Pipeline:
         count = int(len(stages) * pp.size())
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
-            self.head.split_backward = self.schedule_name in _SPLIT
+            self.head.split_backward = self.schedule_name in SPLIT
         seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
         hidden = torch.empty(
             training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
@@ -210,7 +210,8 @@ class Pipeline:
         ]
         kind = get_schedule_class(self.schedule_name)
         several: Any = self._parts if issubclass(kind, PipelineScheduleMulti) else self._parts[0]
-        self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._backward_loss, scale_grads=False)
+        self._schedule = kind(several, n_microbatches=self.microbatches, loss_fn=self._loss_after_forward, scale_grads=False)
+        self._parts[-1].loss_of = self._backward_loss
         if model.head is not None and model.embed is not None and self.stages[0].number > 0:
             model.embed.weight = model.head.output.weight  # FSDP2 has replaced it in the head
 
@@ -247,11 +248,17 @@ class Pipeline:
             part.clear()
         return self._losses
 
-    def _backward_loss(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """What the last stage's backward pass begins with, () float32, for microbatch `number`, (1,) int64."""
+    def _loss_after_forward(self, hidden: Tensor, number: Tensor) -> Tensor:
+        """PyTorch asks for a loss after each forward pass of the last stage; one with a backward pass follows later."""
+        if self._parts[-1].has_backward:
+            return hidden.new_zeros(())  # in the place of the loss, which nothing reads
+        return self._backward_loss(hidden, int(number))
+
+    def _backward_loss(self, hidden: Tensor, number: int) -> Tensor:
+        """What the last stage's backward pass begins with, () float32, for a microbatch's hidden states (batch, seq, dim)."""
         assert self.head is not None
-        summed = self.head(hidden, self.stages[-1].microbatches[int(number)].labels)
-        self._losses[int(number)] = summed.detach()
+        summed = self.head(hidden, self.stages[-1].microbatches[number].labels)
+        self._losses[number] = summed.detach()
         return summed / self._divisor
 
     @property
@@ -333,7 +340,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             f"{key}: parallelism.fsdp_reshard_after_forward = {cfg.fsdp_reshard_after_forward!r}: between microbatches, a "
             'pipeline keeps what it has gathered; use "default"'
         )
-    if schedule in _SPLIT:
+    if schedule in SPLIT:
         yield from _split_faults(config, model)
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
@@ -345,8 +352,9 @@ def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
     twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
     if config.compile.enable:
         yield f"{twice}; a compiled one reuses what it has read: set compile.enable = false, or use another schedule"
-    if cfg.mode == "selective":
-        yield f'{twice}; activation_checkpoint.mode = "selective" allows one: use "full" or "none", or another schedule'
+    if cfg.mode != "none":
+        reason = 'keeps all that the first part computes again until the second: set it to "none", or use another schedule'
+        yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
 

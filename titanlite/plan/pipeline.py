@@ -65,11 +65,18 @@ def _listed(schedule: str, ranks: int, microbatches: int, stages: int) -> list[l
     ]
 
 
-def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequence[float], kept: Sequence[int]) -> Rehearsal:
+def rehearse(
+    order: list[list[Action]],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    kept: Sequence[int],
+    between: Sequence[int] | None = None,
+) -> Rehearsal:
     """Plays a step. forward, backward: what a stage takes for a microbatch. kept: bytes from its forward to its backward pass.
 
-    Raises UserError if no rank can go on.
+    between: bytes beside `kept` between the two parts of a backward pass. Raises UserError if no rank can go on.
     """
+    between = between or [0] * len(kept)
     done: dict[tuple[str, int, int], float] = {}  # when (F, B or W, stage, microbatch) ends; gradients of inputs are B's
     busy = 0.0
     clocks, places, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
@@ -84,7 +91,8 @@ def rehearse(order: list[list[Action]], forward: Sequence[float], backward: Sequ
                 took = forward[stage] if kind == "F" else backward[stage] / (1 if kind == "B" else 2)
                 clocks[rank], busy = max([clocks[rank], *(done[each] for each in needs)]) + took, busy + took
                 done["B" if kind == "I" else kind, stage, number] = clocks[rank]
-                held[rank] += {"F": kept[stage], "I": 0}.get(kind, -kept[stage])
+                freed = {"B": kept[stage], "W": kept[stage] + between[stage]}
+                held[rank] += {"F": kept[stage], "I": between[stage]}.get(kind, 0) - freed.get(kind, 0)
                 most[rank] = max(most[rank], held[rank])
                 places[rank], moved = places[rank] + 1, True
             else:

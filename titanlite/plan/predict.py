@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
@@ -173,15 +174,32 @@ def hidden_bytes(config: Config, ranks: int, model: Decoder) -> int:
 
 def rehearsed(config: Config, costs: list[float], every: list[Share], measured: Measured, hidden: int) -> pipeline.Rehearsal:
     """A step of the schedule. costs: of the stages' forward passes."""
-    kept = [0] * len(costs)
+    kept, between, tp = [0] * len(costs), [0] * len(costs), config.parallelism.tensor_parallel_degree
     for share in every:
         for number, blocks in share.stages.items():
             of_blocks = sum(measured.held.kept[measured.layers.stands_for[name]] for name in blocks)
             kept[number] = of_blocks + (hidden if number else 0)  # with what a later stage has received
+            with_head = share.head and number == len(costs) - 1
+            between[number] = bytes_between(measured.model, blocks, with_head, hidden, tp)
     backward = 3 if config.activation_checkpoint.mode == "full" else 2
     with pretended_ranks(config.parallelism.pipeline_parallel_degree):
         order = pipeline.orders(config, measured.microbatches, len(costs))
-    return pipeline.rehearse(order, costs, [backward * cost for cost in costs], kept)
+    return pipeline.rehearse(order, costs, [backward * cost for cost in costs], kept, between)
+
+
+def bytes_between(model: Decoder, blocks: list[str], with_head: bool, hidden: int, tp: int) -> int:
+    """What a stage keeps of a microbatch when gradients of weights are computed later: those of what each weight has made.
+
+    The head has computed its weight's already, in float32.
+    """
+    assert model.head is not None
+    output = model.head.output.weight
+    rows, dim = output.shape
+    numbers = 0  # of a token of this rank
+    for p in (p for name in blocks for p in model.layers[name].parameters() if p.requires_grad):
+        split = isinstance(p, DTensor) and Shard(1) in p.placements  # its products are sums for the tokens of all ranks of tp
+        numbers += p.shape[0] * (tp if split else 1) if p.ndim == 2 else dim
+    return hidden * numbers // dim + (4 * rows * dim // tp if with_head and output.requires_grad else 0)
 
 
 def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, hidden: int, kept: int) -> Memory:

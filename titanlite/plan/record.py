@@ -196,7 +196,7 @@ class Allocations(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if self._storages.get(storage._cdata, (lambda: None, ""))[0]() is None:
                     self._storages[storage._cdata] = weakref.ref(storage), self.place
