@@ -1,0 +1,176 @@
+"""Mixtures with few tokens, few or unused experts, numbers that are no numbers, and what else is done to a model: split experts
+train as one process does."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.moe import experts_of, routers_of
+from tests.distributed.mixtures import MARGIN, config_of_cell
+from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
+from titanlite.config.read import Faults
+from titanlite.config.schema import Config
+from titanlite.loop.checks import check
+from titanlite.loop.step import forward_backward, update
+from titanlite.optim.lr_schedule import build_schedule
+from titanlite.parallel.mesh import ranks_of
+from titanlite.tools.compare import Trajectory, begin, compare, relative_difference
+from titanlite.transforms.shards import local_part
+
+HERE = "tests.distributed.test_mixture_extremes"
+SHARD, TP, WIDE = {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}
+Cell = tuple[dict[str, int], int, dict[str, Any], dict[str, Any]]
+
+
+def few_tokens(length: int) -> dict[str, Any]:
+    return {"training": {"seq_len": length}}
+
+
+# mesh, microbatches on one data rank, overrides of the model, more sections
+CELLS: dict[str, Cell] = {
+    "most experts get no token of a microbatch": (SHARD, 4, {"n_experts": 8}, few_tokens(2)),
+    "most experts get no token of a step": (SHARD, 2, {"n_experts": 256}, few_tokens(4)),
+    "one token on each rank": (TP, 8, {}, few_tokens(2)),
+    "one token on each of four ranks": (WIDE, 4, {}, few_tokens(2)),
+    "all experts for every token": (SHARD, 1, {"n_experts": 4, "top_k": 4}, {}),
+    "one expert": ({"dp_shard": 2}, 1, {"n_experts": 1, "top_k": 1}, {}),
+    "one expert, tp": ({"tp": 2}, 2, {"n_experts": 1, "top_k": 1}, {}),
+    "one row in each round": (SHARD, 4, {}, {"moe": {"max_tokens_factor": 0.01}, **few_tokens(6)}),
+    "an odd length": (SHARD, 1, {}, few_tokens(7)),
+}
+
+
+def config_of_extreme(cell: Cell, name: str = "AdamW") -> tuple[Config, Config]:
+    """(on the mesh, on one process)."""
+    degrees, accumulation, overrides, sections = cell
+    own = {"model": {"name": "tests.tiny_moe", "overrides": overrides}, "optimizer": {"name": name, "lr": 5e-3}}
+    if name == "Muon":
+        own["optimizer"]["implementation"] = "for-loop"
+    alone = {key: value for key, value in sections.items() if key != "moe"}  # in which no rows travel
+    more = [{**each, "training": {"steps": 3, **each.get("training", {})}} for each in (sections, alone)]
+    return config_of(degrees, "plain", accumulation, **own, **more[0]), config_of({}, "plain", 1, **own, **more[1])
+
+
+def unused(found: Trajectory, name: str) -> torch.Tensor:
+    """Which experts of a stack got no token in the first step."""
+    return found.gradients[name].flatten(1).abs().amax(dim=1) == 0
+
+
+@pytest.mark.parametrize("name", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cell", CELLS)
+def test_split_experts_train_as_on_one_process(pools, cell, name):
+    config, alone = config_of_extreme(CELLS[cell], name)
+    degrees = CELLS[cell][0]
+    found = pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+    choice = "one expert" in cell or "all experts" in cell  # which is none
+    function = "tests.distributed.scenarios:trajectory" if choice else "tests.distributed.mixtures:with_margin"
+    expected, margin = pools[1].run(function, degrees={}, config=alone)[0]
+    assert choice or margin > MARGIN, "choices depend on rounding"
+    comparison = compare(found, expected)
+    print(f"{cell}: {comparison}")
+    assert [str(each) for each in comparison.excessive] == []
+    stacks = [each for each in expected.gradients if ".experts." in each]
+    assert all(torch.equal(unused(found, each), unused(expected, each)) for each in stacks)
+    if "of a step" in cell:
+        assert all(unused(expected, each).float().mean() > 0.5 for each in stacks)
+        for each in stacks:  # weight decay alone, the same bit for bit
+            idle = (expected.gradients[each] == 0) & (expected.updates[each] == found.updates[each])
+            assert idle[unused(expected, each)].float().mean() > 0.5 and (expected.updates[each] != 0).all()
+
+
+# --------------------------------------------------------------------------------------------------- what else a model has
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "bfloat16 parameters and moments": (
+        {"training": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}, "optimizer": {"rounding": "compensated"}},
+        {"losses": 5e-3, "norms": 2e-2},
+    ),
+    "float8": ({"float8": {"enable": True, "emulate": True, "filter_fqns": []}}, {"losses": 1e-3, "norms": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("degrees", [SHARD, pytest.param(WIDE, marks=pytest.mark.slow)], ids=["shard 2, ep 2", "2 x 2, ep 4"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_split_experts_in_other_precisions_have_the_losses_of_one_process(pools, other, degrees):
+    sections, bounds = OTHERS[other]
+    if other == "float8":
+        pytest.importorskip("torchao", reason="needs torchao")
+    runs = [
+        pools[ranks_of(mesh)].run(
+            "tests.distributed.scenarios:trajectory", degrees=mesh, config=config_of_cell("shared", mesh, "plain", **sections)
+        )[0][0]
+        for mesh in (degrees, {})
+    ]
+    for quantity, bound in bounds.items():
+        worst = max(map(relative_difference, getattr(runs[0], quantity), getattr(runs[1], quantity)))
+        print(f"{other}: {quantity} differ by {worst:.1e}")
+        assert worst < bound
+
+
+# ----------------------------------------------------------------------------------------------------- no number, refusals
+
+
+def around_a_nan(degrees: dict[str, int], config: Config) -> tuple[list[float], bool, bool]:
+    """Norms of three steps, in the second of which one rank's router has no number; whether that step changed nothing on this
+    rank, and the third one did."""
+    run, schedule = begin(config, mesh_of(degrees), CPU), build_schedule(config)
+    norms, states = [], []
+    for step, batch in zip(range(1, 4), rank_batches(config, run.mesh), strict=False):
+        router, last = local_part(routers_of(run.model)[0].weight), dist.get_rank() == dist.get_world_size() - 1
+        kept = router.detach().clone()
+        if step == 2 and last:
+            router.detach().fill_(math.nan)
+        forward_backward(run.model, batch, run.mesh)
+        router.detach().copy_(kept)
+        states.append([local_part(parameter).detach().clone() for parameter in run.model.parameters()])
+        norms.append(update(run.model, run.optimizer, schedule.at(step), 1.0).item())
+    last_state = [local_part(parameter) for parameter in run.model.parameters()]
+    same = [
+        [torch.equal(*pair) for pair in zip(a, b, strict=True)]
+        for a, b in zip(states[1:], [states[2], last_state], strict=True)
+    ]
+    return norms, all(same[0]), not all(same[1])
+
+
+@pytest.mark.parametrize("degrees", [SHARD, pytest.param(WIDE, marks=pytest.mark.slow)], ids=["shard 2, ep 2", "2 x 2, ep 4"])
+def test_a_router_without_numbers_on_one_rank_is_skipped_by_all_and_no_rank_waits(pools, degrees):
+    config = config_of_cell("shared", degrees, "plain")
+    for norms, skipped, went_on in pools[ranks_of(degrees)].run(f"{HERE}:around_a_nan", degrees=degrees, config=config):
+        assert [math.isfinite(norm) for norm in norms] == [True, False, True]
+        assert skipped and went_on
+
+
+def refusal(degrees: dict[str, int], **sections: dict[str, Any]) -> str:
+    with pytest.raises(Faults) as caught:
+        check(config_of_cell("plain", degrees, "plain", **sections), "run.toml", ranks_of(degrees))
+    return str(caught.value)
+
+
+def test_what_ranks_cannot_split_is_refused():
+    assert "training.seq_len = 7" in refusal(TP, training={"seq_len": 7}, parallelism={"tensor_parallel_degree": 2})
+    one = {"name": "tests.tiny_moe", "overrides": {"n_experts": 1, "top_k": 1}}
+    assert "1 experts, which 2 does not divide" in refusal(SHARD, model=one)
+
+
+def validated(degrees: dict[str, int], config: Config) -> dict[str, float]:
+    from tests.distributed.scenarios import learnable_data
+    from titanlite.loop.validation import validate
+
+    run = begin(config, mesh_of(degrees), CPU)
+    first = validate(run.model, learnable_data(config), config, run.mesh, CPU)
+    assert all(router.step_counts is None or not router.step_counts.any() for router in routers_of(run.model))
+    assert experts_of(run.model)
+    return first
+
+
+@pytest.mark.parametrize("degrees", [SHARD, pytest.param(WIDE, marks=pytest.mark.slow)], ids=["shard 2, ep 2", "2 x 2, ep 4"])
+def test_split_experts_have_the_validation_loss_of_one_process(pools, degrees):
+    more = {"validation": {"enable": True, "steps": 3}, "moe": {"bias_update_speed": 0.01}}
+    (expected,) = pools[1].run(f"{HERE}:validated", degrees={}, config=config_of_cell("shared", {}, "plain", **more))
+    config = config_of_cell("shared", degrees, "plain", **more)
+    for found in pools[ranks_of(degrees)].run(f"{HERE}:validated", degrees=degrees, config=config):
+        assert found == pytest.approx(expected, rel=1e-6)
