@@ -89,6 +89,11 @@ def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
     assert fault.startswith("in bfloat16 the result of layers.1 differs by ")
 
 
+def test_a_router_that_chooses_another_expert_after_rounding_is_no_fault():
+    family = load_family("tests.tiny_gpt_oss", "plain")
+    assert guarded(model_behaviour.bfloat16_faults, family) == []
+
+
 def test_a_padding_that_changes_what_is_generated_is_named():
     def forward(self, x, rope, seq):
         if seq.cache is None:

@@ -5,7 +5,8 @@ sentences. A fault names the first module, in the order of the forward pass, who
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import IGNORE
+from models.moe import routers_of
 from titanlite.data.batch import Batch
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.loss import sequence_of, summed_loss
@@ -271,9 +273,10 @@ def bfloat16_faults(family: Family) -> list[str]:
     """In bfloat16 everything must be finite, and differ from float32 by no more than rounding explains.
 
     How much that is, a third pass shows: in float32, with parameters, and the input and result of each module, rounded to
-    bfloat16.
+    bfloat16. Routers choose in all passes what they choose in float32: another choice is a jump, of any size.
     """
-    exact, rounded, narrow = (_pass(family, how) for how in ("float32", "rounded", "bfloat16"))
+    choices: dict[int, Tensor] = {}
+    exact, rounded, narrow = (_pass(family, how, choices) for how in ("float32", "rounded", "bfloat16"))
     if narrow.nonfinite:
         return [f"in bfloat16 the result of {narrow.nonfinite[0]} is not finite"]
     if bad := [name for name, gradient in narrow.gradients.items() if not gradient.isfinite().all()]:
@@ -289,9 +292,11 @@ def bfloat16_faults(family: Family) -> list[str]:
     return []
 
 
-def _pass(family: Family, how: str) -> Precise:
+def _pass(family: Family, how: str, choices: dict[int, Tensor]) -> Precise:
     model, tokens = small_model(family), random_tokens(family, 4, SEQ_LEN + 1)
     nonfinite = watch_for_nonfinite(model)
+    for number, router in enumerate(routers_of(model)):
+        router.choose = functools.partial(_as_before, choices, number, router.choose)  # type: ignore[method-assign]  # of this model
     if how == "bfloat16":
         cast_where_used(model, torch.bfloat16, again=True)
     if how == "rounded":
@@ -304,6 +309,13 @@ def _pass(family: Family, how: str) -> Precise:
         (summed_loss(model, Batch(tokens)) / tokens[:, 1:].numel()).backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return Precise(calls[0].results, gradients, nonfinite)
+
+
+def _as_before(choices: dict[int, Tensor], number: int, choose: Callable[..., Tensor], *scores: Tensor) -> Tensor:
+    """The choice of a router in the first pass, which is noted."""
+    if number not in choices:
+        choices[number] = choose(*scores)
+    return choices[number]
 
 
 def _round(value: Any) -> Any:
