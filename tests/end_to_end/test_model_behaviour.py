@@ -9,7 +9,7 @@ from tests import tiny
 from titanlite.tools import model_behaviour
 from titanlite.tools.check_model import BEHAVIOUR, Table
 from titanlite.tools.model_runs import guarded
-from titanlite.transforms.registry import Family, load_module
+from titanlite.transforms.registry import Family, load_family, load_module
 
 FAMILIES = ["tiny:plain", "tiny:tied", "tiny_qwen3:plain", "tiny_qwen3:biased", "tiny_gemma3:plain", "tiny_gemma3:two",
             "tiny_olmo2:plain", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
