@@ -69,7 +69,7 @@ def test_an_error_of_the_model_is_one_line_with_mesh_file_line_and_module(tmp_pa
     [
         (["--mesh", "1"], "at least two meshes"),
         (["--mesh", "1", "--mesh", "tp=x"], '--mesh "tp=x"'),
-        (["--mesh", "1", "--mesh", "pp=2"], '--mesh "pp=2"'),
+        (["--mesh", "1", "--mesh", "dp=2"], '--mesh "dp=2"'),
         (["--mesh", "1", "--mesh", "tp=3"], "parallelism.tensor_parallel_degree = 3"),
         (["--mesh", "1", "--mesh", "tp=2", "--training.stesp", "3"], "training.stesp"),
     ],
