@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.step import build_model, forward_backward
-from titanlite.parallel.late_buffers import LateBuffersStage
+from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, stage_costs
 from titanlite.plan.pipeline import orders, rehearse
@@ -51,7 +51,7 @@ def config_of(schedule: str, ranks: int, microbatches: int, seq_len: int) -> Con
 def timed(kind: str, run: Callable[..., Any], passes: Passes, sleeps: list[float]) -> Callable[..., Any]:
     """A pass of a stage that notes its seconds. sleeps: of a forward pass of each stage; a backward pass takes two of them."""
 
-    def around(stage: LateBuffersStage, *words: Any, **named: Any) -> Any:
+    def around(stage: LateStage, *words: Any, **named: Any) -> Any:
         begun = time.perf_counter()
         result = run(stage, *words, **named)
         if sleeps:
@@ -74,9 +74,9 @@ def measure(
     training, passes = config.training, defaultdict[tuple[str, int], list[float]](list)
     shape = model.pipeline.microbatches, 1, training.seq_len + 1
     tokens = torch.randint(512, shape, generator=torch.Generator().manual_seed(0))
-    around = {name: timed(kind, getattr(LateBuffersStage, name), passes, sleeps) for name, kind in _METHODS.items()}
+    around = {name: timed(kind, getattr(LateStage, name), passes, sleeps) for name, kind in _METHODS.items()}
     idle, seconds = [], defaultdict[tuple[str, int], list[float]](list)
-    with patch.multiple(LateBuffersStage, **around):
+    with patch.multiple(LateStage, **around):
         for step in range(steps + 1):
             passes.clear()
             dist.barrier()

@@ -17,7 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.loop.step import begin_training, forward_backward
 from titanlite.loop.validation import validate
 from titanlite.parallel import pipeline as pipeline_module
-from titanlite.parallel.late_buffers import LateBuffersStage
+from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import ranks_of
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, Pipeline, Stage
 from titanlite.plan.pipeline import Action, orders
@@ -157,18 +157,16 @@ def passes_of(schedule: str) -> list[Action]:
     seen: list[Action] = []
 
     def noted(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def note(stage: LateBuffersStage, number: int, *words: Any, **named: Any) -> Any:
+        def note(stage: LateStage, number: int, *words: Any, **named: Any) -> Any:
             seen.append(Action(kind if named.get("full_backward", True) else "I", stage.stage_index, number))
             return run(stage, number, *words, **named)
 
         return note
 
-    forward = noted("F", LateBuffersStage.forward_one_chunk)
-    backward = noted("B", LateBuffersStage.backward_one_chunk)
-    weights = noted("W", LateBuffersStage.backward_weight_one_chunk)
-    with patch.multiple(
-        LateBuffersStage, forward_one_chunk=forward, backward_one_chunk=backward, backward_weight_one_chunk=weights
-    ):
+    forward = noted("F", LateStage.forward_one_chunk)
+    backward = noted("B", LateStage.backward_one_chunk)
+    weights = noted("W", LateStage.backward_weight_one_chunk)
+    with patch.multiple(LateStage, forward_one_chunk=forward, backward_one_chunk=backward, backward_weight_one_chunk=weights):
         forward_backward(model, next(rank_batches(config, mesh_of(TWO))), mesh_of(TWO), scale)
     return seen
 

@@ -182,7 +182,7 @@ class Pipeline:
         """dim: the width of hidden states."""
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-        from titanlite.parallel.late_buffers import LateBuffersStage, bounded_waits
+        from titanlite.parallel.late_stage import LateStage, bounded_waits
 
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
         pp, training, cfg = mesh["pp"], config.training, config.parallelism
@@ -199,7 +199,7 @@ class Pipeline:
         )
         ignored = torch.empty(1, device="meta")
         self._parts = [
-            LateBuffersStage(
+            LateStage(
                 stage,
                 stage.number,
                 count,

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 _META = torch.device("meta")  # tensors without memory
 
 
-class LateBuffersStage(PipelineStage):
+class LateStage(PipelineStage):
     """A stage of PyTorch's with such buffers and such a loss, whose module knows the microbatch.
 
     Traces have a range for each pass, and errors of the model stay as they are.
