@@ -99,7 +99,8 @@ def test_stages_with_several_dimensions_too(pools, references, values):
 
 @pytest.mark.parametrize("table", ["in make test", pytest.param("in make test-all", marks=pytest.mark.slow)])
 def test_no_choice_of_a_mixture_depends_on_rounding(pools, table):
-    every = CELLS.values() if table == "in make test" else [*OTHERS.values(), *(PLAIN | _STAGES | each for each in WITH_STAGES)]
+    later = [*OTHERS.values(), *WIDER.values(), *(PLAIN | _STAGES | each for each in WITH_STAGES)]
+    every = CELLS.values() if table == "in make test" else later
     plains = {tuple(plain.values()): plain for plain in map(cells.reference_of, every) if plain["family"] == "Mixture"}
     for plain in plains.values():
         config = cells.config_of_cell(plain)
