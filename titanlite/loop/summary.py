@@ -82,10 +82,8 @@ def _stages(config: Config, family: Family, whole: Decoder, microbatches: int) -
     """The blocks of a pipeline's stages, and how long its ranks wait. whole: the model on the meta device."""
     if (ranks := config.parallelism.pipeline_parallel_degree) == 1:
         return {}
-    schedule, sizes = (
-        config.parallelism.pipeline_parallel_schedule,
-        [len(names) for names in split_layers(config, family, whole)],
-    )
+    schedule = config.parallelism.pipeline_parallel_schedule
+    sizes = [len(names) for names in split_layers(config, family, whole)]
     idle = (ranks - 1) / (len(sizes) // ranks * microbatches + ranks - 1)  # arXiv:2104.04473, section 2.2
     bound = "up to " if schedule in SPLIT else ""
     waiting = f"ranks wait {bound}{idle:.1%} of a step if stages take equally long"
