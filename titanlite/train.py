@@ -48,7 +48,7 @@ from titanlite.optim.balance import routing
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import Deferred
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
-from titanlite.plan.memory import faults as memory_faults
+from titanlite.plan import memory as memory_plan
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.meta import training_flops
@@ -278,8 +278,7 @@ def main(config: Config | None = None) -> None:
     try:
         if config is None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
-            of_memory = functools.partial(memory_faults, ranks=world, local_ranks=number("LOCAL_WORLD_SIZE", world))
-            check(config, path, world, open_files=False, of_model=[of_memory])
+            check(config, path, world, open_files=False, more=[memory_plan.check_of(number("LOCAL_WORLD_SIZE", world))])
         cuda = torch.cuda.is_available()
         if note := effects.note(config.idle(Place(cuda, world))):
             log.info("%s", note)

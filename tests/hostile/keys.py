@@ -239,7 +239,7 @@ def _without_effect(key: str) -> Iterator[Case]:
         settings = setting(key, condition)
         names = rf"{re.escape(key)} = .*has no effect unless {re.escape(condition)}"
         given = settings.pop(key)
-        option = f"--{key}={_as_option(given)}"
+        option = f"--{key}={as_option(given)}"
         yield Case("keys", f"{key} as an option unless {condition}", _check(toml(settings), option), names)
         if of_the_place(condition):
             in_file = _read_and_note(toml(settings | {key: given}), names)
@@ -265,7 +265,7 @@ def _read_and_note(text: str, words: str) -> Callable[[Path], Callable[[], objec
     return make
 
 
-def _as_option(value: str) -> str:
+def as_option(value: str) -> str:
     if value.startswith('"'):
         return str(json.loads(value))
     return ",".join(json.loads(value)) if value.startswith("[") and "{" not in value else value
@@ -296,7 +296,7 @@ def _layers() -> Iterator[Case]:
 
 
 def _twice(key: str) -> Iterator[Case]:
-    value = _as_option(other(key))
+    value = as_option(other(key))
     dashes = key.replace("_", "-")
     yield Case("keys", f"{key} twice", _read("", f"--{key}={value}", f"--{key}={value}"), rf"--{re.escape(key)}: given twice")
     yield Case("keys", f"{key} twice, apart", _read("", f"--{key}", value, f"--{dashes}", value), "given twice")

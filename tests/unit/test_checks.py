@@ -14,7 +14,7 @@ from titanlite.config.effects import FILE, OPTION, Layer
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.loop.checks import check
+from titanlite.loop.checks import CHECKS, check
 from titanlite.parallel import fsdp
 from titanlite.transforms import compile
 
@@ -75,19 +75,23 @@ def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None,
 def place(tmp_path, monkeypatch) -> Path:
     """A working folder with what the tables below name."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file.txt").write_text("some text")
-    (tmp_path / "run.log").write_text("some text")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "saves/checkpoint/step-00000007").mkdir(parents=True)
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights/manifest.json").touch()
-    for name, words in {"fits": ["</s>"], "large": ["</s>", *map(str, range(5000))], "endless": ["a", "b"]}.items():
-        (tmp_path / name).mkdir()
-        model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
-        Tokenizer(model).save(str(tmp_path / name / "tokenizer.json"))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/tokenizer.json").write_text("{}")
+    files(tmp_path)
     return tmp_path
+
+
+def files(folder: Path) -> None:
+    (folder / "file.txt").write_text("some text")
+    (folder / "run.log").write_text("some text")
+    (folder / "empty").mkdir()
+    (folder / "saves/checkpoint/step-00000007").mkdir(parents=True)
+    (folder / "weights").mkdir()
+    (folder / "weights/manifest.json").touch()
+    for name, words in {"fits": ["</s>"], "large": ["</s>", *map(str, range(5000))], "endless": ["a", "b"]}.items():
+        (folder / name).mkdir()
+        model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+        Tokenizer(model).save(str(folder / name / "tokenizer.json"))
+    (folder / "broken").mkdir()
+    (folder / "broken/tokenizer.json").write_text("{}")
 
 
 # ranks, a wrong configuration, what its one fault must say, and what to change for a right one
@@ -226,11 +230,18 @@ def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wron
 
 
 def test_faults_of_all_kinds_are_told_together():
-    wrong = {TP: 3, FLAVOR: "9b", STEPS: 9, DATASET: "c4", SAVES: "", LOAD_STEP: 3, SAVE: True}
+    wrong = {TP: 3, FLAVOR: "9b", STEPS: 9, DATASET: "c4", LOAD_STEP: 3, SAVE: True}
     found = faults(wrong, ranks=4)
-    expected = ["tensor_parallel_degree = 3", FLAVOR, f"{WARMUP} = 200", DATASET, SAVES, LOAD_STEP]
+    expected = ["tensor_parallel_degree = 3", FLAVOR, f"{WARMUP} = 200", DATASET, LOAD_STEP]
     assert [part for part in expected if not any(part in line for line in found)] == []
     assert len(found) == len(expected)
+
+
+def test_every_check_comes_after_those_that_it_needs():
+    names = [each.name for each in CHECKS]
+    assert len(set(names)) == len(names)
+    for number, each in enumerate(CHECKS):
+        assert set(each.needs) <= set(names[:number]), each.name
 
 
 def test_more_ranks_than_gpus_are_refused_where_there_are_gpus(monkeypatch):

@@ -6,7 +6,8 @@ A condition is written as it is shown to the user: "checkpoint.enable = true", "
 
 import json
 import operator
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -23,7 +24,7 @@ class Layer(NamedTuple):
     foreign: bool = False  # a file of torchtitan, which writes the options of features that are off
 
 
-FILE, OPTION, _UNSET = Layer(0), Layer(1, "option"), Layer(-(2**63))
+FILE, OPTION, UNSET = Layer(0), Layer(1, "option"), Layer(-(2**63))
 
 
 class Place(NamedTuple):
@@ -37,20 +38,26 @@ class _Sentence(NamedTuple):
     """A condition that is no comparison of one key."""
 
     holds: Callable[[Any, Place], bool]
-    keys: tuple[str, ...] | None  # on which it depends; None: also on the place
+    keys: tuple[str, ...]  # on which it depends
+    of_place: bool = True  # whether it depends on the place too
 
 
 CUDA = "the machine has a GPU with CUDA"
 RANKS = "the run has more than one rank"
 ACCUMULATION = "a step has more than one microbatch"
 DECAY = "the learning rate decays"
+_OF_MESH = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel", "pipeline_parallel")
 _SENTENCES = {
-    CUDA: _Sentence(lambda _, place: place.cuda is not False, None),
-    RANKS: _Sentence(lambda _, place: place.ranks is None or place.ranks > 1, None),
-    ACCUMULATION: _Sentence(lambda config, place: place.ranks is None or config.accumulates(place.ranks), None),
+    CUDA: _Sentence(lambda _, place: place.cuda is not False, ()),
+    RANKS: _Sentence(lambda _, place: place.ranks is None or place.ranks > 1, ()),
+    ACCUMULATION: _Sentence(
+        lambda config, place: place.ranks is None or config.accumulates(place.ranks),
+        ("training.global_batch_size", "training.local_batch_size", *(f"parallelism.{name}_degree" for name in _OF_MESH)),
+    ),
     DECAY: _Sentence(
         lambda config, _: config.decay_steps > 0,
         ("lr_scheduler.decay_ratio", "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps"),
+        of_place=False,
     ),
 }
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -119,21 +126,25 @@ def idle(config: BaseModel, place: Place, layers: dict[str, Layer]) -> Iterator[
         table = getattr(config, section)
         for name, field in type(table).model_fields.items():
             if condition := effective_when(field).failing(config, place):
-                off = max((layers.get(key, _UNSET) for key in _keys_of(condition)), default=_UNSET)
-                layer = layers.get(f"{section}.{name}", _UNSET)
+                off = max((layers.get(key, UNSET) for key in keys_of(condition)), default=UNSET)
+                layer = layers.get(f"{section}.{name}", UNSET)
                 yield Idle(section, name, getattr(table, name), field.get_default(), condition, layer, off)
 
 
-def faults(found: list[Idle]) -> Iterator[str]:
-    """A sentence for every key that has no effect and must not be there."""
+def faults(found: list[Idle], others: Iterable[str] = ()) -> Iterator[str]:
+    """A sentence for every key that has no effect and must not be there.
+
+    others: all other faults. Where one names a key that decides about the effect, it is not known yet.
+    """
+    named = {key for fault in others for key in re.findall(r"\w+\.\w+", fault)}
     for key in found:
-        if key.refused:
+        if key.refused and named.isdisjoint(keys_of(key.condition)):
             yield MachineFault(key) if key.condition == CUDA else str(key)
 
 
 def note(found: list[Idle]) -> str:
     """One line that names all other keys that were set and have no effect; "" where there are none."""
-    sentences = [str(key) for key in found if key.layer != _UNSET and not key.refused]
+    sentences = [str(key) for key in found if key.layer != UNSET and not key.refused]
     return f"keys without effect: {'; '.join(sentences)}" if sentences else ""
 
 
@@ -152,11 +163,11 @@ def _part_holds(part: str, config: BaseModel, place: Place) -> bool:
     return _OPERATORS[sign](value, json.loads(text[0]))
 
 
-def _keys_of(condition: str) -> list[str]:
+def keys_of(condition: str) -> list[str]:
     """The keys that decide whether a condition holds."""
     parts = condition.split(" or ")
-    return [key for part in parts for key in (_SENTENCES[part].keys or () if part in _SENTENCES else (part.split(" ")[0],))]
+    return [key for part in parts for key in (_SENTENCES[part].keys if part in _SENTENCES else (part.split(" ")[0],))]
 
 
 def _depends_on_place(condition: str) -> bool:
-    return any(part in _SENTENCES and _SENTENCES[part].keys is None for part in condition.split(" or "))
+    return any(part in _SENTENCES and _SENTENCES[part].of_place for part in condition.split(" or "))

@@ -84,7 +84,7 @@ def read_config(path: str | Path | None, options: list[str], taken: list[str] | 
             table = table.setdefault(above, {}) if isinstance(table, dict) else None
         if isinstance(table, dict):  # anything else is a fault of the file, reported below
             table[name] = _parse_value(key, text)
-            origins[".".join([*tables, name][:2])] = OPTION
+            _note(origins, (*tables, name), table[name], OPTION)
     replaced, doubled = take_foreign_keys(values, origins)
     faults += doubled
     if taken is not None:
@@ -93,21 +93,26 @@ def read_config(path: str | Path | None, options: list[str], taken: list[str] | 
         config = Config.model_validate(values)
     except ValidationError as error:
         faults += _describe(error, origins)
-        raise Faults(str(path or "options"), faults, _without_foreign(values, error)) from None
+        raise Faults(str(path or "options"), faults, _without_foreign(values, error, origins)) from None
     if faults:
         raise Faults(str(path or "options"), faults)
     vars(config)["layers"] = {key: layer for key, layer in origins.items() if key in KEYS}
     return config
 
 
-def _without_foreign(values: dict[str, Any], error: ValidationError) -> Config | None:
-    """The configuration without the faulty keys, if titanlite has none of them and knows them all as torchtitan's."""
+def _without_foreign(values: dict[str, Any], error: ValidationError, origins: dict[str, Layer]) -> Config | None:
+    """The configuration without the faulty keys, if titanlite has none of them and knows them all as torchtitan's.
+
+    A refused key may be what switches a feature on: all layers are marked as foreign, so that no key of it "has no effect".
+    """
     for section, *names in (map(str, entry["loc"]) for entry in error.errors()):
         if not is_foreign(".".join([section, *names])):
             return None
         table, name = (values[section], names[0]) if names else (values, section)
         table.pop(name, None)
-    return Config.model_validate(values)
+    config = Config.model_validate(values)
+    vars(config)["layers"] = {key: layer._replace(foreign=True) for key, layer in origins.items() if key in KEYS}
+    return config
 
 
 def stored_config(sections: dict[str, dict[str, Any]], source: Path) -> Config:
@@ -178,10 +183,16 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict
         raise UserError(f"{path}: base = {base!r}: must be the name of a TOML file, as a string")
     merged = _load_toml(path.parent / base, [*chain, path], origins) if base else {}
     _merge(merged, values)
-    for section, table in values.items():
-        for key in table if isinstance(table, dict) else ():
-            origins[f"{section}.{key}"] = Layer(-len(chain), path.name)
+    for name, value in values.items():
+        _note(origins, (name,), value, Layer(-len(chain), path.name))
     return merged
+
+
+def _note(origins: dict[str, Layer], path: tuple[str, ...], value: Any, layer: Layer) -> None:
+    """Records what has set a key, and those of a table."""
+    origins[".".join(path[:2])] = origins[".".join(path)] = layer
+    for name, inside in value.items() if isinstance(value, dict) else ():
+        _note(origins, (*path, name), inside, layer)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
@@ -215,6 +226,7 @@ def _parse_options(options: list[str]) -> tuple[dict[str, str], list[str]]:
         if key in texts:
             faults.append(f"{option}: given twice, as {texts[key]!r} and {value!r}; give it once")
         texts[key] = value
+    faults += [f"--{key} and --{inside}: give one of them" for key in texts for inside in texts if inside.startswith(f"{key}.")]
     return texts, faults
 
 
@@ -223,7 +235,7 @@ def _parse_value(key: str, text: str) -> Any:
     annotation = KEYS.get(key, Any if len(_path(key)) > 2 else str)
     if type(None) in get_args(annotation) and text.lower() == "none":
         return None
-    if get_origin(annotation) is list and not entry_schema(annotation):
+    if get_origin(annotation) is list and not entry_schema(annotation) and not text.startswith("["):
         return text.split(",")
     if not is_foreign(key) and annotation is not Any:  # whose type the schema does not have
         with contextlib.suppress(ValidationError):
@@ -235,11 +247,10 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _path(key: str) -> list[str]:
     """The tables of an option, and its name: section and key, or more where the key is a table, as in model.overrides.dim."""
-    section, _, name = key.partition(".")
-    above, _, inside = name.partition(".")
-    if inside and get_origin(KEYS.get(f"{section}.{above}")) is dict:
-        return [section, above, *inside.split(".")]
-    return [section, name] if name else [section]
+    section, *names = key.split(".")
+    if names and get_origin(KEYS.get(f"{section}.{names[0]}", dict[str, Any])) is not dict:
+        return [section, ".".join(names)]  # a key is no table: it is not replaced by one
+    return [section, *names]
 
 
 def entry_schema(annotation: Any) -> type[BaseModel] | None:

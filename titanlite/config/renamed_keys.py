@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from titanlite.config.effects import FILE, OPTION, Layer
+from titanlite.config.effects import OPTION, UNSET, Layer
 
 _STAGES = "use pipeline_parallel_layers_per_stage; without it, stages take the same FLOPs, those of the head included"
 _NO_IMAGES = "models read text only"
@@ -97,7 +97,6 @@ SAME: dict[str, tuple[Any, ...]] = {
     "activation_checkpoint.preserve_rng_state": (True,),
     "activation_checkpoint.determinism_check": ("default",),
     "checkpoint.initial_load_in_hf_quantized": (True, False),  # config.json says whether weights are quantised
-    "model.converters": ([],),
     "parallelism.context_parallel_rotate_method": ("allgather",),  # the default, "gather"
     "parallelism.expert_tensor_parallel_degree": (1,),
     "parallelism.expert_parallel_comm_backend": ("standard",),
@@ -153,6 +152,7 @@ RENAMED: dict[str, str] = {
 REWRITTEN: list[tuple[str, Any, str, Any]] = [
     ("model.converters", "float8", "float8.enable", True),
     ("model.converters", "quantize.linear.float8", "float8.enable", True),
+    ("model.converters", [], "float8.enable", False),  # over what a base has
 ]
 _ANYWAY = "what titanlite does anyway"
 _DIGITS = ("activation_checkpoint.selective_ac_option",)  # keys of titanlite that torchtitan writes as text
@@ -177,8 +177,9 @@ INSTEAD |= {
 def take_foreign_keys(values: dict[str, Any], origins: dict[str, Layer]) -> tuple[list[str], list[str]]:
     """Replaces the keys and values in `values` that the tables above accept; -> (what was taken how, faults).
 
-    values: the tables of a file. origins: "section.key" -> where it was set; the new keys are added. Where a file has such
-    keys, all its layers are marked as foreign.
+    values: the merged tables of files and options. origins: the dotted name of each key -> what has set it; the new keys are
+    added. Of two names of one key the one of the later layer counts; in one layer they are a fault. Where a file has such keys,
+    all its layers are marked as foreign.
     """
     paths = dict(leaves(values))
     if any(is_foreign(".".join(path)) and _origin(path, origins) != OPTION for path in paths):
@@ -186,23 +187,23 @@ def take_foreign_keys(values: dict[str, Any], origins: dict[str, Layer]) -> tupl
     settings = {".".join(path): value for path, value in paths.items()}
     taken: list[str] = []
     faults: list[str] = []
-    for path, value in paths.items():
+    for path, value in sorted(paths.items(), key=lambda entry: ".".join(entry[0]) not in RENAMED):  # these can be switches
         key = ".".join(path)
         if (new := _taken_as(key, value, settings)) is None:
             continue
         ours, meant, reason = new
         _remove(values, path)
-        both = ours != key and ours in settings
-        by_option = [_origin(name.split("."), origins) == OPTION for name in (key, ours)]
-        if both and by_option[0] == by_option[1]:
-            faults.append(f"{key} and {ours} are one option; give only {ours}")
-        elif both and by_option[1]:
-            ours, reason = "", f"overridden by --{ours}"
+        mine, other = _origin(path, origins), _origin(ours.split("."), origins)
+        if ours != key and ours in settings and mine.number <= other.number:
+            if mine.number == other.number:
+                faults.append(f"{key} and {ours} are one option; give only {ours}")
+            reason = f"overridden by --{ours}" if other == OPTION else f"overridden by {ours} of {other.name}"
+            ours = ""
         elif ours:
             section, _, name = ours.partition(".")
-            values.setdefault(section, {})[name] = meant
+            values.setdefault(section, {})[name] = settings[ours] = meant
             if ours != key:
-                origins[ours] = _origin(path, origins)._replace(name=f"given as {key}")
+                origins[ours] = mine._replace(name=f"given as {key}")
         taken.append(f"{key} = {_text(value)} -> " + (f"{ours} = {_text(meant)}" if ours else reason))
     return taken, faults
 
@@ -226,8 +227,8 @@ def _taken_as(key: str, value: Any, settings: dict[str, Any]) -> tuple[str, Any,
 
 
 def _origin(path: Sequence[str], origins: dict[str, Layer]) -> Layer:
-    """What has set a key; a key outside of all sections is a file's."""
-    return origins.get(".".join(path[:2]), FILE)
+    """What has set a key; what nothing has set is before all files."""
+    return origins.get(".".join(path), UNSET)
 
 
 def leaves(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

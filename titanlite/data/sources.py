@@ -23,7 +23,6 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.errors import UserError
 from titanlite.outside import open_file
-from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
 
@@ -181,18 +180,31 @@ def open_tokenizer(assets: str, add_bos: bool | None = None) -> LoadedTokenizer:
 
 
 def faults(config: Config) -> Iterator[str]:
-    """Keys that do not name data, and token files that cannot be used. Text is only checked to exist."""
-    for section in ("training", *(["validation"] if config.validation.enable else [])):
+    """Keys that do not name data. Text is only checked to exist."""
+    for section in _sections(config):
         try:
-            sources = sources_of(config, section)
+            paths = dict.fromkeys(source.path for source in sources_of(config, section))
         except UserError as error:
             yield str(error)
             continue
-        for source in sources:
+        for path in paths:
             try:
-                if (prefixes := find(source.path, key_of(config, section))) is not None:
-                    loaded = open_tokenizer(config.model.hf_assets_path, config.training.add_bos)
-                    vocabulary = family_of(config.model).config.vocab_size
-                    _open_files(prefixes, Path(source.path), loaded, vocabulary)
+                find(path, key_of(config, section))
             except UserError as error:
                 yield str(error)
+
+
+def file_faults(config: Config, vocabulary: int) -> Iterator[str]:
+    """Token files that cannot be used with the tokenizer and vocabulary of a configuration without `faults`."""
+    keys = {source.path: key_of(config, section) for section in _sections(config) for source in sources_of(config, section)}
+    for path, key in keys.items():
+        if (prefixes := find(path, key)) is not None:
+            try:
+                loaded = open_tokenizer(config.model.hf_assets_path, config.training.add_bos)
+                _open_files(prefixes, Path(path), loaded, vocabulary)
+            except UserError as error:
+                yield str(error)
+
+
+def _sections(config: Config) -> list[str]:
+    return ["training", *(["validation"] if config.validation.enable else [])]

@@ -1,14 +1,16 @@
 """The check of a configuration: every part of titanlite has its faults beside it, and here they are listed.
 
-All faults are found before any process starts, and reported together.
+All faults are found before any process starts, and reported together. A check whose needs were refused does not run: its faults
+come to light once those are corrected.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
+from models.decoder import Decoder
 from titanlite.checkpoint import folder
 from titanlite.config import effects
 from titanlite.config.effects import Place
@@ -26,17 +28,107 @@ from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
 from titanlite.transforms.registry import Family, family_of, place_of
 
-ModelFaults = Callable[[Config, nn.Module], Iterable[str]]  # of a model on the meta device
 
-OF_THE_CONFIGURATION: tuple[Callable[[Config], Iterable[str]], ...] = (
-    folder.faults,
-    resume.faults,
-    divergence.faults,
-    lr_schedule.faults,
-    build.faults,
-    compile.faults,
-    activation_checkpoint.faults,
-    float8.faults,
+@dataclass
+class Subject:
+    """What is checked. The family and the model are there once the checks of these names have passed."""
+
+    config: Config
+    ranks: int
+    local_ranks: int | None  # of them on this machine; None: another machine will train
+    open_files: bool
+    family: Family = field(init=False)
+    model: Decoder = field(init=False)  # on the meta device
+
+
+class Check(NamedTuple):
+    """A part's faults, and the checks without which it would fail, or would report their faults again."""
+
+    name: str
+    faults: Callable[[Subject], Iterable[str]]
+    needs: tuple[str, ...] = ()
+
+
+def _family(subject: Subject) -> Iterable[str]:
+    subject.family = family_of(subject.config.model)
+    return ()
+
+
+def _model(subject: Subject) -> Iterable[str]:
+    subject.model = on_meta(subject.family, subject.config)
+    return ()
+
+
+def _flops(subject: Subject) -> Iterable[str]:
+    subject.family.module.flops(subject.family.config, subject.config.training.seq_len)
+    return ()
+
+
+def _of_module(part: Callable[[Subject], Iterable[str]]) -> Callable[[Subject], Iterable[str]]:
+    """The faults of a part that runs the code of the user's module."""
+
+    def faults(subject: Subject) -> Iterator[str]:
+        try:
+            yield from part(subject)
+        except UserError as error:  # several lines where patterns of lora.modules match nothing
+            yield from str(error).splitlines()
+        except Exception as error:  # the user's module can raise anything
+            yield f"model.name = {subject.config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
+
+    return faults
+
+
+def _misfits(subject: Subject) -> Iterator[str]:
+    """Overrides that are dimensions each, and no model together, such as 6 heads with 4 key-value heads."""
+    if not subject.config.model.overrides:
+        return
+    try:
+        run_forward(subject.family.on_meta(), batch=1, seq_len=16)
+    except Exception as error:  # the user's module can raise anything
+        reason = (str(error) or repr(error)).splitlines()[0]
+        yield (
+            f"model.overrides: these dimensions do not fit together: a forward pass of {subject.config.model.title} fails at "
+            f"{place_of(error)}: {reason}"
+        )
+
+
+# In this order, each after those that it needs.
+CHECKS = (
+    Check("run folder", lambda s: run_folder.faults(s.config)),
+    Check("checkpoints", lambda s: folder.faults(s.config), ("run folder",)),
+    Check("resume", lambda s: resume.faults(s.config), ("run folder",)),
+    Check("incidents", lambda s: divergence.faults(s.config), ("run folder",)),
+    Check("schedule", lambda s: lr_schedule.faults(s.config)),
+    Check("optimizer", lambda s: build.faults(s.config)),
+    Check("compile", lambda s: compile.faults(s.config)),
+    Check("activation checkpointing", lambda s: activation_checkpoint.faults(s.config)),
+    Check("float8", lambda s: float8.faults(s.config)),
+    Check("mesh", lambda s: mesh.faults(s.config, s.ranks)),
+    Check("microbatches", lambda s: pipeline.microbatch_faults(s.config, s.ranks), ("mesh",)),
+    Check("processes", lambda s: process.faults(s.local_ranks) if s.local_ranks is not None else ()),
+    Check("family", _of_module(_family)),
+    Check("model", _of_module(_model), ("family",)),
+    Check("sharding", _of_module(lambda s: tensor.faults(s.config, s.family, s.model)), ("model",)),
+    Check("initial", _of_module(lambda s: match_initial(s.model, s.family)[1]), ("model",)),
+    Check("flops", _of_module(_flops), ("family",)),
+    Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
+    Check("context", lambda s: context.faults(s.config, s.model), ("model",)),
+    Check("experts", lambda s: expert.faults(s.config, s.model), ("model",)),
+    Check("pipeline", lambda s: pipeline.faults(s.config, s.family, s.model), ("model", "flops")),
+    Check("attention", lambda s: attention_kernels.faults(s.config, s.family), ("family",)),
+    Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family, s.model), ("run folder", "model")),
+    Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
+    Check("validation", lambda s: validation.faults(s.config, s.model), ("model",)),
+    Check("blocks", lambda s: activation_checkpoint.model_faults(s.config.activation_checkpoint, s.model), ("model",)),
+    Check("decay", lambda s: build.decay_faults(s.config.optimizer, s.model), ("model",)),
+    Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),
+    Check("tokenizer", lambda s: tokenizer.faults(s.config, s.family.config.vocab_size), ("family",)),
+    Check("sources", lambda s: sources.faults(s.config) if s.open_files else ()),
+    Check(
+        *("token files", lambda s: sources.file_faults(s.config, s.family.config.vocab_size) if s.open_files else ()),
+        ("sources", "tokenizer"),
+    ),
+    Check("disk", lambda s: state.faults(s.config, s.model) if s.local_ranks is not None else (), ("run folder", "model")),
 )
 
 
@@ -48,76 +140,33 @@ def check(
     local_ranks: int | None = None,
     open_files: bool = True,
     elsewhere: bool = False,
-    of_model: Sequence[ModelFaults] = (),
+    more: Sequence[Check] = (),
 ) -> list[str]:
     """Raises Faults that lists every fault of a configuration for `ranks` processes.
 
     local_ranks: how many of them will run on this machine; None if it is not the machine that will train.
     open_files: False for a rank, which opens and validates the token files next.
     elsewhere: the run is for a machine with GPUs, and this one has none. The faults that only this machine has are then
-    returned, not raised. of_model: further faults.
+    returned, not raised. more: checks after CHECKS.
     """
     cuda = torch.cuda.is_available()
-    faults = [*effects.faults(config.idle(Place(cuda, ranks)))]
-    config = config.settled(Place(cuda or elsewhere))  # what has no effect has no faults either
-    faults += (misplaced := [*run_folder.faults(config)])
-    # other parts read what is there; its faults are reported once
-    reported = contextlib.suppress(OSError) if misplaced else contextlib.nullcontext()
-    for part in OF_THE_CONFIGURATION:
-        with reported:
-            faults += part(config)
-    faults += mesh.faults(config, ranks)
-    faults += pipeline.microbatch_faults(config, ranks)
-    faults += sources.faults(config) if open_files else ()
-    faults += process.faults(local_ranks) if local_ranks is not None else ()
-    with reported:
-        faults += _model_faults(config, local_ranks is not None, of_model)
-    left: list[str] = [fault for fault in faults if elsewhere and isinstance(fault, MachineFault)]
-    if len(left) < len(faults):
-        raise Faults(path, [fault for fault in faults if fault not in left])
+    idle = config.idle(Place(cuda, ranks))
+    # what has no effect has no faults either
+    subject = Subject(config.settled(Place(cuda or elsewhere)), ranks, local_ranks, open_files)
+    refused: list[str] = []
+    left: list[str] = []
+    passed: set[str] = set()
+    for each in (*CHECKS, *more):
+        if not passed.issuperset(each.needs):
+            continue
+        found = [*each.faults(subject)]
+        here = [fault for fault in found if elsewhere and isinstance(fault, MachineFault)]
+        left += here
+        refused += [fault for fault in found if fault not in here]
+        if len(here) == len(found):
+            passed.add(each.name)
+    for fault in effects.faults(idle, refused):
+        (left if elsewhere and isinstance(fault, MachineFault) else refused).append(fault)
+    if refused:
+        raise Faults(path, refused)
     return left
-
-
-def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> Iterator[str]:
-    """The faults that need the model, which is built on the meta device; here: on the machine that will train."""
-    try:
-        family = family_of(config.model)
-        model = on_meta(family, config)
-        yield from tensor.faults(config, family, model)
-        yield from match_initial(model, family)[1]
-        family.module.flops(family.config, config.training.seq_len)
-    except UserError as error:  # several lines where patterns of lora.modules match nothing
-        yield from str(error).splitlines()
-        return
-    except Exception as error:  # the user's module can raise anything
-        yield f"model.name = {config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
-        return
-    if config.model.overrides:
-        yield from _misfits(config, family)
-    yield from context.faults(config, model)
-    yield from expert.faults(config, model)
-    yield from pipeline.faults(config, family, model)
-    yield from attention_kernels.faults(config, family)
-    yield from hf_folder.faults(config, family, model)
-    yield from loss.faults(config, model)
-    yield from validation.faults(config, model)
-    yield from activation_checkpoint.model_faults(config.activation_checkpoint, model)
-    yield from build.decay_faults(config.optimizer, model)
-    yield from balance.faults(config, model)
-    yield from tokenizer.faults(config, family.config.vocab_size)
-    for part in more:
-        yield from part(config, model)
-    if here:
-        yield from state.faults(config, model)
-
-
-def _misfits(config: Config, family: Family) -> Iterator[str]:
-    """Overrides that are dimensions each, and no model together, such as 6 heads with 4 key-value heads."""
-    try:
-        run_forward(family.on_meta(), batch=1, seq_len=16)
-    except Exception as error:  # the user's module can raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        yield (
-            f"model.overrides: these dimensions do not fit together: a forward pass of {config.model.title} fails at "
-            f"{place_of(error)}: {reason}"
-        )

@@ -38,11 +38,11 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     if shard > 0:
         fixed["data_parallel_shard_degree"] = shard
     product = math.prod(fixed.values())
-    names = " x ".join(f"{name} = {degree}" for name, degree in fixed.items())
+    names = " x ".join(f"parallelism.{name} = {degree}" for name, degree in fixed.items())
     if shard > 0 and product != world_size:
-        raise UserError(f"parallelism: {names} needs {product} processes, and there are {world_size}")
+        raise UserError(f"{names} needs {product} processes, and there are {world_size}")
     if world_size % product:
-        raise UserError(f"parallelism: {names} does not divide the number of processes, {world_size}")
+        raise UserError(f"{names} does not divide the number of processes, {world_size}")
     shard = world_size // (pipeline * replicate * context * tensor)
     return {"pp": pipeline, "dp_replicate": replicate, "dp_shard": shard, "cp": context, "tp": tensor}
 

@@ -20,7 +20,6 @@ from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import numbers_of_a_token
@@ -391,15 +390,12 @@ def _frozen(layers: list[list[str]], model: Decoder) -> Iterator[str]:
 
 
 def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
-    """A number of microbatches that the schedule does not take."""
+    """A number of microbatches that the schedule does not take. Raises UserError for a mesh that does not fit the ranks."""
     cfg = config.parallelism
     degree, schedule = cfg.pipeline_parallel_degree, cfg.pipeline_parallel_schedule
-    try:
-        count = config.microbatches(parts_of(resolve_degrees(cfg, ranks)))
-    except UserError:  # titanlite/parallel/mesh.py reports it
-        return
     if degree == 1:
         return
+    count = config.microbatches(parts_of(resolve_degrees(cfg, ranks)))
     sizes = "global_batch_size / (local_batch_size x data-parallel ranks)"
     if count < degree and schedule != "LoopedBFS":
         yield (

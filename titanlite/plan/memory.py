@@ -8,7 +8,7 @@ from torch import nn
 from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.loop.checks import Check
 from titanlite.loop.memory import GIB, machine_memory, narrower
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
@@ -72,6 +72,11 @@ def _experts(model: nn.Module) -> set[int]:
     return {id(parameter) for experts in experts_of(model) for parameter in experts.parameters()}
 
 
+def check_of(local_ranks: int) -> Check:
+    """The check that so many ranks fit on this machine."""
+    return Check("memory", lambda s: faults(s.config, s.model, s.ranks, local_ranks), ("mesh", "sharding", "pipeline"))
+
+
 def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iterator[str]:
     """A GPU, or the machine's memory, that cannot hold what `local_ranks` of `ranks` ranks keep there; with what fits."""
     offload = config.parallelism.cpu_offload
@@ -81,10 +86,7 @@ def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iter
         room, where = min(torch.cuda.get_device_properties(each).total_memory for each in devices), "a GPU of this machine"
     else:
         room, where = machine_memory() // local_ranks, f"this machine, for each of {local_ranks} ranks,"
-    try:
-        kept = kept_bytes(config, model, ranks)
-    except UserError:  # a fault of its own
-        return
+    kept = kept_bytes(config, model, ranks)
     if kept > room:
         fitting = [f"{way} ({size / GIB:.1f} GiB)" for way, size in _ways(config, model, ranks, room) if size <= room]
         if on_gpu and kept * local_ranks <= machine_memory():

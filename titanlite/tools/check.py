@@ -6,7 +6,6 @@ this machine.
 """
 
 import contextlib
-import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,13 @@ from titanlite.config.effects import Place
 from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import listed
-from titanlite.tools.options import at_least, config_parser, read_command
+from titanlite.tools.options import Whole, config_parser, read_command
 
 
 def main() -> None:
     """Exit code 0 for a valid configuration, 2 for one with faults."""
     parser = config_parser("check")
-    parser.add_argument("--local-ranks", type=at_least(1))
+    parser.add_argument("--local-ranks", type=Whole(1, 1024))
     options = parser.parse_known_args()[0]
     with all_faults(options.ranks, options.local_ranks):
         _, path, config = read_command(parser)
@@ -63,8 +62,8 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     from titanlite.plan import memory
 
     elsewhere = local_ranks is None and not torch.cuda.is_available()
-    of_memory = [functools.partial(memory.faults, ranks=ranks, local_ranks=local_ranks)] if local_ranks is not None else []
-    left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, of_model=of_memory)
+    more = [memory.check_of(local_ranks)] if local_ranks is not None else []
+    left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, more=more)
     if fault := other_run(Path(config.job.dump_folder)):
         raise Faults(path, [fault])
     return [*left, *_only_on_gpus(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []

@@ -45,7 +45,7 @@ from titanlite.tools.model_runs import (
     rounding_faults,
     train_small,
 )
-from titanlite.tools.options import command_parser
+from titanlite.tools.options import command_parser, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import in_order, settle, tolerances
 from titanlite.transforms.activation_checkpoint import unchunkable
@@ -323,7 +323,7 @@ def _overrides(options: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
     parser = command_parser("check-model", __doc__)
-    parser.add_argument("model", help="such as llama3, llama3:8b or my_models.mine:debug")
+    parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
     known, options = parser.parse_known_args()
     _use_one_thread()
     model, overrides = known.model, _overrides(options)

@@ -19,14 +19,14 @@ from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.errors import UserError
 from titanlite.launch.run_folder import CONFIG
-from titanlite.tools.options import command_parser
+from titanlite.tools.options import command_parser, existing_folder
 
 
 def main() -> None:
     """Exit code 0; 1: a checkpoint is damaged; 2: there is none."""
     parser = command_parser("checkpoint", __doc__)
     parser.add_argument("action", choices=list(_ACTIONS))
-    parser.add_argument("dir", type=Path)
+    parser.add_argument("dir", type=existing_folder)
     options = parser.parse_args()
     try:
         sys.exit(_ACTIONS[options.action](checkpoints(options.dir)))

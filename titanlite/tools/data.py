@@ -33,7 +33,7 @@ from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.resume import refuse_foreign
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
-from titanlite.tools.options import at_least, command_parser, config_parser, read_command
+from titanlite.tools.options import RANKS, STEPS, Whole, command_parser, config_parser, read_command
 from titanlite.transforms.registry import family_of
 
 _AT_ONCE = 2**22  # tokens
@@ -97,8 +97,8 @@ def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Or
 
 def _show(words: list[str]) -> Iterator[str]:
     parser = config_parser("data show")
-    parser.add_argument("--step", type=at_least(1))
-    parser.add_argument("--rank", type=at_least(0))
+    parser.add_argument("--step", type=STEPS)
+    parser.add_argument("--rank", type=Whole(0, RANKS.most - 1))
     options, config, degrees = _open(parser, words)
     data_ranks, ranks = parts_of(degrees), math.prod(degrees.values())
     if options.step is None or not 1 <= options.step <= config.training.steps:

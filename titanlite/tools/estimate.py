@@ -13,7 +13,6 @@ Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of t
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,17 +22,17 @@ from titanlite.loop.checks import check
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import fits, lines
 from titanlite.plan.trace import Trace, busiest, check_trace, read_trace
-from titanlite.tools.options import config_parser, read_command
+from titanlite.tools.options import PREDICTED, Real, config_parser, existing_path, read_command
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
 
 
 def main() -> None:
-    parser = config_parser("estimate")
-    parser.add_argument("--device-memory-gib", type=float, default=80.0)
+    parser = config_parser("estimate", PREDICTED)
+    parser.add_argument("--device-memory-gib", type=Real(1e-3, 1e6), default=80.0)
     parser.add_argument("--routing", choices=["balanced", "worst", "recorded"])
     parser.add_argument(
-        "--trace", type=Path, metavar="RUN", help="with --routing recorded: a run's folder, or its routing.json"
+        "--trace", type=existing_path, metavar="RUN", help="with --routing recorded: a run's folder, or its routing.json"
     )
     options, path, config = read_command(parser)
     if options.routing and config.parallelism.expert_parallel_degree == 1:

@@ -21,7 +21,7 @@ from titanlite.errors import UserError
 from titanlite.files import replace_file
 from titanlite.tools.generate import inference_parser, model_source
 from titanlite.tools.open_model import open_model
-from titanlite.tools.options import at_least
+from titanlite.tools.options import TOKENS, Whole, existing_folder, new_path, nonempty
 from titanlite.tools.ranks import on_ranks
 
 
@@ -38,16 +38,14 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = inference_parser("eval", __doc__)
-    parser.add_argument("--tasks", required=True)
-    parser.add_argument("--include-path", type=Path)
-    parser.add_argument("--num-fewshot", type=at_least(0))
-    parser.add_argument("--limit", type=at_least(1))
-    parser.add_argument("--batch-size", type=at_least(1), default=8)
-    parser.add_argument("--max-length", type=at_least(1))
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--tasks", type=nonempty, required=True)
+    parser.add_argument("--include-path", type=existing_folder)
+    parser.add_argument("--num-fewshot", type=Whole(0, 1000))
+    parser.add_argument("--limit", type=Whole(1, 10**9))
+    parser.add_argument("--batch-size", type=Whole(1, 2**16), default=8)
+    parser.add_argument("--max-length", type=TOKENS)
+    parser.add_argument("--output", type=new_path)
     options = parser.parse_args()
-    if options.include_path and not options.include_path.is_dir():
-        raise UserError(f"--include-path {options.include_path}: no such folder")
     if options.output and (options.output.is_dir() or not options.output.absolute().parent.is_dir()):
         raise UserError(f"--output {options.output}: must be a file in an existing folder")
     return options
@@ -76,7 +74,7 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
 
     from titanlite.tools.harness import Harness
 
-    opened = open_model(source, device, options.dtype, options.tokenizer, options.model)
+    opened = open_model(source, device, options.dtype, str(options.tokenizer), options.model)
     model = Harness(opened, options.max_length or opened.seq_len, options.batch_size)
     quiet = contextlib.redirect_stderr(open(os.devnull, "w")) if torch.distributed.get_rank() else contextlib.nullcontext()
     with quiet:

@@ -18,7 +18,7 @@ from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.open_model import is_hf_folder, open_model, recognise
-from titanlite.tools.options import at_least, command_parser
+from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, Whole, command_parser, existing_folder, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.dtypes import DTYPES
 
@@ -35,12 +35,12 @@ def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     """The options of the commands that run a model."""
     parser = command_parser(command, doc)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("dir", type=Path, nargs="?")
-    where.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--tp", type=at_least(1), default=1)
+    where.add_argument("dir", type=existing_folder, nargs="?")
+    where.add_argument("--checkpoint", type=existing_folder)
+    parser.add_argument("--model", type=nonempty, default="")
+    parser.add_argument("--tp", type=LOCAL_RANKS, default=1)
     parser.add_argument("--dtype", choices=list(DTYPES))
-    parser.add_argument("--tokenizer", default="")
+    parser.add_argument("--tokenizer", type=existing_folder, default="")
     return parser
 
 
@@ -56,17 +56,13 @@ def model_source(options: argparse.Namespace) -> Path:
 
 def _parse() -> argparse.Namespace:
     parser = inference_parser("generate", __doc__)
-    parser.add_argument("--prompt", action="append", required=True)
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=128)
-    parser.add_argument("--temperature", type=float, default=Sampling().temperature)
-    parser.add_argument("--top-k", type=at_least(0), default=Sampling().top_k)
-    parser.add_argument("--top-p", type=float, default=Sampling().top_p)
-    parser.add_argument("--seed", type=at_least(0), default=Sampling().seed)
+    parser.add_argument("--prompt", type=str, action="append", required=True)
+    parser.add_argument("--max-new-tokens", type=TOKENS, default=128)
+    parser.add_argument("--temperature", type=Real(1e-6, 1e6, zero=True), default=Sampling().temperature)
+    parser.add_argument("--top-k", type=Whole(0, 2**24), default=Sampling().top_k)
+    parser.add_argument("--top-p", type=Real(1e-6, 1), default=Sampling().top_p)
+    parser.add_argument("--seed", type=SEED, default=Sampling().seed)
     options = parser.parse_args()
-    if not 0 <= options.temperature < float("inf"):
-        raise UserError(f"--temperature {options.temperature}: must be 0 (the most likely token) or a positive number")
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p {options.top_p}: must be above 0 and at most 1 (all tokens)")
     if options.temperature == 0 and (options.top_k or options.top_p < 1 or options.seed):
         raise UserError("--top-k, --top-p and --seed have no effect with --temperature 0, which takes the most likely token")
     return options
@@ -74,6 +70,6 @@ def _parse() -> argparse.Namespace:
 
 def _continuations(device: torch.device, source: Path, options: argparse.Namespace) -> list[str]:
     """Each prompt with its continuation."""
-    opened = open_model(source, device, options.dtype, options.tokenizer, options.model)
+    opened = open_model(source, device, options.dtype, str(options.tokenizer), options.model)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     return continue_texts(opened.model, opened.tokenizer, options.prompt, options.max_new_tokens, sampling, opened.tp)

@@ -35,7 +35,7 @@ from titanlite.hf.output import start_output
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
 from titanlite.tools.open_model import Recognised, recognise
-from titanlite.tools.options import at_least, command_parser
+from titanlite.tools.options import LOCAL_RANKS, SEED, Whole, command_parser, existing_folder, new_path, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, mixture_of
 
@@ -52,15 +52,15 @@ class Held(NamedTuple):
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
     parser = command_parser("import-hf", __doc__)
-    parser.add_argument("--source", type=Path, required=True, help="folder with config.json and safetensors")
-    parser.add_argument("--output", type=Path, required=True, help="the new checkpoint; must not exist yet")
-    parser.add_argument("--model", default="", help="family of models/, or dotted module name (default: by config.json)")
-    parser.add_argument("--ranks", type=at_least(1), default=1, metavar="N", help="processes (default: 1)")
-    parser.add_argument("--upcycle-experts", type=at_least(2), metavar="N", help="make a mixture of N experts of a dense model")
+    parser.add_argument("--source", type=existing_folder, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--output", type=new_path, required=True, help="the new checkpoint; must not exist yet")
+    parser.add_argument("--model", type=nonempty, default="", help="family or dotted module name (default: by config.json)")
+    parser.add_argument("--ranks", type=LOCAL_RANKS, default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument("--upcycle-experts", type=Whole(2, 2**14), metavar="N", help="make an MoE model of N experts")
     parser.add_argument(
-        "--top-k", type=at_least(1), metavar="K", help="experts of a token (default: 2); with --upcycle-experts"
+        "--top-k", type=Whole(1, 2**14), metavar="K", help="experts of a token (default: 2); with --upcycle-experts"
     )
-    parser.add_argument("--seed", type=int, metavar="S", help="of the routers (default: 0); with --upcycle-experts")
+    parser.add_argument("--seed", type=SEED, metavar="S", help="of the routers (default: 0); with --upcycle-experts")
     options = parser.parse_args()
     upcycling = _upcycling(options)
     held = import_hf(options.source, options.output, options.model, options.ranks, upcycling)

@@ -1,16 +1,103 @@
 """What the command lines of the tools share."""
 
 import argparse
+import math
+import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from titanlite.config import bounds
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
 from titanlite.launch.layout import shown, whole_number
 
-_DIGITS = 15
-_MOST = 10**_DIGITS
+# ----------------------------------------------------------------------------------------------------------- kinds of values
+
+
+class Whole(NamedTuple):
+    """The argparse type of a whole number within bounds, such as 1000 or 1e9."""
+
+    least: int
+    most: int
+
+    def __call__(self, word: str) -> int:
+        digits, _, exponent = word.partition("e")
+        value, power = whole_number(digits, 0, self.most), whole_number(exponent or "0", 0, len(str(self.most)))
+        if value is None or power is None or not self.least <= value * 10**power <= self.most:
+            raise _wrong(word, f"must be a whole number from {self.least} to {self.most}, such as {max(self.least, 8)} or 1e1")
+        return value * 10**power
+
+
+class Real(NamedTuple):
+    """The argparse type of a decimal number within bounds. zero: 0 is allowed too."""
+
+    least: float
+    most: float
+    zero: bool = False
+
+    def __call__(self, word: str) -> float:
+        value = float(word) if re.fullmatch(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]{1,4})?", word, re.ASCII | re.I) else math.nan
+        if not (self.least <= value <= self.most or (self.zero and value == 0)):
+            raise _wrong(word, f"must be {'0, or ' if self.zero else ''}a number from {self.least:g} to {self.most:g}")
+        return value
+
+
+def nonempty(word: str) -> str:
+    """The argparse type of any text that could be a name or a pattern."""
+    if not word.strip() or "\0" in word or len(word) > 4096:
+        raise _wrong(word, "must be text")
+    return word
+
+
+def existing_path(word: str) -> Path:
+    """The argparse type of a file or folder that exists."""
+    path = Path(nonempty(word))
+    try:
+        path.stat()
+    except OSError as error:
+        raise _wrong(word, f"cannot be read: {error.strerror}") from None
+    return path
+
+
+def existing_folder(word: str) -> Path:
+    """The argparse type of a folder that exists."""
+    path = Path(nonempty(word))
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:  # a path that is too long
+        raise _wrong(word, f"cannot be read: {error.strerror}") from None
+    raise _wrong(word, "no such folder")
+
+
+def new_path(word: str) -> Path:
+    """The argparse type of a file or folder that a command creates, or refuses or replaces where it is there."""
+    path = Path(nonempty(word))
+    try:
+        above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+        path.is_dir()  # fails where the name is too long
+        with tempfile.TemporaryDirectory(prefix=".", dir=above):
+            pass
+    except OSError as error:
+        raise _wrong(word, f"cannot be created: {error.strerror}") from None
+    if path.name in ("", ".."):
+        raise _wrong(word, "must be the name of something new")
+    return path
+
+
+def _wrong(word: str, why: str | None) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{shown(word) or repr(word)}: {why}")
+
+
+# Bounds of what several commands take. A prediction takes about 2 ms for each rank.
+RANKS, PREDICTED = Whole(1, 2**20), Whole(1, 2**14)
+LOCAL_RANKS = Whole(1, max(64, 4 * (os.cpu_count() or 1)))  # processes that a command starts on this machine
+STEPS, TOKENS, SEED = Whole(1, bounds.MOST_STEPS), Whole(1, 2**24), Whole(0, 2**63 - 1)
+
+# ------------------------------------------------------------------------------------------------------------------- parsers
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,10 +118,10 @@ def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
 
 
-def config_parser(command: str) -> argparse.ArgumentParser:
+def config_parser(command: str, ranks: Whole = RANKS) -> argparse.ArgumentParser:
     """A parser for `read_command`."""
     parser = _Parser(f"titanlite {command}", allow_abbrev=False, add_help=False)
-    parser.add_argument("--ranks", type=at_least(1), default=1)
+    parser.add_argument("--ranks", type=ranks, default=1)
     return parser
 
 
@@ -45,19 +132,3 @@ def read_command(parser: argparse.ArgumentParser, words: list[str] | None = None
     """
     known, rest = parser.parse_known_args(words)
     return known, *read_words(rest, f"{parser.prog} CONFIG.toml [--ranks N] [--section.key value ...]")
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """The argparse type of a whole number, such as 1000 or 1e9, with this minimum."""
-
-    def number(word: str) -> int:
-        digits, _, exponent = word.partition("e")
-        power = whole_number(exponent or "0", 0, _DIGITS)
-        value = whole_number(digits, 0, _MOST)
-        if value is None or power is None or not least <= value * 10**power <= _MOST:
-            raise argparse.ArgumentTypeError(
-                f"{shown(word)}: must be a whole number of at least {least}, such as 1000 or 1e9, and at most 1e{_DIGITS}"
-            )
-        return value * 10**power
-
-    return number

@@ -20,6 +20,7 @@ from torch import nn
 
 from titanlite.errors import UserError, watch_files
 from titanlite.launch import children, failure
+from titanlite.tools.options import LOCAL_RANKS
 from titanlite.transforms.registry import place_of
 
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
@@ -34,6 +35,8 @@ def on_ranks(
     New processes must be able to import the function, and pickle must take arguments and result. Raises UserError for the first
     error of any rank, since the function runs the user's model on the user's data, and for a rank that was killed.
     """
+    if count > LOCAL_RANKS.most:
+        raise UserError(f"{count} ranks are more than a command starts on this machine, {LOCAL_RANKS.most}")
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
     set_forkserver_preload([function.__module__])
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank that it ends

@@ -46,7 +46,7 @@ from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
 from titanlite.tools.compare import Run, begin, follow, on_mesh, relative_difference, replaced
-from titanlite.tools.options import at_least, command_parser
+from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of, trusted
 from titanlite.transforms.shards import local_part
@@ -323,11 +323,11 @@ def _on_rank(device: torch.device, config: Config, run: Path, step: int, route: 
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
     parser = command_parser("replay", __doc__)
-    parser.add_argument("run", type=Path, help="the run directory")
-    parser.add_argument("--step", type=at_least(1), required=True)
-    parser.add_argument("--ranks", type=at_least(1), help="(default: one process without the mesh of the run)")
-    parser.add_argument("--attempt", type=at_least(1), help="(default: the last one)")
-    parser.add_argument("--model", default="", help="module of the model, if it is no family of models/")
+    parser.add_argument("run", type=existing_folder, help="the run directory")
+    parser.add_argument("--step", type=STEPS, required=True)
+    parser.add_argument("--ranks", type=LOCAL_RANKS, help="(default: one process without the mesh of the run)")
+    parser.add_argument("--attempt", type=STEPS, help="(default: the last one)")
+    parser.add_argument("--model", type=nonempty, default="", help="module of the model, if it is no family of models/")
     options = parser.parse_args()
     process.set_up_logging()
     run, step, ranks = options.run, options.step, options.ranks or 1

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from titanlite.data.prepare.chat import load_template
@@ -19,7 +18,7 @@ from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import UserError
 from titanlite.outside import read_lines
-from titanlite.tools.options import at_least, command_parser
+from titanlite.tools.options import Whole, command_parser, existing_folder, new_path, nonempty
 
 _SHOWN = 10  # skipped entries that the terminal shows
 
@@ -41,20 +40,21 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = command_parser("tokenize", __doc__)
     add = parser.add_argument
-    add("--input", nargs="+", action="extend", required=True, metavar="GLOB",
+    add("--input", type=nonempty, nargs="+", action="extend", required=True, metavar="GLOB",
         help="files, folders, patterns, URLs, folders of saved datasets, hub:NAME[:CONFIG][:SPLIT]; .jsonl, .json, .csv, "
              ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
-    add("--output", required=True, type=Path, metavar="DIR", help="a new folder")
-    add("--tokenizer", required=True, metavar="PATH", help="a folder with tokenizer.json")
-    add("--workers", type=at_least(1), default=_processors(), metavar="N", help="processes (default: one per processor)")
-    add("--text-key", default="text", help='the key or column of the text (default: "text", or "messages" for a chat)')
+    add("--output", required=True, type=new_path, metavar="DIR", help="a new folder")
+    add("--tokenizer", required=True, type=existing_folder, metavar="PATH", help="a folder with tokenizer.json")
+    add("--workers", type=Whole(1, 1024), default=_processors(), metavar="N", help="processes (default: one per processor)")
+    add("--text-key", type=nonempty, default="text",
+        help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
         "tokenizer, as training.add_bos (default: as the tokenizer does it by itself)")  # fmt: skip
     add("--append-eos", action="store_true", help="append the end-of-text id to each text")
-    add("--shard-tokens", type=at_least(1), default=10**9, metavar="N", help="tokens per shard at most (default: 1e9)")
+    add("--shard-tokens", type=Whole(1, 10**12), default=10**9, metavar="N", help="tokens per shard at most (default: 1e9)")
     add("--on-error", choices=("fail", "skip"), default="fail",
         help="what to do with an entry that is not a document (default: fail); skipped ones are listed")  # fmt: skip
-    add("--best-fit", type=at_least(2), metavar="SEQ_LEN", help="also pack each shard for samples of this length")
+    add("--best-fit", type=Whole(2, 2**24), metavar="SEQ_LEN", help="also pack each shard for samples of this length")
     return parser.parse_args()
 
 
@@ -66,14 +66,14 @@ def _tokenize(options: argparse.Namespace) -> dict[str, Any]:
     return prepare(
         options.input,
         options.output,
-        load_tokenizer(options.tokenizer, "--tokenizer", options.add_bos),
+        load_tokenizer(str(options.tokenizer), "--tokenizer", options.add_bos),
         text_key=options.text_key,
         append_eos=options.append_eos,
         workers=options.workers,
         shard_tokens=options.shard_tokens,
         on_error=options.on_error,
         best_fit=options.best_fit,
-        chat=load_template(options.tokenizer),
+        chat=load_template(str(options.tokenizer)),
     )
 
 

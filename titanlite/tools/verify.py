@@ -40,7 +40,7 @@ from titanlite.tools.compare import (
     replaced,
 )
 from titanlite.tools.model_runs import describe
-from titanlite.tools.options import at_least, command_parser
+from titanlite.tools.options import STEPS, command_parser, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
 from titanlite.transforms.registry import family_of
@@ -129,14 +129,14 @@ def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) ->
 
 def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     parser = command_parser("verify", __doc__)
-    parser.add_argument("config")
+    parser.add_argument("config", type=nonempty)
     parser.add_argument(
-        "--mesh", action="append", help="1, or degrees such as dp_shard=2,tp=2; by default 1 and the meshes of check-model"
+        "--mesh", type=nonempty, action="append", help="1, or degrees: dp_shard=2,tp=2 (default: meshes of check-model)"
     )
-    parser.add_argument("--steps", type=at_least(1), default=5, help="(default: 5)")
-    parser.add_argument("--flavor")
+    parser.add_argument("--steps", type=STEPS, default=5, help="(default: 5)")
+    parser.add_argument("--flavor", type=nonempty)
     known, options = parser.parse_known_args(words)
-    if known.flavor:
+    if known.flavor is not None:
         options += ["--model.flavor", known.flavor]
     config = read_config(known.config, options)
     if known.mesh is not None and len(known.mesh) < 2:

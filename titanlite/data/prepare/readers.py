@@ -10,8 +10,10 @@ import contextlib
 import csv
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.data.prepare.open_files import DAMAGES, PACKINGS, is_url, need, open_bytes, open_unpacked, packing_of, plain_name
@@ -117,6 +119,8 @@ def open_hub(path: str) -> tuple[Any, str]:
     """
     datasets = need("datasets", path)
     name, config, split = (*path.removeprefix(HUB).split(":", 2), "", "")[:3]
+    if not (name and Path(name).is_dir()) and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII):
+        raise UserError(f"{path}: cannot be opened: no such folder, and the hub's datasets are called NAME or OWNER/NAME")
     datasets.disable_progress_bars()  # each worker would draw one
     try:
         builder = datasets.load_dataset_builder(name, config or None)
