@@ -126,6 +126,22 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], str, int]] = {
 }
 
 
+def run_command(*words: str) -> None:
+    """`titanlite` with these words, in this process."""
+    with contextlib.ExitStack() as stack:
+        for name in ("signal.signal", "titanlite.launch.stop.listen", "titanlite.launch.stop.leave_at_once"):
+            stack.enter_context(mock.patch(name))
+        stack.enter_context(mock.patch.object(os, "_exit", sys.exit))
+        stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
+        stack.enter_context(mock.patch.object(sys, "argv", ["titanlite", *words]))
+        stack.enter_context(mock.patch.object(errors, "_position", (0, "starting")))
+        # where the tracebacks go
+        cache = Path(tempfile.gettempdir()) / "cache"
+        stack.enter_context(mock.patch("titanlite.launch.failure.cache_folder", return_value=cache))
+        stack.callback(stacks.close_dump)
+        __main__.main()
+
+
 def failing(way: Way, error: Callable[[], BaseException], folder: Path) -> Callable[[], object]:
     """A command of `titanlite` in this process, of which a function fails."""
     (folder / "run.toml").write_text(_RUN)
@@ -135,21 +151,12 @@ def failing(way: Way, error: Callable[[], BaseException], folder: Path) -> Calla
     (folder / "out/provenance.json").write_text("[]")
 
     def run() -> None:
+        patch = functools.partial(mock.patch, new_callable=mock.MagicMock)
         with contextlib.ExitStack() as stack:
-            patch = functools.partial(mock.patch, new_callable=mock.MagicMock)
-            for name in ("signal.signal", "titanlite.launch.stop.listen", "titanlite.launch.stop.leave_at_once", *way.replaced):
+            for name in way.replaced:
                 stack.enter_context(patch(name))
             stack.enter_context(patch(way.fails, side_effect=lambda *_, **__: _raise(error())))
-            stack.enter_context(mock.patch.object(os, "_exit", sys.exit))
-            stack.enter_context(mock.patch.object(sys, "path", list(sys.path)))
-            stack.enter_context(mock.patch.object(sys, "argv", ["titanlite", *way.command.split()]))
-            stack.enter_context(mock.patch.object(errors, "_position", (0, "starting")))
-            # where the tracebacks go
-            stack.enter_context(
-                patch("titanlite.launch.failure.cache_folder", return_value=Path(tempfile.gettempdir()) / "cache")
-            )
-            stack.callback(stacks.close_dump)
-            __main__.main()
+            run_command(*way.command.split())
 
     return run
 

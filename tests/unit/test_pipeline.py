@@ -112,7 +112,7 @@ def test_a_schedule_that_stops_is_found():
 @pytest.mark.parametrize(
     "config, ranks, message",
     [
-        (pipelined(2, microbatches=1), 2, "2 ranks need at least 2 microbatches a step"),
+        (pipelined(2, microbatches=1), 2, "pipeline_parallel_degree = 2: needs at least 2 microbatches a step"),
         (pipelined(4, "Interleaved1F1B", 11), 4, "11 microbatches a step"),
         (pipelined(4, layers=3), 4, "4 ranks share 3 blocks"),
         (pipelined(4, "Interleaved1F1B", layers=6), 4, "6 blocks are fewer than 8 stages"),

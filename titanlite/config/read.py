@@ -55,7 +55,7 @@ def read_words(words: list[str], usage: str) -> tuple[str, Config]:
     if words and words[0] in ("-h", "--help"):
         print(f"usage: {usage}\n       with --help behind CONFIG.toml: every option with its meaning and value")
         sys.exit(0)
-    if not words or words[0].startswith("-"):
+    if not words or not words[0].strip() or words[0].startswith("-"):
         raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
     taken: list[str] = []
     config = read_config(words[0], words[1:], taken)
@@ -166,6 +166,8 @@ def _toml_key(name: str) -> str:
 def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict[str, Any]:
     """The tables of a file merged over those of its `base`, whose path is relative to the file."""
     named_by = f" (named as base by {chain[-1]})" if chain else ""
+    if "\0" in str(path):
+        raise UserError(f"{str(path)!r}: no path has a zero byte{named_by}")
     if os.path.realpath(path) in map(os.path.realpath, chain):
         circle = " -> ".join(str(file) for file in [*chain, path])
         raise UserError(f"{chain[-1]}: base = {path.name!r} closes a circle: {circle}")

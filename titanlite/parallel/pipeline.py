@@ -399,8 +399,8 @@ def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
     sizes = "global_batch_size / (local_batch_size x data-parallel ranks)"
     if count < degree and schedule != "LoopedBFS":
         yield (
-            f'parallelism.pipeline_parallel_schedule = "{schedule}": {degree} ranks need at least {degree} microbatches a '
-            f"step, {sizes}, and there are {count}; raise training.global_batch_size or lower training.local_batch_size"
+            f'parallelism.pipeline_parallel_schedule = "{schedule}", parallelism.pipeline_parallel_degree = {degree}: needs at '
+            f"least {degree} microbatches a step, {sizes}, and there are {count}; raise training.global_batch_size or lower training.local_batch_size"
         )
     elif schedule == "Interleaved1F1B" and count % max(1, count // degree):
         yield (

@@ -24,8 +24,8 @@ class Whole(NamedTuple):
     most: int
 
     def __call__(self, word: str) -> int:
-        digits, _, exponent = word.partition("e")
-        value, power = whole_number(digits, 0, self.most), whole_number(exponent or "0", 0, len(str(self.most)))
+        digits, given, exponent = word.partition("e")
+        value, power = whole_number(digits, 0, self.most), whole_number(exponent if given else "0", 0, len(str(self.most)))
         if value is None or power is None or not self.least <= value * 10**power <= self.most:
             raise _wrong(word, f"must be a whole number from {self.least} to {self.most}, such as {max(self.least, 8)} or 1e1")
         return value * 10**power
@@ -76,6 +76,8 @@ def existing_folder(word: str) -> Path:
 def new_path(word: str) -> Path:
     """The argparse type of a file or folder that a command creates, or refuses or replaces where it is there."""
     path = Path(nonempty(word))
+    if path.name in ("", ".."):
+        raise _wrong(word, "must be the name of something new")
     try:
         above = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
         path.is_dir()  # fails where the name is too long
@@ -83,8 +85,6 @@ def new_path(word: str) -> Path:
             pass
     except OSError as error:
         raise _wrong(word, f"cannot be created: {error.strerror}") from None
-    if path.name in ("", ".."):
-        raise _wrong(word, "must be the name of something new")
     return path
 
 

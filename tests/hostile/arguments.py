@@ -1,0 +1,133 @@
+"""Wrong values of every argument of every command; both are read from the commands' own tables."""
+
+import argparse
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.hostile.judge import Case
+from tests.hostile.unforeseen import run_command
+from titanlite.__main__ import COMMANDS
+from titanlite.tools import options
+from titanlite.tools.options import Real, Whole, existing_folder, existing_path, new_path, nonempty
+
+_NO_NUMBERS = ("", " ", "nan", "inf", "-1", "-0", "x", "0x10", "1_0", "+1", "\u0663", "1e", "e3", "1e400", "1e-320", "9" * 5000)
+_NO_TEXT = ("", " ", "a\0b", "x" * 5000)
+_NO_PATHS = (*_NO_TEXT, "x" * 300, "file.txt/x", "loop/x")
+WRONG: dict[Any, tuple[str, ...]] = {
+    nonempty: _NO_TEXT,
+    existing_path: (*_NO_PATHS, "nowhere", "loop"),
+    existing_folder: (*_NO_PATHS, "nowhere", "loop", "file.txt", "/dev/null"),
+    new_path: (*_NO_PATHS, ".", "..", "/", "a/..", "/proc/x", "/dev/null/x", "/sys/x"),
+}
+RIGHT = {nonempty: "run.toml", existing_path: "run.toml", existing_folder: "folder", new_path: "new", str: "x"}
+# Texts that a kind accepts, and that stand for nothing in the folder: no library may fail at them in its own words.
+TEXTS = ("hub:", "hub:::", "hub:a b", "://", "s3://", "*[", "[", "..", "~", "%s", "-", "a.b", ".a", "no.module", "\udcff", ":", ",", "=")
+
+
+class _Captured(Exception):
+    pass
+
+
+def with_configurations() -> Iterator[list[str]]:
+    """The words before the configuration of each command that begins with one."""
+    inner = {before[0]: parser for before, parser in parsers()}
+    yield from ([command] for command in COMMANDS if command not in inner)
+    yield from (before for before, parser in parsers() if not parser.add_help)
+
+
+def parsers() -> Iterator[tuple[list[str], argparse.ArgumentParser]]:
+    """(words before the arguments, parser) of every command that has arguments beside a configuration."""
+    for command in COMMANDS:
+        if (parser := _parser_of(command)) is None:
+            continue
+        yield [command], parser
+        first = next((action for action in parser._actions if not action.option_strings), None)
+        for choice in (first.choices or ()) if first else ():  # each may have arguments of its own
+            if (inner := _parser_of(command, choice, skipped=1)) is not None:
+                yield [command, choice], inner
+
+
+def _parser_of(*words: str, skipped: int = 0) -> argparse.ArgumentParser | None:
+    """The parser that a command calls after so many others."""
+    called: list[argparse.ArgumentParser] = []
+    original = options._Parser.parse_known_args
+
+    def parse(self: Any, words: Any = None, namespace: Any = None) -> Any:
+        called.append(self)
+        if len(called) > skipped:
+            raise _Captured
+        return original(self, words, namespace)
+
+    with mock.patch.object(options._Parser, "parse_known_args", parse), contextlib.suppress(SystemExit, _Captured):
+        with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None):
+            run_command(*words)
+    return called[skipped] if len(called) > skipped else None
+
+
+def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Those that take a value of no short list."""
+    return [action for action in parser._actions if action.nargs != 0 and not action.choices]
+
+
+def wrong(kind: Any) -> tuple[str, ...]:
+    if isinstance(kind, Whole):
+        below = (str(kind.least - 1),) if kind.least else ()
+        return (*_NO_NUMBERS, *below, "1.5", "01", str(kind.most + 1), f"1e{len(str(kind.most))}")
+    if isinstance(kind, Real):
+        return (*_NO_NUMBERS, *(() if kind.zero else ("0", "0.0")), repr(kind.least * 0.9), repr(kind.most * 1.1))
+    return WRONG.get(kind, ())
+
+
+def _right(action: argparse.Action) -> list[str]:
+    """The words of an argument with a value that its kind accepts."""
+    kind: Any = action.type
+    value = str(next(iter(action.choices))) if action.choices else RIGHT.get(kind) or str(kind.least)
+    return [action.option_strings[0], value] if action.option_strings else [value]
+
+
+def words_of(parser: argparse.ArgumentParser, tested: argparse.Action, value: str) -> list[str]:
+    """A value of one argument, and right ones of those that must be there."""
+    words = [] if parser.add_help else ["run.toml"]  # a configuration comes first
+    groups = [group._group_actions for group in parser._mutually_exclusive_groups if group.required]
+    chosen = [group[0] for group in groups if tested not in group]
+    for action in parser._actions:
+        if action is tested:
+            words += [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
+        elif action in chosen or (action.required and not any(action in group for group in groups)):
+            words += _right(action)
+    return words
+
+
+def _within(words: list[str]) -> Callable[[Path], Callable[[], object]]:
+    def make(folder: Path) -> Callable[[], object]:
+        (folder / "run.toml").write_text("")
+        (folder / "file.txt").write_text("")
+        (folder / "folder").mkdir()
+        (folder / "loop").symlink_to("loop")
+        return functools.partial(run_command, *words)
+
+    return make
+
+
+def cases(seed: int) -> Iterator[Case]:
+    """All of them, at every seed."""
+    for before in with_configurations():
+        for value in (*WRONG[existing_path], *TEXTS, "folder", "/dev/null/x", "--", "--ranks"):
+            yield Case("arguments", f"{' '.join(before)} {value[:20]!a} as configuration", _within([*before, value]), "")
+    for before, parser in parsers():
+        for action in arguments(parser):
+            # a float, an int or a path without bounds is no kind
+            assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
+            label = action.option_strings[0] if action.option_strings else action.dest
+            for value in wrong(action.type):
+                words = [*before, *words_of(parser, action, value)]
+                yield Case("arguments", f"{' '.join(before)} {label}={value[:20]!a}", _within(words), re.escape(label))
+            for value in TEXTS if action.type in (nonempty, str) else ():
+                words = [*before, *words_of(parser, action, value)]
+                name = f"{' '.join(before)} {label}={value!a}, which is text"
+                yield Case("arguments", name, _within(words), "")
