@@ -129,7 +129,7 @@ def test_a_run_with_stages_begins_from_a_folder_and_its_export_is_the_checkpoint
     name, flavor = SOURCES[source]
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
     start = {"initial_load_path": str(folder), "initial_load_in_hf": True}
-    still = {"optimizer": {"lr": 1e-30, "weight_decay": 0.0}, "model": {"name": name, "hf_assets_path": str(folder)}}
+    still = {"optimizer": {"lr": 1e-20, "weight_decay": 0.0}, "model": {"name": name, "hf_assets_path": str(folder)}}
     outcome = train(pools, STAGES, tmp_path / "run", 2, flavor=flavor, checkpoint=start, **still, **LOCAL)[0]
     assert outcome.error == "" and f"weights read from {folder}" in outcome.log
     there, module = tensors_of(folder), load_family(name, flavor).module

@@ -75,7 +75,7 @@ def test_training_goes_on_as_if_nobody_had_looked(pools, tmp_path):
 
 
 def test_every_round_reads_the_same_samples(pools, tmp_path):
-    reports = run(pools, {}, tmp_path, optimizer={"lr": 1e-30, "weight_decay": 0.0}, validation={**ALL, "steps": 3})
+    reports = run(pools, {}, tmp_path, optimizer={"lr": 1e-20, "weight_decay": 0.0}, validation={**ALL, "steps": 3})
     measured = [report["validation_loss"] for report in reports if "validation_loss" in report]
     assert len(measured) == 2
     assert len(set(measured)) == 1

@@ -26,7 +26,25 @@ WRONG: dict[Any, tuple[str, ...]] = {
 }
 RIGHT = {nonempty: "run.toml", existing_path: "run.toml", existing_folder: "folder", new_path: "new", str: "x"}
 # Texts that a kind accepts, and that stand for nothing in the folder: no library may fail at them in its own words.
-TEXTS = ("hub:", "hub:::", "hub:a b", "://", "s3://", "*[", "[", "..", "~", "%s", "-", "a.b", ".a", "no.module", "\udcff", ":", ",", "=")
+TEXTS = (
+    "hub:",
+    "hub:::",
+    "hub:a b",
+    "://",
+    "s3://",
+    "*[",
+    "[",
+    "..",
+    "~",
+    "%s",
+    "-",
+    ".a",
+    "no.module",
+    "\udcff",
+    ":",
+    ",",
+    "=",
+)
 
 
 class _Captured(Exception):
@@ -63,9 +81,10 @@ def _parser_of(*words: str, skipped: int = 0) -> argparse.ArgumentParser | None:
             raise _Captured
         return original(self, words, namespace)
 
-    with mock.patch.object(options._Parser, "parse_known_args", parse), contextlib.suppress(SystemExit, _Captured):
-        with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None):
-            run_command(*words)
+    quiet = contextlib.redirect_stderr(None), contextlib.redirect_stdout(None)
+    patched = mock.patch.object(options._Parser, "parse_known_args", parse)
+    with patched, quiet[0], quiet[1], contextlib.suppress(SystemExit, _Captured):
+        run_command(*words)
     return called[skipped] if len(called) > skipped else None
 
 

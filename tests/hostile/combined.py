@@ -110,7 +110,5 @@ def cases(seed: int) -> Iterator[Case]:
     every = [list(pair) for pair in related()]
     for count, number in ((2, _PAIRS), (3, _TRIPLES)):
         every += [[draw.choice(draw.choice((SINGLE, SEVERAL, FOREIGN))) for _ in range(count)] for _ in range(number)]
-    drawn = (
-        _case(parts, ranks := draw.choice(_RANKS), draw.choice((None, ranks)), draw.random() < 0.5) for parts in every
-    )
+    drawn = (_case(parts, ranks := draw.choice(_RANKS), draw.choice((None, ranks)), draw.random() < 0.5) for parts in every)
     yield from {case.name: case for case in drawn}.values()

@@ -98,7 +98,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "momentum": 0.5,
         "nesterov": False,
         "ns_steps": 7,
-        "lr": 1e-300,
+        "lr": 1e-20,
         "beta1": 0.0,
         "beta2": 0.1 + 0.2,
         "eps": 1e30,

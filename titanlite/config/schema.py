@@ -112,7 +112,7 @@ class Training(Section):
     """Tokens per sequence."""
     steps: Annotated[bounds.Steps, ALWAYS] = 10_000
     """Optimizer steps of the whole run, counted from its first start."""
-    max_norm: Annotated[float, Field(gt=0.0), ALWAYS] = 1.0
+    max_norm: Annotated[bounds.Norm, ALWAYS] = 1.0
     """Gradients are scaled down to this global L2 norm. inf: the norm is measured and nothing is clipped."""
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], ALWAYS] = "stop"
     """What happens after a step whose loss or gradient norm is infinite or NaN. With the fused optimizer that step changes no
@@ -146,7 +146,7 @@ class Dataloader(Section):
     """Processes per rank that read ahead. 0: the rank itself reads each batch when it needs it."""
     prefetch: Annotated[int, Field(ge=1, le=16), EffectiveWhen("dataloader.workers > 0")] = 2
     """Steps that each worker reads ahead."""
-    stall_seconds: Annotated[float, Field(gt=0.0, le=bounds.LONGEST_SECONDS, allow_inf_nan=False), ALWAYS] = 20.0
+    stall_seconds: Annotated[float, Field(ge=1e-3, le=bounds.LONGEST_SECONDS, allow_inf_nan=False), ALWAYS] = 20.0
     """When a step waits longer for data, a message names the source and file that are being read; it repeats after the same
     time."""
 
@@ -290,13 +290,13 @@ class Optimizer(Section):
     gradient and needs far smaller values of weight_decay than the default. Muon orthogonalises the momentum of the blocks'
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
     the same lr: a matrix's update is scaled to the size of AdamW's."""
-    lr: Annotated[bounds.Positive, ALWAYS] = 8e-4
+    lr: Annotated[bounds.Rate, ALWAYS] = 8e-4
     """Peak learning rate; lr_scheduler scales it."""
     beta1: Annotated[bounds.Beta, ALWAYS] = 0.9
     """Decay of the running mean of gradients."""
     beta2: Annotated[bounds.Beta, ALWAYS] = 0.95
     """Decay of the running mean of squared gradients."""
-    eps: Annotated[bounds.Positive, ALWAYS] = 1e-8
+    eps: Annotated[bounds.Epsilon, ALWAYS] = 1e-8
     """Added to the root of the second moment."""
     momentum: Annotated[bounds.Beta, _WITH_MUON] = 0.95
     """Muon's decay of the running mean of gradients."""

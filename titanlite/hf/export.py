@@ -24,9 +24,9 @@ from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.hf.part import Part
 from titanlite.launch.process import rank_and_world, together
-from titanlite.transforms.description import read_description
+from titanlite.transforms.description import Description, read_description
 from titanlite.transforms.lora import merged
-from titanlite.transforms.registry import family_of, trusted
+from titanlite.transforms.registry import Family, described, family_of, trusted
 from titanlite.transforms.source import warn_of_changes
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -96,7 +96,7 @@ class Exported:
     """
 
     def __init__(self, stored: Stored, dtype: torch.dtype | None = None, assets: str = "", named: str = ""):
-        self.stored, self._dtype = stored, dtype
+        self.stored, self._dtype, self._given = stored, dtype, assets
         cfg = stored.manifest.numbers["config"].get("model")
         if cfg is None:
             raise UserError(f"{stored.source}: its manifest does not name a model")
@@ -120,12 +120,14 @@ class Exported:
             raise UserError(listed(f"{stored.source}: does not have the weights of this model:", lines))
 
     def tokenizer(self) -> LoadedTokenizer | None:
-        """The tokenizer of the run; None for an import without one. Raises UserError if it has changed since."""
+        """The tokenizer of the run; None for an import without one. Raises UserError if it is missing or has changed since."""
+        trained_with = self.stored.manifest.numbers["data"].get("tokenizer")
         if self.assets and not (Path(self.assets) / "tokenizer.json").is_file():
+            if self._given or trained_with:
+                raise UserError(f"{self.assets}: there is no tokenizer.json in it; name the tokenizer's folder with --assets")
             return None
         loaded = open_tokenizer(self.assets)
-        before = self.stored.manifest.numbers["data"].get("tokenizer", tokenizer_digest(loaded))
-        if before != tokenizer_digest(loaded):
+        if trained_with not in (None, tokenizer_digest(loaded)):
             which = self.assets or "the default one of this installation"
             raise UserError(
                 f"{self.stored.source}: was trained with another tokenizer than {which}; name its folder with --assets"
@@ -237,13 +239,27 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     facts |= {"max_position_embeddings": length} if length else {}
     if assets and os.path.lexists(assets / "config.json"):
         theirs = read_description(assets)
-        facts |= {name: theirs[name] for name in _CARRIED if theirs.get(name) is not None}
+        facts |= _read_keys(theirs, exported.family)
+        # a null stays one, unless the tokenizer says more
+        facts |= {name: theirs.get(name) for name in _CARRIED if theirs.get(name) is not None or name in theirs.keys() - facts}
     largest = max(items, key=lambda item: item.bytes)
     dtype = {"torch_dtype": str(largest.dtype).removeprefix("torch.")}
     _write_json(folder / "config.json", facts | exported.family.module.to_hf(exported.family.config) | dtype)
     if not (folder / "generation_config.json").is_file():
         ids = {name: value for name, value in facts.items() if name.endswith("_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+
+
+def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:
+    """The keys of a config.json that the family reads, where it describes this model.
+
+    Of rope_parameters, `to_hf` has the older spelling, rope_theta and rope_scaling, which every version of transformers reads.
+    """
+    try:
+        same = described(family.module, theirs) == family.config
+    except UserError:  # of another family
+        return {}
+    return {key: theirs.get(key) for key in theirs.used & theirs.keys() - {"rope_parameters"}} if same else {}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

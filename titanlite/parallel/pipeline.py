@@ -400,7 +400,8 @@ def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
     if count < degree and schedule != "LoopedBFS":
         yield (
             f'parallelism.pipeline_parallel_schedule = "{schedule}", parallelism.pipeline_parallel_degree = {degree}: needs at '
-            f"least {degree} microbatches a step, {sizes}, and there are {count}; raise training.global_batch_size or lower training.local_batch_size"
+            f"least {degree} microbatches a step, {sizes}, and there are {count}; raise training.global_batch_size or lower "
+            "training.local_batch_size"
         )
     elif schedule == "Interleaved1F1B" and count % max(1, count // degree):
         yield (

@@ -18,6 +18,7 @@ from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.effects import Place
 from titanlite.config.schema import Config
+from titanlite.config.tables import Section
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
@@ -92,10 +93,13 @@ def everywhere(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     return values if pipeline is None else dict(pipeline.gathered(values.items()))
 
 
-def replaced(config: Config, **sections: dict[str, Any]) -> Config:
-    """A copy of the configuration with other values in some sections."""
-    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=update)
+def replaced(config: Config, **sections: dict[str, Any] | Section) -> Config:
+    """A copy of the configuration with other sections, or other values in them; keys that are then without effect are unset."""
+    update = {
+        name: values if isinstance(values, Section) else getattr(config, name).model_copy(update=values)
+        for name, values in sections.items()
+    }
+    return config.model_copy(update=update).settled(Place())
 
 
 def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:

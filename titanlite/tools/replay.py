@@ -151,9 +151,9 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
     degrees = resolve_degrees(parallelism, ranks or 1)
     if global_batch % (parts := parts_of(degrees)):
         raise UserError(f"--ranks {ranks}: {parts} data-parallel ranks cannot share a global batch of {global_batch} equally")
-    sections = {"parallelism": parallelism, "validation": Validation(), "profiling": Profiling()}
     degrees["ep"] = parallelism.expert_parallel_degree
-    return on_mesh(config.model_copy(update=sections), degrees, global_batch)
+    config = replaced(config, parallelism=parallelism, validation=Validation(), profiling=Profiling())
+    return on_mesh(config, degrees, global_batch)
 
 
 def check_setting(config: Config, run: Path, ranks: int) -> None:
@@ -162,7 +162,7 @@ def check_setting(config: Config, run: Path, ranks: int) -> None:
         raise UserError(f"--ranks {ranks}: this machine has {torch.cuda.device_count()} GPUs, and each rank needs one")
     nowhere = os.path.join(tempfile.gettempdir(), f"titanlite-replay-{os.getpid()}")
     job = {"dump_folder": nowhere, "time_limit_minutes": 0.0}
-    config = replaced(config, job=job, training={"on_nonfinite": "stop"}).model_copy(update={"checkpoint": Checkpoint()})
+    config = replaced(config, job=job, training={"on_nonfinite": "stop"}, checkpoint=Checkpoint())
     check(config, str(run / CONFIG), ranks)
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.config import effects
 from titanlite.config.effects import Place
 from titanlite.config.operation import Checkpoint
-from titanlite.config.read import read_config
+from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.data.mixture import open_data
 from titanlite.errors import UserError
@@ -139,6 +140,8 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     if known.flavor is not None:
         options += ["--model.flavor", known.flavor]
     config = read_config(known.config, options)
+    if idle := [*effects.faults(config.idle(Place()))]:  # before what follows settles them
+        raise Faults(known.config, idle)
     if known.mesh is not None and len(known.mesh) < 2:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")
     if known.mesh is not None and _degrees(known.mesh[0]).get("pp", 1) > 1:
@@ -153,9 +156,10 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
         # These keys apply to one precision.
         optimizer={"rounding": Optimizer().rounding},
         model={"attention": Model().attention},
+        checkpoint=Checkpoint(),
     )
     meshes = _default_meshes(config) if known.mesh is None else [_degrees(text) for text in known.mesh]
-    return known.config, meshes, config.model_copy(update={"checkpoint": Checkpoint()})
+    return known.config, meshes, config
 
 
 def _default_meshes(config: Config) -> list[dict[str, int]]:

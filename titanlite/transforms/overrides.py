@@ -99,6 +99,8 @@ def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[s
         least = min(filter(_is_number, known), default=1)
         if not math.isfinite(found) and found not in known:
             faults.append(f"{shown}: must be a finite number")
+        elif isinstance(found, float) and found and not 1e-30 <= abs(found) <= 1e30 and found not in known:
+            faults.append(f"{shown}: must be a number that float32 can be multiplied with, from 1e-30 to 1e30")
         elif found <= 0 and found < least:
             faults.append(f"{shown}: must be " + ("greater than 0" if least > 0 else f"at least {least}"))
     return found

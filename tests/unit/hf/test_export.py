@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from models.attention import SeqInfo
 from tests import tiny
@@ -24,7 +24,8 @@ from titanlite.hf import folder as folders
 from titanlite.hf.export import Item, write_file
 from titanlite.hf.part import Part
 from titanlite.tools.open_model import recognise
-from titanlite.transforms.registry import Family, load_family
+from titanlite.transforms.description import read_description
+from titanlite.transforms.registry import Family, described, load_family
 
 
 def export(source: Path, *words, **keys) -> list[Path]:
@@ -60,6 +61,29 @@ def test_transformers_loads_the_export_as_it_is_and_gives_our_logits(sources, im
     difference = ((found - expected).abs().max() / expected.abs().max()).item()
     print(f"{name} {flavor}: logits differ by {difference:.1e}")
     assert difference < 1e-5
+
+
+@pytest.mark.parametrize(("name", "flavor"), CASES)
+def test_the_export_has_every_key_of_config_json_that_was_read(sources, imported, tmp_path, name, flavor):
+    family = load_family(name, flavor)
+    shutil.copytree(sources(name, flavor), tmp_path / "source")
+    theirs = AutoConfig.for_model(**family.module.to_hf(family.config), eos_token_id=0, pad_token_id=None).to_dict()
+    assert theirs["pad_token_id"] is None
+    (tmp_path / "source/config.json").write_text(json.dumps(theirs))
+    description = read_description(tmp_path / "source")
+    described(family.module, description)
+    export(imported(name, flavor), tmp_path / "out", assets=str(tmp_path / "source"))
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    read_keys = (description.used | {"bos_token_id", "eos_token_id", "pad_token_id"}) & theirs.keys() - {"rope_parameters"}
+    assert described(family.module, read_description(tmp_path / "out")) == family.config  # also by its older spelling
+    assert {key: written.get(key, "missing") for key in read_keys} == {key: theirs[key] for key in read_keys}
+
+
+def test_a_folder_without_a_tokenizer_is_refused(imported, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty: there is no tokenizer\.json in it; name the tokenizer's folder with --assets"):
+        export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(tmp_path / "empty"))
+    assert not list(tmp_path.glob("*out*"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

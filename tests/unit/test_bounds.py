@@ -1,0 +1,78 @@
+"""Every number that a key allows is one that float32 and bfloat16 have, and so is what it is multiplied with."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from tests.hostile.keys import ALTERNATIVES, alternatives
+from titanlite.config.schema import Config, Source
+from titanlite.optim.lr_schedule import build_schedule
+
+TINY = torch.finfo(torch.float32).tiny
+_OF_SOURCES = {f"source.{name}": alternatives(Source, name) for name in Source.model_fields}
+FLOATS = {key: each for key, kinds in (ALTERNATIVES | _OF_SOURCES).items() for each in kinds if each["type"] == "number"}
+
+
+@functools.cache
+def adapter(key: str) -> TypeAdapter:
+    section, name = key.split(".")
+    fields = Source.model_fields if section == "source" else type(getattr(Config(), section)).model_fields
+    return TypeAdapter(fields[name].rebuild_annotation())
+
+
+def accepts(key: str, value: float) -> bool:
+    try:
+        adapter(key).validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def ends(key: str) -> list[float]:
+    """The smallest positive value and the largest one, by bisection over the powers of two."""
+    assert key in FLOATS
+    powers = [2.0**power for power in range(-1074, 1024)]
+    allowed = [value for value in powers if accepts(key, value)]
+    assert allowed, key
+    return [allowed[0], allowed[-1]]
+
+
+def test_there_are_such_keys():
+    assert {"optimizer.lr", "lora.alpha", "optimizer.eps", "lr_scheduler.decay_ratio", "source.weight"} <= FLOATS.keys()
+
+
+@pytest.mark.parametrize("key", FLOATS)
+def test_the_smallest_and_the_largest_value_are_normal_numbers_of_float32(key):
+    for value in ends(key):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = torch.tensor(value, dtype=dtype).item()
+            assert math.isfinite(found) and found >= TINY, (value, dtype)
+    for value in (5e-324, 1e-300, TINY / 2, 1e39, 1e308, math.nan, -1e-3):
+        assert not accepts(key, value), value
+
+
+@pytest.mark.parametrize("key", ["optimizer.beta1", "optimizer.beta2", "optimizer.momentum"])
+def test_a_running_mean_takes_up_something_new(key):
+    most = FLOATS[key]["maximum"]
+    assert 1 - torch.tensor(most, dtype=torch.float32).item() > 0 and not accepts(key, math.nextafter(1.0, 0.0))
+
+
+def test_products_of_keys_are_normal_numbers_too():
+    alpha, rank = ends("lora.alpha"), (1, 2**16)
+    scales = [value / number for value, number in itertools.product(alpha, rank)]
+    gradients = (1e-4, 1.0, 1e3)  # of an adapter without the scale
+    for scale, gradient in itertools.product(scales, gradients):
+        assert TINY <= (scale * gradient) ** 2 <= torch.finfo(torch.float32).max
+    for lr, decay in itertools.product(ends("optimizer.lr"), ends("optimizer.weight_decay")):
+        assert TINY <= lr * decay <= torch.finfo(torch.float32).max
+    for lr, factor in itertools.product(ends("optimizer.lr"), ends("lr_scheduler.min_lr_factor")):
+        tables = {"warmup_steps": 10**10, "total_steps": 10**10, "min_lr_factor": factor}
+        schedule = build_schedule(Config.model_validate({"optimizer": {"lr": lr}, "lr_scheduler": tables}))
+        assert TINY <= schedule.at(1) <= schedule.at(10**10) <= torch.finfo(torch.float32).max
+        tables = {"warmup_steps": 0, "total_steps": 100, "min_lr_factor": factor}
+        schedule = build_schedule(Config.model_validate({"optimizer": {"lr": lr}, "lr_scheduler": tables}))
+        assert schedule.at(100) >= TINY
