@@ -101,7 +101,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "lr": 1e-20,
         "beta1": 0.0,
         "beta2": 0.1 + 0.2,
-        "eps": 1e30,
+        "eps": 1e9,
         "weight_decay": 1.0,
         "decay_parameters": r"^layers\.\d+\.",
         "implementation": "for-loop",

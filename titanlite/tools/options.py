@@ -6,8 +6,9 @@ import os
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titanlite.config import bounds
 from titanlite.config.read import read_words
@@ -17,7 +18,8 @@ from titanlite.launch.layout import shown, whole_number
 # ----------------------------------------------------------------------------------------------------------- kinds of values
 
 
-class Whole(NamedTuple):
+@dataclass(frozen=True)
+class Whole:
     """The argparse type of a whole number within bounds, such as 1000 or 1e9."""
 
     least: int
@@ -31,7 +33,8 @@ class Whole(NamedTuple):
         return value * 10**power
 
 
-class Real(NamedTuple):
+@dataclass(frozen=True)
+class Real:
     """The argparse type of a decimal number within bounds. zero: 0 is allowed too."""
 
     least: float
