@@ -28,7 +28,7 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, phase
 from titanlite.files import UNFINISHED, replace_file, tolerated
-from titanlite.outside import MIB, Absent, Contents, Positive, kind_of, read_bytes, read_json
+from titanlite.outside import MIB, Absent, Contents, Positive, Unread, kind_of, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -234,6 +234,8 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
     path = folder / PROVENANCE
     try:
         starts = read_starts(folder)
+    except Unread:
+        raise
     except UserError:  # somebody may have edited it: keep it
         shutil.copyfile(path, folder / _UNREADABLE)
         starts = []

@@ -20,7 +20,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, at
 from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import METRICS, ROUTING
-from titanlite.outside import Absent, Contents, Count, read_lines
+from titanlite.outside import Absent, Contents, Count, Unread, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +256,8 @@ def read_history(path: Path, model: type[Contents]) -> list[dict[str, Any]]:
         return list(read_lines(path, model))
     except Absent:
         return []
+    except Unread:
+        raise
     except UserError as error:
         raise UserError(f"{error}; remove the line, or rename the file") from None
 
