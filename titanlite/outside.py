@@ -10,6 +10,7 @@ by an error of the disk, is `Unread`: it proves no fault of the file.
 
 import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -86,8 +87,22 @@ def reading(path: str | Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------------- files
 
 
+class _File(io.BufferedReader):
+    """A file whose `with` ends as `reading` does."""
+
+    def __init__(self, handle: int, path: str | Path):
+        super().__init__(io.FileIO(handle))
+        self._path = path
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, OSError | MemoryError):
+            with reading(self._path):
+                raise error
+
+
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading. Raises Absent, Unread, or UserError for anything else."""
+    """Opens a regular file for reading, in a `with`. Raises Absent, Unread, or UserError for anything else."""
     try:
         with reading(path):
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO waits for its writer
@@ -98,7 +113,7 @@ def open_file(path: str | Path) -> BinaryIO:
     if (kind := kind_of(os.fstat(handle).st_mode)) != "a file":
         os.close(handle)
         raise UserError(f"{path}: cannot be read: it is {kind}, and must be a regular file")
-    return open(handle, "rb")
+    return _File(handle, path)
 
 
 _KINDS = {
@@ -123,7 +138,7 @@ def size_of(path: str | Path) -> int:
 
 def read_bytes(path: str | Path, limit: int) -> bytes:
     """A whole file of at most `limit` bytes."""
-    with reading(path), open_file(path) as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size + 1) if size <= limit else b""
         while size < len(content) <= limit and (more := file.read(MIB)):  # it grows, or is of /proc, where sizes are 0
@@ -158,7 +173,7 @@ def read_json(path: str | Path, model: Any, limit: int) -> Any:
 
 def read_lines(path: str | Path, model: Any) -> Iterator[Any]:
     """The values of a .jsonl file, without an incomplete last line, which a killed run leaves."""
-    with reading(path), open_file(path) as file:
+    with open_file(path) as file:
         number = 0
         while (line := file.readline(_LINE + 1)).endswith(b"\n"):
             number += 1
