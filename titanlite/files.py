@@ -23,6 +23,44 @@ def replace_file(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+def append(path: Path) -> int:
+    """Opens a file to add to it; -> handle. By its name each time: somebody may have moved what it named before (logrotate).
+
+    Neither waits for the reader of a FIFO nor follows a link.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is what its path still names: nobody has removed, renamed or replaced it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:
+        return False
+
+
+class Kept:
+    """A text file that a run has written; `keep` writes it again where somebody has removed or replaced it."""
+
+    def __init__(self, path: Path, text: str):
+        self.path, self.text = path, text
+        self._write()
+
+    def keep(self) -> None:
+        if not is_at(self._handle, self.path):
+            log.warning("%s: somebody has removed or replaced it; written again", self.path)
+            with tolerated(self.path):
+                before = self._handle
+                self._write()
+                os.close(before)
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, self.text)
+        self._handle = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+
 @contextlib.contextmanager
 def tolerated(what: object) -> Iterator[None]:
     """Around what a run writes beside its checkpoints: a full disk is logged, and does not end training."""

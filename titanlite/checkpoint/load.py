@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
     """(step folder, manifest) of the newest intact checkpoint; None if there are no checkpoints. All ranks together.
 
-    The log names each damaged checkpoint. Raises UserError if all are damaged, and Unread where the machine cannot read one that
-    may be sound: the run does not go back for that.
+    The log names each damaged checkpoint. Raises UserError if all are damaged, and Unread where the machine cannot read one: it
+    may be sound, and the run does not go back for that.
     """
     steps = [list_steps(folder)]
     dist.broadcast_object_list(steps)  # from rank 0, because on shared disks the other ranks may see a new folder later

@@ -137,7 +137,7 @@ class Damaged(UserError):
 
 @contextlib.contextmanager
 def damage(path: Path) -> Iterator[None]:
-    """Around reading a file of a checkpoint: a fault of the file is damage. What the machine cannot read is Unread as before."""
+    """Around reading a file of a checkpoint: raises Damaged where it is at fault, or Unread."""
     try:
         with outside.reading(path):
             yield

@@ -32,10 +32,11 @@ def check(content: bytes) -> None:
         if name == "MEMOIZE":
             memo.append(stack[-1])
         elif name in _PUSHED:
-            if isinstance(argument, int) and abs(argument) >= 2**63 or isinstance(argument, str) and len(argument) > _TEXT:
+            if (isinstance(argument, int) and abs(argument) >= 2**63) or (isinstance(argument, str) and len(argument) > _TEXT):
                 raise UnpicklingError(f"it has a number of more than 63 bits, or a text of more than {_TEXT:,} characters")
             stack.append(_PUSHED[name])
         elif name in ("BINGET", "LONG_BINGET"):
+            assert argument is not None
             stack.append(_few(memo[argument]))
         elif name == "MARK":
             marks.append(len(stack))

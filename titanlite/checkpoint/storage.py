@@ -1,8 +1,8 @@
 """DCP's storage on a file system, with checksums for what is written and validation of what is read.
 
 DCP pickles `.metadata`, which has the file and offset of each shard. The unpickler here admits only the classes that this
-format needs, and opcodes.py only pickles of bounded cost. DCP reads tensors with `weights_only`. Everything else is refused, because DCP would unpickle it. Only files that
-the manifest lists are opened.
+format needs, and opcodes.py only pickles of bounded cost. DCP reads tensors with `weights_only`. Everything else is refused,
+because DCP would unpickle it. Only files that the manifest lists are opened.
 """
 
 import dataclasses
