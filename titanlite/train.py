@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -96,6 +97,7 @@ def train(
     load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
+    progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0's counts, which commits
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)

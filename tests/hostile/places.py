@@ -320,7 +320,7 @@ def retention() -> Iterator[Case]:
             before = sorted(str(path) for top in (saves / _STEP, folder / "elsewhere") for path in top.rglob("*"))
 
             def action() -> None:
-                retire(saves, Checkpoint(enable=True, keep_latest_k=1))
+                retire(saves, Checkpoint(enable=True, keep_latest_k=1), "")
                 after = sorted(str(path) for top in (saves / _STEP, folder / "elsewhere") for path in top.rglob("*"))
                 assert list_steps(saves) == [10, 20] and after == before, "retention has deleted what no manifest proves"
 

@@ -80,6 +80,7 @@ class _Numbers(outside.Contents):
     model_source: dict[str, _Module] | None = None
     loss_sum: float = 0.0
     loss_count: Count = 0
+    run: str = ""
     files: dict[FileName, Contents]
 
     @model_validator(mode="after")
