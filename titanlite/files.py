@@ -16,7 +16,7 @@ UNFINISHED = ".tmp"  # behind the name of a file that is being written
 def replace_file(path: Path, text: str) -> None:
     """Writes a text file atomically: a reader, or a kill, finds the old text or the new one."""
     unfinished = path.with_name(path.name + UNFINISHED)
-    with open(unfinished, "w", encoding="utf-8") as file:
+    with open(unfinished, "w", encoding="utf-8", opener=_open_regular) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -24,12 +24,14 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def append(path: Path) -> int:
-    """Opens a file to add to it; -> handle. By its name each time: somebody may have moved what it named before (logrotate).
-
-    Neither waits for the reader of a FIFO nor follows a link.
-    """
+    """Opens a file to add to it; -> handle. By its name each time: somebody may have moved what it named before (logrotate)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+    return _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    """Opens a file to write it. Neither waits for the reader of a FIFO nor follows a link."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
 
 
 def is_at(handle: int, path: Path) -> bool:
