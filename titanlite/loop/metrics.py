@@ -18,7 +18,7 @@ import torch.distributed as dist
 from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, at
-from titanlite.files import append, is_at, replace_file, sync, tolerated
+from titanlite.files import append, hold, is_at, replace_file, sync, tolerated
 from titanlite.launch.run_folder import METRICS, ROUTING
 from titanlite.outside import Absent, Contents, Count, Unread, read_lines
 
@@ -238,7 +238,7 @@ class Reporter:
                 folder, name = Path(self._config.job.dump_folder) / cfg.save_tb_folder, f".{secrets.token_hex(4)}"
                 before = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=name)
                 [path] = folder.glob(f"*{name}")
-                self._events = os.open(path, os.O_RDONLY), path
+                self._events = hold(path), path
             add(before)
             self.board = before
 
