@@ -16,11 +16,56 @@ UNFINISHED = ".tmp"  # behind the name of a file that is being written
 def replace_file(path: Path, text: str) -> None:
     """Writes a text file atomically: a reader, or a kill, finds the old text or the new one."""
     unfinished = path.with_name(path.name + UNFINISHED)
-    with open(unfinished, "w", encoding="utf-8") as file:
+    with open(unfinished, "w", encoding="utf-8", opener=_open_regular) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def append(path: Path) -> int:
+    """Opens a file to add to it; -> handle. By its name each time: somebody may have moved what it named before (logrotate)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def _open_regular(path: str | Path, flags: int) -> int:
+    """Opens a file to write it. Neither waits for the reader of a FIFO nor follows a link."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666)
+
+
+def hold(path: Path) -> int:
+    """A handle of a file, for `is_at`."""
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """Whether an open file is what its path still names: nobody has removed, renamed or replaced it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:
+        return False
+
+
+class Kept:
+    """A text file that a run has written; `keep` writes it again where somebody has removed or replaced it."""
+
+    def __init__(self, path: Path, text: str):
+        self.path, self.text = path, text
+        self._write()
+
+    def keep(self) -> None:
+        if not is_at(self._handle, self.path):
+            log.warning("%s: somebody has removed or replaced it; written again", self.path)
+            with tolerated(self.path):
+                before = self._handle
+                self._write()
+                os.close(before)
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self.path, self.text)
+        self._handle = hold(self.path)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,13 @@ A file must be a regular file once links are followed: a FIFO would block, a dev
 UTF-8 text in JSON or TOML of bounded depth, with integers of bounded length. A pydantic model says what it must hold. Each
 fault is one sentence that names the file, the place in it, the value and what is allowed.
 
-Each limit is at least ten times the largest real file of its kind.
+Each limit is at least ten times the largest real file of its kind. What the machine does not let us read, for lack of memory or
+by an error of the disk, is `Unread`: it proves no fault of the file.
 """
 
+import contextlib
+import errno
+import io
 import json
 import os
 import re
@@ -59,21 +63,57 @@ class Absent(UserError):
     """There is no such file."""
 
 
+class Unread(UserError):
+    """The machine cannot read a file now; the file may be sound."""
+
+
+_OF_THE_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)  # a path that leads to no file; a socket
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Around all that reads a file: raises Absent where there is none, Unread for another error of the machine."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Absent(f"{path}: is missing") from None
+    except MemoryError:
+        raise Unread(f"{path}: cannot be read: the memory of this machine does not suffice") from None
+    except OSError as error:
+        kind = UserError if error.errno in _OF_THE_FILE else Unread
+        raise kind(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 # ------------------------------------------------------------------------------------------------------------------- files
 
 
+class _File(io.BufferedReader):
+    """A file whose `with` ends as `reading` does."""
+
+    def __init__(self, handle: int, path: str | Path):
+        super().__init__(io.FileIO(handle))
+        self._path = path
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, OSError | MemoryError):
+            with reading(self._path):
+                raise error
+
+
 def open_file(path: str | Path) -> BinaryIO:
-    """Opens a regular file for reading. Raises Absent, or UserError for anything else."""
+    """Opens a regular file for reading, in a `with`. Raises Absent, Unread, or UserError for anything else."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO waits for its writer
-    except FileNotFoundError:
-        raise Absent(f"{path}: is missing") from None
-    except (OSError, ValueError) as error:  # a name with a zero byte
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
+        with reading(path):
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO waits for its writer
+    except UserError:
+        raise
+    except ValueError as error:  # a name with a zero byte
+        raise UserError(f"{path}: cannot be read: {error}") from None
     if (kind := kind_of(os.fstat(handle).st_mode)) != "a file":
         os.close(handle)
         raise UserError(f"{path}: cannot be read: it is {kind}, and must be a regular file")
-    return open(handle, "rb")
+    return _File(handle, path)
 
 
 _KINDS = {
@@ -99,11 +139,11 @@ def size_of(path: str | Path) -> int:
 def read_bytes(path: str | Path, limit: int) -> bytes:
     """A whole file of at most `limit` bytes."""
     with open_file(path) as file:
-        try:
-            content = b"" if os.fstat(file.fileno()).st_size > limit else file.read(limit + 1)
-            size = max(os.fstat(file.fileno()).st_size, len(content))  # files of /proc say 0
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(size + 1) if size <= limit else b""
+        while size < len(content) <= limit and (more := file.read(MIB)):  # it grows, or is of /proc, where sizes are 0
+            content += more
+        size = max(size, len(content))
     if size > limit:
         raise UserError(f"{path}: has {size:,} bytes, and at most {limit:,} are read")
     return content
@@ -111,7 +151,8 @@ def read_bytes(path: str | Path, limit: int) -> bytes:
 
 def read_text(path: str | Path, limit: int) -> str:
     """A whole file as UTF-8 text; line ends are kept."""
-    return _decoded(read_bytes(path, limit), str(path))
+    with reading(path):
+        return _decoded(read_bytes(path, limit), str(path))
 
 
 def _decoded(content: bytes, place: str) -> str:
@@ -126,7 +167,8 @@ def _decoded(content: bytes, place: str) -> str:
 
 def read_json(path: str | Path, model: Any, limit: int) -> Any:
     """The value of a JSON file that fits a pydantic model, as `json` makes it."""
-    return _valid_json(read_text(path, limit), model, str(path))
+    with reading(path):
+        return _valid_json(read_text(path, limit), model, str(path))
 
 
 def read_lines(path: str | Path, model: Any) -> Iterator[Any]:
@@ -153,11 +195,12 @@ def _valid_json(text: str, model: Any, place: str) -> Any:
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file."""
-    text = read_text(path, _TOML).removeprefix("\ufeff")
-    try:
-        return parse_toml(text)
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be read as TOML: {error}") from None
+    with reading(path):
+        text = read_text(path, _TOML).removeprefix("\ufeff")
+        try:
+            return parse_toml(text)
+        except ValueError as error:
+            raise UserError(f"{path}: cannot be read as TOML: {error}") from None
 
 
 def parse_json(text: str, pairs: Any = None) -> Any:

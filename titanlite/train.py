@@ -10,6 +10,7 @@ import functools
 import gc
 import logging
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ from titanlite.errors import UserError
 from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
 from titanlite.launch.layout import number
-from titanlite.launch.run_folder import RunLock, record_start
+from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
@@ -96,6 +97,7 @@ def train(
     load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
+    progress = progress._replace(run=progress.run or secrets.token_hex(8))  # rank 0's counts, which commits
     facts = derived_values(setting, mesh, model, schedule, progress)
     for name, value in facts.items():
         log.info("%-20s %s", name, value)
@@ -105,9 +107,11 @@ def train(
     check_epochs(data, progress.origin, progress.end(training.steps, global_batch))
     if saver:
         clean_up(saves, progress.step)
+    kept = [stacks.keep, *([lock.keep] if lock else [])]
     if main_rank:
         record = {"values": facts, "global_batch": global_batch, "data": data.describe(), "resumed_step": progress.step}
-        record_start(given, record | {"architecture": family.dimensions(), "model_source": source_of(family.module)})
+        record |= {"architecture": family.dimensions(), "model_source": source_of(family.module)}
+        kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
         part = data_rank(mesh), data_degree(mesh)
@@ -166,6 +170,8 @@ def train(
                 clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
+            for keep in kept:  # what somebody may have removed
+                keep()
         measured: dict[str, float] = {}
         if validation and validating:
             with clock.phase(step, "validation"):
@@ -174,8 +180,6 @@ def train(
                 with clock.phase(step, "writing samples"):
                     reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
         if reporting:
-            if lock:
-                lock.keep()
             values = {"loss_mean": progress.loss_mean, "loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm)}
             values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
@@ -283,7 +287,7 @@ def main(config: Config | None = None) -> None:
         if note := effects.note(config.idle(Place(cuda, world))):
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
-        lock = RunLock(Path(config.job.dump_folder)) if rank == 0 else None  # until this process ends
+        lock = RunLock(*written(config)) if rank == 0 else None  # until this process ends
         on_device = config.settled(Place(cuda))
         profiling.record_collectives(on_device)
         if on_device.comm.trace_buf_size:

@@ -132,7 +132,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_one_unharmed(tmp_path
     try:
         when_training(first, folder / "out")
         second = run("run.toml", *words, folder=folder, NGPU="2")
-        assert_refused(second, 'job.dump_folder = "out": another run is training in it')
+        assert_refused(second, "out: another run is training in it")
     finally:
         first.process.send_signal(signal.SIGTERM)
     ended = finish(first, timeout=120.0)

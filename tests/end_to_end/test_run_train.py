@@ -276,8 +276,13 @@ def test_sigterm_stops_all_ranks_and_another_run_is_refused_until_then(training)
     started, folder = training
     other = run("run.toml", folder=folder)
     assert (other.code, other.out, other.left) == (2, "", [])
-    assert 'job.dump_folder = "out": another run is training in it' in other.err
+    assert "out: another run is training in it" in other.err and "job.dump_folder" in other.err
     assert f"process {started.ranks()[0]} " in other.err
+    (folder / "copy").mkdir()
+    (folder / "copy" / "checkpoint").symlink_to("../out/checkpoint")
+    other = run("run.toml", "--job.dump_folder", "copy", folder=folder)  # as after `cp -a`, where checkpoint is a link
+    assert (other.code, other.out, other.left) == (2, "", [])
+    assert f"copy/checkpoint: leads to the checkpoints of the run in {folder / 'out'}; " in other.err
     assert started.process.poll() is None
 
     started.process.send_signal(signal.SIGTERM)

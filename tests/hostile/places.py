@@ -15,7 +15,7 @@ from titanlite.checkpoint.folder import list_steps, retire
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import read_config
 from titanlite.launch import stacks
-from titanlite.launch.run_folder import OPTIONS, PLACES, RunLock, record_start
+from titanlite.launch.run_folder import OPTIONS, PLACES, RunLock, record_start, written
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents
 from titanlite.loop.metrics import Reporter
@@ -41,7 +41,7 @@ def start(*options: str) -> None:
     config = read_config("run.toml", list(options))
     check(config, "run.toml", 1, open_files=False)
     dump = Path(config.job.dump_folder)
-    lock = RunLock(dump)
+    lock = RunLock(*written(config))
     try:
         stacks.open_dump(dump, 0)
         record_start(config, {})
@@ -320,7 +320,7 @@ def retention() -> Iterator[Case]:
             before = sorted(str(path) for top in (saves / _STEP, folder / "elsewhere") for path in top.rglob("*"))
 
             def action() -> None:
-                retire(saves, Checkpoint(enable=True, keep_latest_k=1))
+                retire(saves, Checkpoint(enable=True, keep_latest_k=1), "")
                 after = sorted(str(path) for top in (saves / _STEP, folder / "elsewhere") for path in top.rglob("*"))
                 assert list_steps(saves) == [10, 20] and after == before, "retention has deleted what no manifest proves"
 

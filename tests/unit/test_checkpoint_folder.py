@@ -1,5 +1,6 @@
 """The folder of a run's checkpoints: what counts as one, what is kept, what a killed run leaves, and whether there is room."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -30,7 +31,8 @@ from titanlite.errors import UserError
 from titanlite.optim.state import checkpoint_bytes
 from titanlite.transforms.registry import load_family
 
-NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
+RUN = "8f0e"
+NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}, "run": RUN}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,8 +117,40 @@ def test_the_newest_the_special_and_the_one_that_load_step_names_are_kept(keys, 
 
 def test_retention_deletes_from_the_disk_what_is_superfluous(tmp_path):
     make(tmp_path, 5, 10, 15, 20)
-    retire(tmp_path, Checkpoint(enable=True, keep_latest_k=2, keep_every_n_steps=10))
+    retire(tmp_path, Checkpoint(enable=True, keep_latest_k=2, keep_every_n_steps=10), RUN)
     assert found(tmp_path) == names(10, 15, 20)
+
+
+def test_retention_keeps_checkpoints_of_another_run_and_deletes_those_that_name_none(tmp_path, caplog):
+    make(tmp_path, 5, 10, 15, 20)
+    for step, run in ((5, {"run": "another"}), (10, {})):
+        old = manifest.read(step_folder(tmp_path, step))
+        numbers = {name: value for name, value in old.numbers.items() if name != "run"}
+        manifest.write(step_folder(tmp_path, step), manifest.Manifest(numbers | run, old.files))
+    retire(tmp_path, Checkpoint(enable=True, keep_latest_k=1), RUN)
+    assert found(tmp_path) == names(5, 20)
+    assert f"{step_folder(tmp_path, 5)}: cannot be deleted: it is of another run" in caplog.text
+
+
+def test_without_handles_for_retention_a_save_has_not_failed(tmp_path, monkeypatch, caplog):
+    saver = Saver(tmp_path, Checkpoint(enable=True, keep_latest_k=1), 60)
+    saver.save(5, {"a": torch.ones(2)}, NUMBERS)
+    saver.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr("titanlite.checkpoint.folder.list_steps", raising(OSError(errno.EMFILE, "Too many open files")))
+        saver.save(10, {"a": torch.ones(2)}, NUMBERS)
+        saver.finish()
+    assert list_steps(tmp_path) == [5, 10] and "old checkpoints are not deleted: " in caplog.text
+    saver.save(15, {"a": torch.ones(2)}, NUMBERS)
+    saver.finish()
+    assert list_steps(tmp_path) == [15]
+
+
+def raising(error: Exception) -> Any:
+    def fail(*words: Any) -> Any:
+        raise error
+
+    return fail
 
 
 def stop_deleting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,16 +173,16 @@ def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_l
     keys = Checkpoint(enable=True, keep_latest_k=2)
     with monkeypatch.context() as patched:
         stop_deleting(patched)
-        retire(tmp_path, keys)
+        retire(tmp_path, keys, RUN)
     assert found(tmp_path) == [".step-00000005.retired", *names(10, 15)]
     assert list_steps(tmp_path) == [10, 15]
     assert "step-00000005.retired: cannot be deleted: killed" in caplog.text
     with monkeypatch.context() as patched:
         stop_deleting(patched)
         make(tmp_path, 20)
-        retire(tmp_path, keys)
+        retire(tmp_path, keys, RUN)
     assert list_steps(tmp_path) == [15, 20]  # one failure does not keep the next one from having its turn
-    retire(tmp_path, keys)
+    retire(tmp_path, keys, RUN)
     assert found(tmp_path) == names(15, 20)
 
 
@@ -176,7 +210,7 @@ def test_retention_deletes_only_what_a_manifest_proves_to_be_a_checkpoint(tmp_pa
     make(folder, 5, 10, 15)
     change(step_folder(folder, 5))
     before = {path: path.lstat() for path in folder.rglob("*")} | {path: path.lstat() for path in tmp_path.glob("else*/*")}
-    retire(folder, Checkpoint(enable=True, keep_latest_k=2))
+    retire(folder, Checkpoint(enable=True, keep_latest_k=2), RUN)
     assert all(path.lstat() == state for path, state in before.items())
     assert f"{step_folder(folder, 5)}: cannot be deleted: " in caplog.text and reason in caplog.text
 

@@ -1,5 +1,6 @@
 """No code from data: what a forged checkpoint asks for is not done, whatever file it asks in, and the file is named."""
 
+import copy
 import errno
 import io
 import os
@@ -157,9 +158,10 @@ def call(module: str, name: str, argument: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("protocol", ["oldest", "newest"])
 def test_metadata_that_asks_for_anything_else_is_refused_with_its_name(source, module, name, protocol):
     put(source, METADATA, call(module, name, "true")[protocol])
-    with pytest.raises(Damaged, match="is refused: it references") as raised:
+    what = f"references {module}.{name}" if protocol == "newest" else "has the opcode GLOBAL"
+    with pytest.raises(Damaged) as raised:
         load.verified(source)
-    assert f"{source / METADATA}: is refused: it references {module}.{name}, which no titanlite checkpoint" in str(raised.value)
+    assert f"{source / METADATA}: is refused: it {what}, which no titanlite checkpoint has" in str(raised.value)
 
 
 # ------------------------------------------------------------------------------------------------------ code in every file
@@ -286,7 +288,7 @@ LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "bytes": (entry(BytesStorageMetadata()), "BytesStorageMetadata, which no titanlite checkpoint"),
     "no tensor": (entry(5), "'model.weight' is not a tensor"),
     "no name of a tensor": (lambda found, source: found.state_dict_metadata.update({5: None}), "5 is not a tensor"),
-    "a place of no tensor": (lambda found, source: found.storage_data.update({"a": weight(found)}), "has no location"),
+    "a place of no tensor": (lambda found, _: found.storage_data.update({"a": copy.copy(weight(found))}), "has no location"),
     "a tensor of no place": (lambda found, source: found.storage_data.update({MetadataIndex("a"): 5}), "has no location"),
     "no tensors": (lambda found, source: setattr(found, "state_dict_metadata", None), "is not the metadata of a checkpoint"),
     "no places": (lambda found, source: setattr(found, "storage_data", None), "is not the metadata of a checkpoint"),
@@ -399,7 +401,7 @@ def test_a_tensor_whose_place_is_nowhere_is_refused(source):
 def test_a_file_that_cannot_be_read_after_all_is_said_to_be_so(source):
     found = load.verified(source)
     (source / DATA).unlink()
-    with pytest.raises(Damaged, match=f"{source / DATA}: cannot be read: .*No such file"):
+    with pytest.raises(Damaged, match=f"{source / DATA}: is missing"):
         load.load_tensors(source, found, sample())
 
 

@@ -34,7 +34,7 @@ _OPENS = {
 # The places that may, and why.
 ALLOWED = {
     "outside.py": {"open": "the reader", "loads": "the reader"},
-    "files.py": {"open": "to sync it"},
+    "files.py": {"open": "to sync it, or to see whether it is still there"},
     "config/effects.py": {"loads": "text of the schema"},
     "transforms/registry.py": {"loads": "text that it has just made", "import_module": "the user's own word: see `trusted`"},
     "transforms/source.py": {"read_bytes": "code that was imported"},

@@ -1,22 +1,22 @@
 """The run directory: one run at a time, a record of every start, files that are whole or unchanged."""
 
-import errno
-import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
-from titanlite.config.operation import Job
+from titanlite.config.operation import Checkpoint, Job
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config, Training
 from titanlite.errors import UserError
 from titanlite.files import replace_file
-from titanlite.launch.run_folder import RunLock, faults, other_run, record_start
+from titanlite.launch.run_folder import RunLock, faults, other_run, record_start, written
 
 
 def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path):
@@ -64,45 +64,87 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
         assert f"process {os.getpid()} on " in other_run(tmp_path)
 
 
-@pytest.fixture(params=[True, False], ids=["folders can be locked", "as on NFS"])
-def locks_folders(request, monkeypatch) -> bool:
-    """Whether the file system can lock a folder."""
-    flock = fcntl.flock
-
-    def of_files(handle, how):
-        if os.path.isdir(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        flock(handle, how)
-
-    if not request.param:
-        monkeypatch.setattr(fcntl, "flock", of_files)
-    return request.param
-
-
-def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, locks_folders, caplog):
+def test_removing_the_lock_file_lets_no_second_run_in_unnoticed(tmp_path, caplog):
     with closing(RunLock(tmp_path)) as held:
         held.keep()
         assert caplog.text == ""
         (tmp_path / ".lock").unlink()
-        if locks_folders:
-            with pytest.raises(UserError, match="another run is training in it"):
-                RunLock(tmp_path)
-            assert "another run is training in it" in other_run(tmp_path)
-        (tmp_path / ".lock").unlink(missing_ok=True)
-        held.keep()  # as at every report
+        held.keep()  # as at every report and save
         assert f"{tmp_path / '.lock'}: somebody has removed it; made again" in caplog.text
         with pytest.raises(UserError, match=f"process {os.getpid()} on "):
             RunLock(tmp_path)
     assert other_run(tmp_path) == ""
 
 
-def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_path, locks_folders):
-    if locks_folders:
-        pytest.skip("the second one does not come in")
+def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_path):
     with closing(RunLock(tmp_path)) as first:
         (tmp_path / ".lock").unlink()
         with closing(RunLock(tmp_path)), pytest.raises(UserError, match="another run is training in it"):
             first.keep()
+
+
+# ------------------------------------------------------------------------------------------- a folder of checkpoints for two
+
+
+def run_in(folder: Path) -> Config:
+    return Config(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(enable=True))
+
+
+@pytest.fixture
+def linked(tmp_path) -> tuple[Config, Config]:
+    """A run whose checkpoints are on another disk, by a link, and a copy of it by `cp -a`."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoint").symlink_to("../disk")
+    RunLock(*written(run_in(tmp_path / "a"))).close()  # it has trained
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    return run_in(tmp_path / "a"), run_in(tmp_path / "b")
+
+
+def test_two_runs_never_train_at_a_time_in_one_folder_of_checkpoints(linked):
+    a, b = linked
+    with closing(RunLock(*written(a))):
+        with pytest.raises(UserError, match=rf"b/checkpoint: another run is training in it \(process {os.getpid()} on "):
+            RunLock(*written(b))
+        assert other_run(written(b)[0]) == ""  # which is free again
+    RunLock(*written(b)).close()
+
+
+def test_a_copied_link_does_not_lead_a_run_to_the_checkpoints_of_another(linked):
+    a, b = linked
+    assert list(faults(a)) == []
+    [fault] = faults(b)
+    assert f"b/checkpoint: leads to the checkpoints of the run in {a.job.dump_folder}" in fault
+    (Path(b.job.dump_folder) / "checkpoint").unlink()
+    assert list(faults(b)) == []
+
+
+@pytest.mark.parametrize("change", ["copied", "moved", "by another name", "original removed", "link moved", "an old run"])
+def test_a_run_may_be_copied_with_its_checkpoints_moved_and_reached_by_other_names(tmp_path, linked, change):
+    folder = tmp_path / "c"
+    if change == "copied":  # as with `cp -aL`
+        shutil.copytree(tmp_path / "a", folder)
+    elif change == "moved":
+        (tmp_path / "a").rename(folder)
+    elif change == "by another name":
+        folder.symlink_to("a")
+    elif change == "original removed":
+        shutil.rmtree(tmp_path / "a")
+        folder = tmp_path / "b"
+    elif change == "link moved":
+        shutil.copytree(tmp_path / "disk", tmp_path / "new")
+        (tmp_path / "a" / "checkpoint").unlink()
+        (tmp_path / "a" / "checkpoint").symlink_to("../new")
+        folder = tmp_path / "a"
+    else:  # no version before this one has a lock file there
+        (tmp_path / "disk" / ".lock").unlink()
+        folder = tmp_path / "a"
+    assert list(faults(run_in(folder))) == []
+    RunLock(*written(run_in(folder))).close()
+    assert list(faults(run_in(folder))) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- the record
 
 
 def test_a_config_toml_that_no_run_has_written_is_not_replaced(tmp_path):

@@ -147,24 +147,32 @@ def superfluous(steps: Iterable[int], cfg: Checkpoint) -> list[int]:
     ]
 
 
-def retire(folder: Path, cfg: Checkpoint) -> None:
-    """Deletes superfluous checkpoints; on one rank. Each is renamed first, so that a half deleted one is no checkpoint."""
-    half_deleted = [path for path in _leftovers(folder) if path.suffix == ".retired"]
-    for path in [*half_deleted, *(step_folder(folder, step) for step in superfluous(list_steps(folder), cfg))]:
-        _delete(path)
+def retire(folder: Path, cfg: Checkpoint, run: str) -> None:
+    """Deletes superfluous checkpoints; on one rank. Each is renamed first, so that a half deleted one is no checkpoint.
+
+    run: as in manifests. A failure is logged: the save that has just been committed did not fail.
+    """
+    try:
+        half_deleted = [path for path in _leftovers(folder) if path.suffix == ".retired"]
+        superseded = [step_folder(folder, step) for step in superfluous(list_steps(folder), cfg)]
+    except OSError as error:
+        log.warning("%s: old checkpoints are not deleted: %s", folder, error)
+        return
+    for path in [*half_deleted, *superseded]:
+        _delete(path, run)
 
 
-def _delete(path: Path) -> None:
+def _delete(path: Path, run: str = "") -> None:
     """Deletes a checkpoint, or what a killed run has left of one.
 
-    Only a folder with a sound manifest of its step, and nothing but the files that it lists, is a checkpoint; whatever else has
-    the name of one is kept, with a warning. The manifest goes last, as the proof for the next attempt.
+    Only a folder with a sound manifest of its step and run, and nothing but the files that it lists, is a checkpoint; whatever
+    else has the name of one is kept, with a warning. The manifest goes last, as the proof for the next attempt.
     """
     try:
         if path.suffix == ".unfinished":
             shutil.rmtree(path)
             return
-        proved = _files_of_checkpoint(path)
+        proved = _files_of_checkpoint(path, run)
         if path.suffix != ".retired":
             path = path.rename(path.with_name(f".{path.name}.retired"))
         for name in proved:
@@ -174,8 +182,9 @@ def _delete(path: Path) -> None:
         log.warning("%s: cannot be deleted: %s", path, error)
 
 
-def _files_of_checkpoint(path: Path) -> list[str]:
-    """The names of a checkpoint's files; its manifest is the last one. Raises UserError for a folder that is none."""
+def _files_of_checkpoint(path: Path, run: str) -> list[str]:
+    """The names of a checkpoint's files; its manifest is the last one. Raises UserError for a folder that is none of this run,
+    where it names a run (before titanlite 0.3, none did)."""
     if path.is_symlink():
         raise UserError("it is a link")
     present = set(os.listdir(path))
@@ -185,6 +194,8 @@ def _files_of_checkpoint(path: Path) -> list[str]:
     match = re.search(_NAME.pattern, path.name)
     if match is None or found.numbers["step"] != int(match[1]):
         raise UserError(f"its manifest is that of step {found.numbers['step']}")
+    if run and found.numbers.get("run", run) != run:
+        raise UserError("it is of another run")
     if foreign := sorted(present - found.files.keys() - {manifest.FILE}):
         raise UserError(f"its manifest does not list {', '.join(foreign)}")
     return [*found.files, manifest.FILE]

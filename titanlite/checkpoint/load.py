@@ -16,7 +16,9 @@ from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
 from titanlite.errors import UserError, listed, phase
+from titanlite.launch.failure import ran_out
 from titanlite.launch.process import together
+from titanlite.outside import Unread
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ log = logging.getLogger(__name__)
 def newest_sound(folder: Path) -> tuple[Path, Manifest] | None:
     """(step folder, manifest) of the newest intact checkpoint; None if there are no checkpoints. All ranks together.
 
-    The log names each damaged checkpoint. Raises UserError if all are damaged.
+    The log names each damaged checkpoint. Raises UserError if all are damaged, and Unread where the machine cannot read one: it
+    may be sound, and the run does not go back for that.
     """
     steps = [list_steps(folder)]
     dist.broadcast_object_list(steps)  # from rank 0, because on shared disks the other ranks may see a new folder later
@@ -113,7 +116,10 @@ def load_tensors(
         dcp.load(targets, storage_reader=Reader(source, saved.files))
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        raise Damaged(str(cause) if isinstance(cause, Damaged) else f"{source}: cannot be read: {cause!r}") from error
+        if isinstance(cause, UserError):  # Damaged or Unread
+            raise type(cause)(str(cause)) from error
+        kind = Unread if ran_out(cause) or isinstance(cause, OSError) else Damaged
+        raise kind(f"{source}: cannot be read: {cause!r}") from error
 
 
 def _mismatches(targets: dict[str, Tensor], stored: dict[str, TensorStorageMetadata]) -> Iterator[str]:

@@ -7,7 +7,9 @@ XXH3 (https://xxhash.com) detects damage, not manipulation. It is 20 times as fa
 as reading. storage.py guards against manipulation. `xxhsum -H128` computes the same checksums.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,7 +19,7 @@ from pydantic import ConfigDict, Field, model_validator
 from titanlite import outside
 from titanlite.errors import UserError
 from titanlite.files import publish, replace_file
-from titanlite.outside import MIB, Count, FileName, Number, Positive
+from titanlite.outside import MIB, Count, FileName, Number, Positive, Unread
 
 FILE = "manifest.json"
 _FORMAT = 3
@@ -78,6 +80,7 @@ class _Numbers(outside.Contents):
     model_source: dict[str, _Module] | None = None
     loss_sum: float = 0.0
     loss_count: Count = 0
+    run: str = ""
     files: dict[FileName, Contents]
 
     @model_validator(mode="after")
@@ -133,6 +136,18 @@ class Damaged(UserError):
     """A checkpoint differs from what was written."""
 
 
+@contextlib.contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """Around reading a file of a checkpoint: raises Damaged where it is at fault, or Unread."""
+    try:
+        with outside.reading(path):
+            yield
+    except (Unread, Damaged):
+        raise
+    except UserError as error:
+        raise Damaged(str(error)) from None
+
+
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest, and syncs it to the disk."""
     files = {name: contents._asdict() for name, contents in sorted(manifest.files.items())}
@@ -148,25 +163,23 @@ def commit(unfinished: Path, final: Path, manifest: Manifest) -> None:
 def read(folder: Path) -> Manifest:
     """Reads a manifest and verifies that it is byte for byte as written.
 
-    Raises Damaged if it is not, or UserError if another version of titanlite wrote it.
+    Raises Damaged if it is not, Unread, or UserError if another version of titanlite wrote it.
     """
     path = folder / FILE
-    try:
-        text = outside.read_bytes(path, _LIMIT).decode()  # what is not UTF-8 is damage too
-        values = outside.parse_json(text)
-    except UserError as error:
-        raise Damaged(str(error)) from None
-    except ValueError as error:
-        raise Damaged(f"{path}: is damaged: {error}") from None
-    own = values.pop(_OWN, None) if isinstance(values, dict) else None
-    if own is None or _text(values) != text:
-        raise Damaged(f"{path}: is damaged: its checksum is not {own}")
+    with damage(path):
+        content = outside.read_bytes(path, _LIMIT)
+        try:
+            text = content.decode()  # what is not UTF-8 is damage too
+            values = outside.parse_json(text)
+        except ValueError as error:
+            raise Damaged(f"{path}: is damaged: {error}") from None
+        own = values.pop(_OWN, None) if isinstance(values, dict) else None
+        if own is None or _text(values) != text:
+            raise Damaged(f"{path}: is damaged: its checksum is not {own}")
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
-    try:
+    with damage(path):
         files = outside.validated(_Numbers, values, f"{path}: is damaged").files
-    except UserError as error:
-        raise Damaged(str(error)) from None
     return Manifest({name: value for name, value in values.items() if name not in ("format", "files")}, files)
 
 
@@ -176,17 +189,16 @@ def check_run(folder: Path, manifest: Manifest) -> None:
 
 
 def fault(folder: Path, name: str, contents: Contents) -> str:
-    """The damage of a checkpoint's file, or ""."""
+    """The damage of a checkpoint's file, or "". Raises Unread."""
     path = folder / name
     try:
-        size = outside.size_of(path)
-        if size != contents.bytes:
-            return f"{path}: is damaged: it has {size:,} bytes, and {contents.bytes:,} were written"
-        found = checksum(path)
-    except UserError as error:
+        with damage(path):
+            size = outside.size_of(path)
+            if size != contents.bytes:
+                return f"{path}: is damaged: it has {size:,} bytes, and {contents.bytes:,} were written"
+            found = checksum(path)
+    except Damaged as error:
         return str(error)
-    except OSError as error:
-        return f"{path}: cannot be read: {error}"
     return "" if found == contents.xxh3_128 else f"{path}: is damaged: its checksum is {found}, not {contents.xxh3_128}"
 
 

@@ -52,7 +52,7 @@ class Saver:
         def commit(files: dict[str, Contents]) -> None:
             """Gives the checkpoint its final name, which no folder has (see folder.clean_up)."""
             manifest.commit(unfinished, final, Manifest({"step": step, **numbers}, files))
-            retire(self._folder, self._cfg)
+            retire(self._folder, self._cfg, numbers.get("run", ""))
 
         writer = Writer(unfinished, final.name, commit, staged=self._stager is not None)
         begin = time.perf_counter()

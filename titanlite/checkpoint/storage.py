@@ -1,8 +1,8 @@
 """DCP's storage on a file system, with checksums for what is written and validation of what is read.
 
 DCP pickles `.metadata`, which has the file and offset of each shard. The unpickler here admits only the classes that this
-format needs. DCP reads tensors with `weights_only`. Everything else is refused, because DCP would unpickle it. Only files that
-the manifest lists are opened.
+format needs, and opcodes.py only pickles of bounded cost. DCP reads tensors with `weights_only`. Everything else is refused,
+because DCP would unpickle it. Only files that the manifest lists are opened.
 """
 
 import dataclasses
@@ -24,12 +24,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.manifest import Contents, Damaged, fault
-from titanlite.errors import UserError
+from titanlite.checkpoint import opcodes
+from titanlite.checkpoint.manifest import Contents, Damaged, damage, fault
+from titanlite.launch.failure import ran_out
 from titanlite.outside import MIB, read_bytes
 
 METADATA = ".metadata"
 _LIMIT = 16 * 1024 * MIB  # of a model in 10,000 parts: 1 GiB
+_SHOWN = 500  # characters of an error, which may show a value of the file
 
 # The classes in the metadata of a checkpoint of tensors (PyTorch 2.11 to 2.13); dtypes are admitted too.
 _DCP = "torch.distributed.checkpoint"
@@ -144,19 +146,22 @@ class Writer(FileSystemWriter):
 
 
 class _NamedFiles(FileSystem):
-    """DCP's file system for reading; what fails while a file is open raises Damaged with its name."""
+    """DCP's file system for reading; what fails while a file is open raises Damaged or Unread with its name."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
-        try:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-        except OSError as error:
-            raise Damaged(f"{path}: cannot be read: {error}") from None
-        except pickle.UnpicklingError:  # its text recommends weights_only=False
-            raise Damaged(f"{path}: is refused: it has something other than tensors") from None
-        except Exception as error:  # contents that are no tensor, or do not match the metadata, fail in many ways
-            raise Damaged(f"{path}: is refused: {type(error).__name__}: {error}") from None
+        with damage(Path(path)):
+            try:
+                with super().create_stream(path, mode) as stream:
+                    yield stream
+            except (OSError, MemoryError):
+                raise
+            except pickle.UnpicklingError:  # its text recommends weights_only=False
+                raise Damaged(f"{path}: is refused: it has something other than tensors") from None
+            except Exception as error:  # contents that are no tensor, or do not match the metadata, fail in many ways
+                if ran_out(error):
+                    raise MemoryError from None
+                raise Damaged(f"{path}: is refused: {type(error).__name__}: {error}") from None
 
 
 class Reader(FileSystemReader):
@@ -187,13 +192,16 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
     """The locations of a checkpoint's tensors. Raises Damaged if they are unreadable or outside of the checkpoint."""
     path = folder / METADATA
-    try:
-        metadata = _Unpickler(io.BytesIO(read_bytes(path, _LIMIT))).load()
-        _check_metadata(metadata, files)
-    except UserError as error:
-        raise Damaged(str(error)) from None
-    except Exception as error:  # a damaged or forged pickle can raise anything
-        raise Damaged(f"{path}: is refused: {error}") from None
+    with damage(path):
+        content = read_bytes(path, _LIMIT)
+        try:
+            opcodes.check(content)
+            metadata = _Unpickler(io.BytesIO(content)).load()
+            _check_metadata(metadata, files)
+        except MemoryError:
+            raise
+        except Exception as error:  # a damaged or forged pickle can raise anything
+            raise Damaged(f"{path}: is refused: {str(error)[:_SHOWN]}") from None
     return metadata
 
 

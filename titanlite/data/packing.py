@@ -6,7 +6,7 @@ import numpy as np
 
 from titanlite.data.blocks import Array, BlockFile
 from titanlite.data.indexed import TokenFile
-from titanlite.outside import size_of
+from titanlite.outside import reading, size_of
 
 _HEADER = 5  # numbers before the tables
 
@@ -22,8 +22,9 @@ class Packing:
             raise ValueError("it has no checksums")
         self.stored.verify(0, 1)
         try:
-            mapped = np.load(path, mmap_mode="r")
-        except (EOFError, OSError) as error:
+            with reading(path):
+                mapped = np.load(path, mmap_mode="r")
+        except EOFError as error:
             raise ValueError(error) from None
         self._table = table = Array(self.stored, mapped.dtype, mapped.offset, mapped.size)
         tokens, documents, self.rows, self._pieces, self.kept = (int(number) for number in table[:_HEADER])

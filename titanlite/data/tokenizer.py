@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from titanlite.config.schema import Config
 from titanlite.data.prepare.limited import LimitedTokenizer, decoded_vocabulary, try_out
 from titanlite.errors import UserError
-from titanlite.outside import MIB, Absent, Contents, read_json, read_text
+from titanlite.outside import MIB, Absent, Contents, read_json, read_text, reading
 
 DEFAULT_VOCABULARY = 4096
 _LIMIT = 512 * MIB  # Gemma 3's tokenizer.json has 32 MiB
@@ -86,7 +86,7 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
     settings = read_settings(Path(folder))
     loaded = describe(tokenizer, _token_text(settings.get("eos_token")), str(path))
     loaded = loaded._replace(tokenizer=LimitedTokenizer(tokenizer, str(path)))
-    with refusing(UserError, f"{path}: cannot encode an empty text"):
+    with refusing(UserError, f"{path}: cannot encode an empty text"), reading(path):
         loaded = _with_bos(loaded, _token_text(settings.get("bos_token")))
     if add_bos and not loaded.bos:
         raise UserError(
@@ -99,11 +99,11 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
 @contextlib.contextmanager
 def refusing(kind: type[ValueError], what: str) -> Iterator[None]:
     """Raises `kind` for any exception of the library, also for a panic of its Rust code, which is no Exception: a regular
-    expression that gives up after millions of steps.
+    expression that gives up after millions of steps. A UserError passes.
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:
         raise kind(f"{what}: {error}") from None
@@ -121,7 +121,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _parse(text: str, path: Path) -> Tokenizer:
-    with refusing(UserError, f"{path}: not a tokenizer"):
+    with refusing(UserError, f"{path}: not a tokenizer"), reading(path):
         return Tokenizer.from_str(text)
 
 

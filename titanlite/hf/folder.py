@@ -19,7 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
 from titanlite.hf.entries import Entry, Stack, dequantise, part_of
 from titanlite.hf.part import Part
-from titanlite.outside import MIB, Absent, Contents, FileName, read_json, size_of
+from titanlite.outside import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
 from titanlite.transforms.description import Description, read_description
 from titanlite.transforms.registry import Family, described, is_adapter, require_hf
 
@@ -119,13 +119,15 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     for path in sorted({folder / place for place in places.values()}) or [folder / SINGLE]:
         try:
             size_of(path)  # the library would wait for a FIFO
-            with safe_open(str(path), "pt") as file:
+            with reading(path), safe_open(str(path), "pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        except Unread:  # without its tensors, all of them would be faults
+            raise
         except UserError as error:
             problems.append(str(error))
             continue
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             problems.append(f"{path}: cannot be read: {error}")
             continue
         problems += [f"{name}: in {entries[name].file.name} and in {path.name}" for name in found.keys() & entries.keys()]

@@ -14,7 +14,6 @@ import platform
 import re
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -27,8 +26,8 @@ import torch
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, phase
-from titanlite.files import UNFINISHED, replace_file, tolerated
-from titanlite.outside import MIB, Absent, Contents, Positive, kind_of, read_bytes, read_json
+from titanlite.files import UNFINISHED, Kept, is_at, tolerated
+from titanlite.outside import MIB, Absent, Contents, Positive, Unread, kind_of, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ _PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "num
 
 
 PLACES = {  # names in the folder of a run -> what is there; a comment says what it holds, and who writes it
-    LOCK: "file",  # the process that trains; rank 0 keeps it locked
+    LOCK: "file",  # the process that trains, also in the folder of checkpoints; rank 0 keeps both locked
     CONFIG: "file",  # the resolved configuration of the latest start; rank 0
     PROVENANCE: "file",  # an entry for each start: command, git commit and diff, versions, mesh, data; rank 0
     _UNREADABLE: "file",  # a provenance.json that somebody has edited; rank 0
@@ -61,7 +60,7 @@ _TRACES = {r"step-\d{8,}.*": "folder"}
 _INSIDE = {  # regular expressions for the names that a run uses in these folders -> what is there
     STACKS: {"rank-.*": "file"},
     COLLECTIVES: {"rank_.*": "file"},
-    "checkpoint.folder": {r"\.?step-\d{8,}(-hf)?(\.unfinished|\.retired)?": "folder", r"\.probe(\.tmp)?": "file"},
+    "checkpoint.folder": {r"\.?step-\d{8,}(-hf)?(\.unfinished|\.retired)?": "folder", r"\.probe(\.tmp)?|\.lock": "file"},
     "profiling.save_traces_folder": _TRACES,
     "profiling.save_memory_snapshot_folder": _TRACES,
 }
@@ -78,6 +77,9 @@ def faults(config: Config) -> Iterator[str]:
         return
     if (dump / CONFIG).is_file() and not os.path.lexists(dump / PROVENANCE):  # which a start writes first
         yield f'job.dump_folder = "{dump}": {dump / CONFIG} is not of a run, which would replace it; name another folder'
+    if owner := _owner(config):
+        folder = dump / config.checkpoint.folder
+        yield f"{folder}: leads to the checkpoints of the run in {owner}; replace the link by a folder of this run's own"
     run, taken = Path(os.path.realpath(dump)), dict[Path, str]()  # with links followed; taken: path -> its place
     for label, path, kind, inside in _places(config, dump):
         real = Path(os.path.realpath(path))
@@ -141,99 +143,119 @@ def _unwritable(dump: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------------ the lock
 
 
-class RunLock:
-    """Holds a run directory until `close`; the lock of a killed process is free.
+def written(config: Config) -> list[Path]:
+    """The folders that one run alone may write: its own, and that of its checkpoints, which may be a link to another disk."""
+    dump = Path(config.job.dump_folder)
+    return [dump, dump / config.checkpoint.folder] if config.checkpoint.enable else [dump]
 
-    The folder itself is locked too, where its file system can do that (NFS cannot): whoever removes the lock file does not let
-    a second run in. Elsewhere `keep` finds out.
+
+class RunLock:
+    """Holds folders until `close`, by an flock of a file in each; that of a killed process is free.
+
+    Of a file, since on NFS the flock of a folder reaches no other node. Whoever removes it lets a second run in, and `keep` of
+    the first one finds out.
     """
 
-    def __init__(self, folder: Path):
-        """Raises UserError if another run is training in the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.whole, self.file = folder, os.open(folder, os.O_RDONLY), -1
-        self._take()
+    def __init__(self, *folders: Path):
+        """Raises UserError if another run is training in one of them. The first is the run folder."""
+        self.folders, self.held = folders, dict[Path, int]()
+        try:
+            for folder in folders:
+                self._take(folder)
+        except BaseException:
+            self.close()
+            raise
 
     def keep(self) -> None:
-        """Makes the lock file again if somebody has removed it. Raises UserError if another run has come in since."""
-        with contextlib.suppress(OSError):  # removed
-            if os.path.samestat(os.fstat(self.file), os.stat(self.folder / LOCK)):
-                return
-        log.warning("%s: somebody has removed it; made again, since it keeps a second run out", self.folder / LOCK)
-        with contextlib.suppress(OSError):  # it could not be made at the last report either
-            os.close(self.file)
-        self.file = -1
-        with tolerated(self.folder / LOCK):
-            self._take()
+        """Makes lock files again if somebody has removed them. Raises UserError if another run has come in since."""
+        for folder, handle in [*self.held.items()]:
+            if not is_at(handle, folder / LOCK):
+                log.warning("%s: somebody has removed it; made again, since it keeps a second run out", folder / LOCK)
+                with tolerated(folder / LOCK):
+                    self._take(folder)
+                    os.close(handle)
 
     def close(self) -> None:
-        for handle in {self.whole, self.file} - {-1}:
+        for handle in self.held.values():
             os.close(handle)
-        self.whole = self.file = -1
+        self.held = {}
 
-    def _take(self) -> None:
-        """Opens the lock file, and locks it and the folder."""
-        self.file = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        while not (_locked(self.whole, fcntl.LOCK_EX) and _locked(self.file, fcntl.LOCK_EX)):
-            for handle in (self.whole, self.file):  # so that of two runs that start together one comes in
-                _locked(handle, fcntl.LOCK_UN)
-            time.sleep(0.5)  # it may be a check for a moment
-            if fault := other_run(self.folder):
-                self.close()
-                raise UserError(fault)
-        os.truncate(self.file, 0)
-        os.write(self.file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    def _take(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            while not _locked(handle, fcntl.LOCK_EX):
+                if fault := other_run(folder):
+                    raise UserError(fault)
+                time.sleep(0.1)  # a check has it for a moment
+            os.truncate(handle, 0)
+            places = (os.path.abspath(self.folders[0]), os.path.abspath(folder))
+            os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *places)).encode())
+        except BaseException:
+            os.close(handle)
+            raise
+        self.held[folder] = handle
 
 
 def _locked(handle: int, how: int) -> bool:
-    """Locks a file or folder; whether no other process holds it. A folder that its file system cannot lock counts as locked."""
+    """Locks a file; whether no other process holds it."""
     try:
         fcntl.flock(handle, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:
-        if not stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise
     return True
 
 
 def other_run(folder: Path) -> str:
-    """The fault if another run is training in a run directory, with its process; or ""."""
-    for path in (folder, folder / LOCK):
-        try:
-            handle = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # no run has ever been here
-            continue
-        try:
-            if not _locked(handle, fcntl.LOCK_SH):
-                return (
-                    f'job.dump_folder = "{folder}": another run is training in it ({_holder(folder)}); give this one a folder '
-                    "of its own"
-                )
-        finally:
-            os.close(handle)
-    return ""
-
-
-def _holder(folder: Path) -> str:
-    """The process that holds a run directory, in words."""
+    """The fault if another run is training in a folder, with its process; or ""."""
     try:
-        return read_bytes(folder / LOCK, 1000).decode(errors="replace")[:100] or "starting"
+        handle = os.open(folder / LOCK, os.O_RDONLY)
+    except FileNotFoundError:  # no run has ever been here
+        return ""
+    try:
+        if _locked(handle, fcntl.LOCK_SH):
+            return ""
+    finally:
+        os.close(handle)
+    return f"{folder}: another run is training in it ({_holder(folder)[0]}); give this one a job.dump_folder of its own"
+
+
+def _holder(folder: Path) -> list[str]:
+    """What the lock file of a folder says: the process that holds or has held it, its run folder, and the name of this one."""
+    try:
+        lines = read_bytes(folder / LOCK, 10_000).decode(errors="replace").splitlines()
     except UserError:
-        return f"which has lost {folder / LOCK}"
+        return [f"which has lost {folder / LOCK}"]
+    return lines or ["starting"]
+
+
+def _owner(config: Config) -> str:
+    """Another run that has the same folder for its checkpoints, by a link; "" where there is none.
+
+    A copied run has a copy of the lock file, whose owner has another folder; that of a moved run names a folder that is gone.
+    """
+    run, *folders = written(config)
+    for folder in folders:
+        _, *places = _holder(folder)
+        with contextlib.suppress(OSError, ValueError):
+            theirs, place = places
+            if os.path.samefile(place, folder) and not os.path.samefile(theirs, run):
+                return theirs
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------------------------- the record
 
 
 @phase("recording the start")
-def record_start(config: Config, facts: dict[str, Any]) -> None:
-    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`."""
+def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
+    """Writes config.toml and adds an entry to provenance.json: the command, the code, the versions, and `facts`; -> both."""
     folder = Path(config.job.dump_folder)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / PROVENANCE
     try:
         starts = read_starts(folder)
+    except Unread:
+        raise
     except UserError:  # somebody may have edited it: keep it
         shutil.copyfile(path, folder / _UNREADABLE)
         starts = []
@@ -249,8 +271,8 @@ def record_start(config: Config, facts: dict[str, Any]) -> None:
             **facts,
         }
     )
-    replace_file(path, json.dumps(starts, indent=2))
-    replace_file(folder / CONFIG, to_toml(config))  # last: without provenance.json, `faults` takes it for a file of the user's
+    record = Kept(path, json.dumps(starts, indent=2))
+    return [record, Kept(folder / CONFIG, to_toml(config))]  # last: without provenance.json, `faults` takes it for the user's
 
 
 class _Start(Contents):

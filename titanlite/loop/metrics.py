@@ -5,10 +5,10 @@ import json
 import logging
 import os
 import resource
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch.distributed as dist
 from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, at
-from titanlite.files import replace_file, tolerated
+from titanlite.files import append, hold, is_at, replace_file, sync, tolerated
 from titanlite.launch.run_folder import METRICS, ROUTING
-from titanlite.outside import Absent, Contents, Count, read_lines
+from titanlite.outside import Absent, Contents, Count, Unread, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -144,30 +144,33 @@ def speed(clock: Clock, step_tokens: int, devices: int, flops: Flops, peak: floa
 
 
 class Reporter:
-    """Writes reports, on one rank. What a full disk does not take is written with a later report, to metrics.jsonl at least."""
+    """Writes reports, on one rank. What a full disk does not take is written with a later report, to metrics.jsonl at least.
+
+    A file that somebody has removed or renamed (logrotate) is begun again.
+    """
 
     def __init__(self, config: Config, first_step: int, active: bool):
         """Removes reports of `first_step` and later, which a run leaves that got further than its last checkpoint."""
-        self.file: FileIO | None = None
         self.board: Any = None
-        self._config, self._active = config, active
+        self._events = -1, Path()  # the board's file, as `is_at` takes it
+        self._config, self._active, self._path = config, active, Path(config.job.dump_folder) / METRICS
         self._waiting = b""  # for the disk
-        self.begin(first_step)
+        if active:
+            _drop_reports_from(self._path, first_step)
+            self._to_board(lambda board: None, purge_step=first_step)
 
     def begin(self, first_step: int) -> None:
         """Makes `first_step` the next one that is reported; removes the reports of it and of later ones."""
-        if not self._active:
-            return
-        path, trains = Path(self._config.job.dump_folder) / METRICS, self.file is not None
-        self.close()
-        with tolerated(path) if trains else contextlib.nullcontext():
-            _drop_reports_from(path, first_step)
-        self.file = FileIO(path, "a")
-        self._to_board(lambda board: None, purge_step=first_step)
+        if self._active:
+            self.close()
+            self._waiting = b""
+            with tolerated(self._path):
+                _drop_reports_from(self._path, first_step)
+            self._to_board(lambda board: None, purge_step=first_step)
 
     def report(self, step: int, values: dict[str, Any]) -> None:
         """One step's values, unrounded, to metrics.jsonl and TensorBoard."""
-        if self.file is None:
+        if not self._active:
             return
         self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
         self._write()
@@ -181,7 +184,7 @@ class Reporter:
 
     def routing(self, step: int, mixtures: list[dict[str, Any]]) -> None:
         """The routing of a step in place of an earlier one, to routing.json: its size does not grow. See optim/balance.py."""
-        if self.file is not None and mixtures:
+        if self._active and mixtures:
             path = Path(self._config.job.dump_folder) / ROUTING
             with tolerated(path):
                 replace_file(path, json.dumps({"step": step, "mixtures": mixtures}) + "\n")
@@ -196,34 +199,46 @@ class Reporter:
         self._to_board(add)
 
     def close(self) -> None:
-        if self.file is not None:
+        if self._active:
             self._write()
-            with tolerated(self.file.name):
-                os.fsync(self.file.fileno())
-            self.file.close()
-        if self.board is not None:
-            with tolerated("TensorBoard's files"):
-                self.board.close()
-        self.file, self.board, self._waiting = None, None, b""
+            with tolerated(self._path), contextlib.suppress(FileNotFoundError):  # there were no reports
+                sync(self._path)
+        self._close_board()
 
     def _write(self) -> None:
-        assert self.file is not None
-        with tolerated(self.file.name):
-            while self._waiting:
-                self._waiting = self._waiting[self.file.write(self._waiting) :]
+        with tolerated(self._path):
+            if self._waiting:
+                handle = append(self._path)
+                try:
+                    while self._waiting:
+                        self._waiting = self._waiting[os.write(handle, self._waiting) :]
+                finally:
+                    os.close(handle)
+
+    def _close_board(self) -> None:
+        board, self.board = self.board, None
+        if board is not None:
+            with tolerated("TensorBoard's files"):
+                os.close(self._events[0])
+                board.close()
 
     def _to_board(self, add: Callable[[Any], None], purge_step: int | None = None) -> None:
         """Adds to TensorBoard's files. A failure ends the thread that writes them, and a later report begins another one."""
         cfg = self._config.metrics
+        if self.board is not None and not is_at(*self._events):
+            self._close_board()
         full = self.board is None and self._waiting  # as metrics.jsonl has found
-        if self.file is None or not cfg.enable_tensorboard or full:
+        if not self._active or not cfg.enable_tensorboard or full:
             return
         before, self.board = self.board, None
         with tolerated("TensorBoard's files"):
             if before is None:
                 from torch.utils.tensorboard import SummaryWriter  # most of a second, on one rank
 
-                before = SummaryWriter(str(Path(self._config.job.dump_folder) / cfg.save_tb_folder), purge_step=purge_step)
+                folder, name = Path(self._config.job.dump_folder) / cfg.save_tb_folder, f".{secrets.token_hex(4)}"
+                before = SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=name)
+                [path] = folder.glob(f"*{name}")
+                self._events = hold(path), path
             add(before)
             self.board = before
 
@@ -256,6 +271,8 @@ def read_history(path: Path, model: type[Contents]) -> list[dict[str, Any]]:
         return list(read_lines(path, model))
     except Absent:
         return []
+    except Unread:
+        raise
     except UserError as error:
         raise UserError(f"{error}; remove the line, or rename the file") from None
 

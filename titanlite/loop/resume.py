@@ -95,6 +95,7 @@ class Progress(NamedTuple):
     # mean after it is over the steps after it.
     loss_sum: float = 0.0
     loss_count: int = 0
+    run: str = ""  # an id that its first start makes, and all its checkpoints have; those of titanlite 0.2 have none
 
     @property
     def loss_mean(self) -> float | None:
@@ -161,14 +162,14 @@ def restore(
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
     cfg, source = run.config.checkpoint, Path(run.config.checkpoint.initial_load_path)
-    begin = _own_checkpoint(cfg, folder) if cfg.enable else None
+    begin = own = _own_checkpoint(cfg, folder) if cfg.enable else None
     if begin is None and cfg.initial_load_path and not cfg.initial_load_model_only:
         begin = source, load.verified(source)
     if begin is not None:
         tensors = run_tensors(model, optimizer, loss_scale)
-        start = load_run(*begin, run, tensors, of_other_stages(model, tensors))
+        progress, schedule = load_run(*begin, run, tensors, of_other_stages(model, tensors))
         log.info("resumed from %s", begin[0])
-        return start
+        return progress if own else progress._replace(run=""), schedule
     if cfg.initial_load_path:
         _load_initial_weights(run, source, model)
         log.info("weights read from %s", source)
@@ -227,8 +228,8 @@ def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
     if began.position == numbers["samples"] > 0:
         for mixed, reached in zip(data.sources, began.sources, strict=False):
             log.info("data: another mixture: %s continues after %s of its samples", mixed.source.name, f"{reached.drawn:,}")
-    losses = {name: numbers[name] for name in ("loss_sum", "loss_count") if name in numbers}
-    return Progress(numbers["step"], numbers["samples"], began, **losses)
+    optional = {name: numbers[name] for name in ("loss_sum", "loss_count", "run") if name in numbers}
+    return Progress(numbers["step"], numbers["samples"], began, **optional)
 
 
 def of_other_stages(model: nn.Module, tensors: Iterable[str]) -> Collection[str]:

@@ -8,7 +8,6 @@ this machine.
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from titanlite.config import effects
 from titanlite.config.effects import Place
@@ -57,15 +56,15 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
     # Imported late: a fault in the file itself, or --help, needs no torch.
     import torch
 
-    from titanlite.launch.run_folder import other_run
+    from titanlite.launch.run_folder import other_run, written
     from titanlite.loop.checks import check
     from titanlite.plan import memory
 
     elsewhere = local_ranks is None and not torch.cuda.is_available()
     more = [memory.check_of(local_ranks)] if local_ranks is not None else []
     left = check(config, path, ranks, local_ranks, elsewhere=elsewhere, more=more)
-    if fault := other_run(Path(config.job.dump_folder)):
-        raise Faults(path, [fault])
+    if faults := [fault for folder in written(config) if (fault := other_run(folder))]:
+        raise Faults(path, faults)
     return [*left, *_only_on_gpus(config, ranks), *memory.unverified(config, ranks)] if elsewhere else []
 
 

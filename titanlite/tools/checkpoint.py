@@ -19,11 +19,12 @@ from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.errors import UserError
 from titanlite.launch.run_folder import CONFIG
+from titanlite.outside import Unread
 from titanlite.tools.options import command_parser, existing_folder
 
 
 def main() -> None:
-    """Exit code 0; 1: a checkpoint is damaged; 2: there is none."""
+    """Exit code 0; 1: a checkpoint is damaged; 2: there is none, or the machine cannot read it."""
     parser = command_parser("checkpoint", __doc__)
     parser.add_argument("action", choices=list(_ACTIONS))
     parser.add_argument("dir", type=existing_folder)
@@ -58,6 +59,8 @@ def list_all(sources: list[Path]) -> int:
     for source in sources:
         try:
             stored = manifest.read(source)
+        except Unread:
+            raise
         except UserError as error:
             damaged += 1
             print(f"{source}  damaged: {error}")
@@ -81,6 +84,8 @@ def verify(sources: list[Path]) -> int:
         try:
             load.intact(source)
             print(f"{source}: sound")
+        except Unread:
+            raise
         except UserError as error:
             damaged += 1
             print(error)

@@ -44,6 +44,7 @@ from titanlite.loop.resume import Progress, Setting, load_run, of_other_stages, 
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
+from titanlite.outside import Unread
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
 from titanlite.tools.compare import Run, begin, follow, on_mesh, relative_difference, replaced
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
@@ -251,6 +252,8 @@ def begin_before(
             return run, *load_run(source, load.verified(source), setting, tensors, of_other_stages(run.model, tensors))
         except Damaged as error:
             log.warning("not used: %s", error)
+        except Unread:
+            raise
         except UserError as error:
             raise UserError(f"{error}\nReplay cannot allow changes: the step would differ from that of the run") from None
     raise AssertionError

@@ -30,7 +30,7 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.errors import UserError
 from titanlite.files import cache_folder, publish, sync_contents
-from titanlite.outside import MIB, read_text
+from titanlite.outside import MIB, Unread, read_text
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,8 @@ def open_packing(file: TokenFile, fingerprint: str, seq_len: int) -> Packing:
     if os.path.lexists(beside):
         try:
             return Packing(beside, file)
+        except Unread:
+            raise
         except ValueError as error:
             raise UserError(f"{beside}: not of {file.prefix.name}.bin: {error}; remove it, and it is made again") from None
 

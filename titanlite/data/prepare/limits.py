@@ -50,7 +50,7 @@ class Limits(NamedTuple):
         """What a worker that has ended took too much of; "" where its end says something else."""
         return {
             -signal.SIGPROF: f"takes more than {self.seconds:g} s of processor time for it",
-            -signal.SIGABRT: f"takes more than {self.bytes / 2**30:g} GiB of memory for it",
+            -signal.SIGABRT: f"takes more than {self.bytes / 2**30:g} GiB of memory for it, or than this machine has",
             -signal.SIGSEGV: "crashes with it",
         }.get(exit_code or 0, "")
 

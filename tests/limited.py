@@ -1,0 +1,27 @@
+"""Runs a function of the tests in a process of its own, with little memory and processor time."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_limited(module: str, call: str, folder: Path, seconds: int = 100) -> str:
+    """Evaluates a call of a module's function in `folder`; -> what it printed.
+
+    The kernel ends it after so many seconds of processor time. Fails with its last lines unless it exits with 0.
+    """
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_CPU, ({seconds},) * 2); import {module}; {module}.{call}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def leave_memory(size: int) -> None:
+    """From now on this process can map only so many bytes more."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, resource.RLIM_INFINITY))

@@ -1,0 +1,124 @@
+"""Somebody removes, renames or replaces the files of a run while it trains, as logrotate does: no later report is lost."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from titanlite.config.operation import Checkpoint, Job, Metrics
+from titanlite.config.schema import Config
+from titanlite.launch import stacks
+from titanlite.launch.run_folder import RunLock, record_start, written
+from titanlite.loop.divergence import Incidents, Step
+from titanlite.loop.metrics import Reporter
+
+STEPS = 60
+_BAD = 10  # every so many steps there is a spike
+
+
+def _away(path: Path) -> Path:
+    """A new name beside a file or folder."""
+    return next(p for n in range(1000) if not os.path.lexists(p := path.with_name(f"{path.name}.away-{n}")))
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    path.rename(_away(path))
+    make(path)
+
+
+ACTIONS: dict[str, Callable[[Path], object]] = {
+    "remove": lambda path: path.unlink(),
+    "rename": lambda path: path.rename(_away(path)),
+    "replace by a file": lambda path: _replace(path, lambda new: new.write_text("of another program\n")),
+    "replace by a link": lambda path: _replace(path, lambda new: new.symlink_to("/nowhere")),
+    "replace by a FIFO": lambda path: _replace(path, os.mkfifo),
+    "replace by a folder": lambda path: _replace(path, os.mkdir),
+    "rename its folder": lambda path: path.parent.rename(_away(path.parent)),
+}
+_IN_THE_WAY = ("replace by a link", "replace by a FIFO", "replace by a folder")  # until the user takes it away again
+
+
+@contextmanager
+def _training(config: Config) -> Iterator[Callable[[int], None]]:
+    """All that rank 0 of a run writes, without training; -> what it does at the report of a step."""
+    dump = Path(config.job.dump_folder)
+    lock = RunLock(*written(config))
+    stacks.open_dump(dump, 0)
+    kept = [stacks.keep, lock.keep, *(file.keep for file in record_start(config, {}))]
+    reporter, incidents = Reporter(config, 1, active=True), Incidents(config, 1, 1, active=True)
+
+    def report(step: int) -> None:
+        incidents.judge([Step(step, step, 50.0 if step % _BAD == 0 else 1.0 + step % 3, 1.0)], None)
+        for keep in kept:
+            keep()
+        reporter.report(step, {"loss": float(step)})
+
+    try:
+        yield report
+    finally:
+        reporter.close()
+        stacks.close_dump()
+        lock.close()
+
+
+def _lines(path: Path) -> set[int]:
+    """The steps of a .jsonl file."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {json.loads(line)["step"] for line in lines if line.startswith("{")}
+
+
+def _events(folder: Path) -> set[int]:
+    """The steps of the losses in TensorBoard's files."""
+    found = set()
+    for path in folder.rglob("events.*") if folder.is_dir() else ():
+        if path.is_file() and path.read_bytes()[:2] != b"of":
+            found |= {e.step for e in EventFileLoader(str(path)).Load() for v in e.summary.value if v.tag == "loss"}
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's, whose folder is gone
+@pytest.mark.parametrize("seed", range(12))
+def test_every_later_report_is_there_and_the_run_goes_on(tmp_path, seed):
+    draw, dump = random.Random(seed), tmp_path / "run"
+    config = Config(
+        job=Job(dump_folder=str(dump)),
+        checkpoint=Checkpoint(enable=True),
+        metrics=Metrics(enable_tensorboard=True, spike_window=8, spike_threshold=5.0),
+    )
+    last = dict.fromkeys(("metrics.jsonl", "incidents.jsonl", "events"), 0)  # the last step at which somebody touched a file
+    obstacle: Path | None = None  # what is in the way until the next step
+    with _training(config) as report:
+        for step in range(1, STEPS + 1):
+            if obstacle is not None and os.path.lexists(obstacle):
+                shutil.rmtree(obstacle) if obstacle.is_dir() else obstacle.unlink()
+            obstacle = None
+            files = [path for path in sorted(dump.rglob("*")) if path.is_file() and ".away-" not in str(path)]
+            if files and step < STEPS - 5 and draw.random() < 0.5:
+                path, action = draw.choice(files), draw.choice([*ACTIONS])
+                if path.name.startswith("events") and action == "replace by a FIFO":
+                    action = "remove"  # TensorBoard opens its file whenever it writes, and would wait for a reader
+                ACTIONS[action](path)
+                obstacle = path if action in _IN_THE_WAY else None
+                everything = action == "rename its folder"
+                last = {kind: step - 1 if everything or path.name.startswith(kind) else at for kind, at in last.items()}
+            report(step)
+    steps = range(1, STEPS + 1)
+    assert _lines(dump / "metrics.jsonl") >= {step for step in steps if step > last["metrics.jsonl"]}
+    assert _events(dump) >= {step for step in steps if step > last["events"]}
+    assert _lines(dump / "incidents.jsonl") >= {step for step in steps if step % _BAD == 0 and step > last["incidents.jsonl"]}
+    assert json.loads((dump / "provenance.json").read_text())[0]["command"]
+    assert 'dump_folder = "' in (dump / "config.toml").read_text()
+    assert "process" in (dump / ".lock").read_text() and "process" in (dump / "checkpoint/.lock").read_text()
+
+
+def test_a_run_that_nobody_disturbs_warns_of_nothing(tmp_path, caplog):
+    with _training(Config(job=Job(dump_folder=str(tmp_path)), checkpoint=Checkpoint(enable=True))) as report:
+        for step in range(1, 5):
+            report(step)
+    assert caplog.text == "" and _lines(tmp_path / "metrics.jsonl") == {1, 2, 3, 4}

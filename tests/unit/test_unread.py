@@ -1,0 +1,122 @@
+"""What the machine cannot read, for lack of memory or by an error of the disk, is no fault of the file: nothing is renamed,
+removed or called damaged for it."""
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.limited import leave_memory, run_limited
+from tests.outside_files import KINDS, Kind
+from titanlite import outside
+from titanlite.errors import UserError
+from titanlite.outside import Unread, read_bytes
+
+# What a message says of a file that is at fault, or tells the user to do with it.
+_BLAMES = re.compile(r"damaged|refused|broken|truncated|not a |not an |missing|renam|remov|delet|again", re.IGNORECASE)
+
+
+# ------------------------------------------------------------------------------------------------------------ little memory
+
+
+def read_with_little_memory() -> None:
+    """Each kind of file, of a few KiB, where 8 MiB of memory are left: less than the limit of most kinds."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    for kind in KINDS:
+        folder = Path(kind.title.replace("/", " "))
+        folder.mkdir()
+        kind.write(folder)
+        os.chdir(folder)
+        before = kind.read()  # which imports what it needs
+        leave_memory(2**23)
+        try:
+            assert kind.read() == before, kind.title
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        os.chdir("..")
+        print(kind.title)
+
+
+def test_a_reader_needs_memory_for_what_a_file_has_not_for_what_it_might_have(tmp_path, monkeypatch):
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+    assert run_limited(__name__, "read_with_little_memory()", tmp_path).count("\n") == len(KINDS)
+
+
+# ----------------------------------------------------------------------------------------------------- errors of the machine
+
+
+class Machine:
+    """Lets the opening or reading of a file fail at the n-th time."""
+
+    def __init__(self, error: BaseException):
+        self.error, self.left = error, -1
+
+    def may(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+
+
+@pytest.fixture(params=[MemoryError(), OSError(errno.EIO, os.strerror(errno.EIO))], ids=["memory", "EIO"])
+def machine(request, monkeypatch) -> Machine:
+    machine, open_file = Machine(request.param), os.open
+
+    class File(outside._File):
+        def read(self, size: int | None = -1) -> bytes:
+            machine.may()
+            return super().read(size)
+
+        def readline(self, size: int | None = -1) -> bytes:
+            machine.may()
+            return super().readline(size)
+
+    def opened(path: object, *words: int, **keys: int) -> int:
+        machine.may()
+        return open_file(path, *words, **keys)
+
+    monkeypatch.setattr(outside, "_File", File)
+    monkeypatch.setattr(os, "open", opened)
+    return machine
+
+
+def _failures(kind: Kind, machine: Machine) -> Iterator[BaseException]:
+    """What a reader raises when its first, second, ... opening or reading fails."""
+    for number in range(1, 100):
+        machine.left = number
+        try:
+            kind.read()
+        except (UserError, OSError, MemoryError) as error:
+            yield error
+        if machine.left > 0:  # it has less
+            return
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "okenizer" not in kind.title], ids=lambda kind: kind.title)
+def test_an_error_of_the_machine_is_told_as_such_with_the_file(tmp_path, monkeypatch, machine, kind):
+    kind.write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    kind.read()
+    failures = list(_failures(kind, machine))
+    assert failures
+    for error in failures:
+        assert isinstance(error, UserError), repr(error)
+        assert not _BLAMES.search(str(error).replace(str(tmp_path), "")), error
+        assert "cannot be read: " in str(error)
+
+
+def test_a_file_that_grows_or_whose_size_is_unknown_is_read_to_its_end(tmp_path):
+    assert read_bytes("/proc/self/environ", 2**24) == Path("/proc/self/environ").read_bytes()
+    with pytest.raises(UserError, match="at most 10 are read"):
+        read_bytes("/proc/self/environ", 10)
+
+
+def test_all_errors_of_the_machine_but_a_path_to_no_file_are_unread(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "x", tmp_path / ("x" * 300)):
+        with pytest.raises(UserError) as raised:
+            read_bytes(path, 10)
+        assert not isinstance(raised.value, Unread), raised.value
