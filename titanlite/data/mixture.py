@@ -152,7 +152,7 @@ class Data:
         """Samples of some sources, (n,) each, as n rows; a row of PADDING has no labels.
 
         note: (1,) int64, receives the number of each row before it is read.
-        Raises UserError for an id that is not in the vocabulary.
+        Raises UserError for an id that is not in the vocabulary, and for a damaged or truncated file.
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
@@ -161,13 +161,19 @@ class Data:
             None if self._all_counted and PADDING not in numbers else np.empty(shape, bool),
             np.empty((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
+        checked: set[int] = set()
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
             if sample == PADDING:
                 fill_with_padding(arrays, at)
-            else:
-                fill(arrays, at, *self.sources[source].locate(sample))
+                continue
+            rows, row = self.sources[source].locate(sample)
+            if id(rows) not in checked:
+                checked.add(id(rows))
+                for stored in rows.stored:
+                    stored.check_size()
+            fill(arrays, at, rows, row)
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
             self._refuse_ids(arrays.tokens, sources, samples)
         return arrays
