@@ -182,13 +182,13 @@ class Data:
     def has_labels(self, source: int) -> bool:
         """Whether any sample of a source has a label. Reads samples in a random order until one has: of most sources, one."""
         count, first, size = self.sources[source].count, 0, 1
-        while first < count:
+        while not self._all_counted and first < count:
             samples = permute(np.arange(first, min(first + size, count)), count, "labels")
             counted = self.read(np.full(len(samples), source), samples).counted
-            if counted is None or counted[:, 1:].any():
+            if counted is not None and counted[:, 1:].any():
                 return True
             first, size = first + size, min(2 * size, max(1, _LOOKED_AT // self.seq_len))
-        return False
+        return self._all_counted
 
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         """Raises UserError for the first id that is not in the vocabulary."""
