@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.config.schema import Config
+from titanlite.data.origin import Origin
 from titanlite.loop.divergence import Spikes, Steps, is_bad
 from titanlite.loop.resume import Progress
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.state import run_tensors
-from titanlite.data.origin import Origin
 from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_no_labels"

@@ -23,8 +23,7 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"validation.sample_prompts: {config.model.name} cannot generate (its Model has generates = False); set it to []"
 
 
-def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device
-) -> dict[str, float | None]:
+def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float | None]:
     """One round over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
     None without labels, or without text behind them.
 

@@ -168,7 +168,9 @@ def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
     dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}
     updates = {name: whole(p) - weights[name] for name, p in run.model.named_parameters() if p.requires_grad}
     updates = run.of_all_stages(updates)
-    return Trajectory(weights, global_batches, [s.loss or 0.0 for s in steps], [s.norm for s in steps], gradients, dtypes, updates)
+    return Trajectory(
+        weights, global_batches, [s.loss or 0.0 for s in steps], [s.norm for s in steps], gradients, dtypes, updates
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:
