@@ -4,6 +4,7 @@ The position in the data is one number, the samples consumed so far; it refers t
 state to save, also with workers.
 """
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -13,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -206,7 +208,8 @@ def _reading(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserErr
     pin_memory: into page-locked memory, from where a GPU copies asynchronously. The loader carries no state into a checkpoint,
     since the position in our data is a number; it would carry that of a stream which has one.
     """
-    cfg, ahead = dataset.cfg, {}
+    cfg = dataset.cfg
+    ahead: dict[str, Any] = {}
     if cfg.workers:
         # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
         # imported what the workers need.
@@ -223,7 +226,7 @@ def _reading(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserErr
             snapshot_every_n_steps=None,
             **ahead,
         )
-    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
+    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}) if cfg.workers else contextlib.nullcontext():
         return iter(loader)
 
 
