@@ -252,7 +252,6 @@ class _Event:
         return 1000 * (later.at - self.at)  # milliseconds
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # the GPU is pretended
 @pytest.mark.parametrize(("read", "computed", "waited"), [(2, 5, 0), (5, 5, 0), (7, 5, 2), (7, 0, 7)])
 def test_reading_while_a_gpu_computes_is_no_waiting(sources, monkeypatch, read, computed, waited):
     computing = _Stream()

@@ -4,7 +4,6 @@ The position in the data is one number, the samples consumed so far; it refers t
 state to save, also with workers.
 """
 
-import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -14,7 +13,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -118,8 +116,11 @@ class Batches(Iterator[Batch]):
         cuda = self._device.type == "cuda"
         # On the stream of the computation, the copies would wait for all of it, and it for them.
         self._stream = torch.cuda.Stream(device) if cuda else None
+        self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
-        self._source = _reading(dataset, cuda)
+        self._watch.waiting = time.monotonic(), 0  # for workers to start
+        self._source = _read_ahead(dataset, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
+        self._watch.waiting = None
         self._step = 0
         self._next: Batch | Exception | None = None
         self._waited = 0.0  # seconds, on a CPU
@@ -192,7 +193,7 @@ class Batches(Iterator[Batch]):
         if isinstance(batch, UserError):
             raise batch
         self._step += 1
-        return batch
+        return batch.pin_memory() if self._pin else batch
 
     def close(self) -> None:
         """Ends the workers, which end with the last reference to the loader's iterator."""
@@ -202,31 +203,25 @@ class Batches(Iterator[Batch]):
     __del__ = close
 
 
-def _reading(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserError]:
-    """Steps in order, read by worker processes or by this one; RuntimeError where a worker dies.
-
-    pin_memory: into page-locked memory, from where a GPU copies asynchronously. The loader carries no state into a checkpoint,
-    since the position in our data is a number; it would carry that of a stream which has one.
-    """
-    cfg = dataset.cfg
-    ahead: dict[str, Any] = {}
-    if cfg.workers:
-        # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
-        # imported what the workers need.
-        multiprocessing.set_forkserver_preload([__name__])
-        ahead = {"multiprocessing_context": "forkserver", "prefetch_factor": cfg.prefetch, "worker_init_fn": _start_worker}
+def _read_ahead(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserError]:
+    """Steps read by worker processes, in order; RuntimeError where one of them dies."""
+    multiprocessing.set_forkserver_preload([__name__])
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 calls deprecated
         warnings.filterwarnings("ignore", category=UserWarning, module="torchdata")
         loader = StatefulDataLoader(
             dataset,
             batch_size=None,
             sampler=itertools.count(),
-            num_workers=cfg.workers,
+            num_workers=dataset.cfg.workers,
+            prefetch_factor=dataset.cfg.prefetch,
             pin_memory=pin_memory,
-            snapshot_every_n_steps=None,
-            **ahead,
+            # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
+            # imported what the workers need.
+            multiprocessing_context="forkserver",
+            worker_init_fn=_start_worker,
+            snapshot_every_n_steps=None,  # the position in our data is a number; a stream with a state of its own needs them
         )
-    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}) if cfg.workers else contextlib.nullcontext():
+    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
         return iter(loader)
 
 
