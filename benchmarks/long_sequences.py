@@ -37,7 +37,7 @@ def step(device: torch.device, config: Config, degrees: dict[str, int]) -> tuple
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     before, begun, allocations = _resident("VmRSS"), time.monotonic(), Allocations()
     with allocations:  # begins at 0: it knows only what is made from now on
-        loss = forward_backward(model, Batch(tokens), mesh)
+        loss = forward_backward(model, Batch(tokens), mesh).share
     seconds, most = time.monotonic() - begun, torch.tensor([max(allocations.peaks.values()), _resident("VmHWM") - before])
     dist.all_reduce(loss)
     dist.all_reduce(most, dist.ReduceOp.MAX)

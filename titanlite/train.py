@@ -37,7 +37,7 @@ from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
-from titanlite.loop.divergence import Incidents, Rollback, Steps, finite
+from titanlite.loop.divergence import Incidents, Rollback, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
 from titanlite.loop.resume import Progress, Setting, numbers_of, restore
@@ -139,15 +139,15 @@ def train(
             with clock.phase(step, "reading data"):
                 batch = next(batches)
             with clock.phase(step, "forward and backward"):
-                share = forward_backward(model, batch, mesh, loss_scale, deferred)
+                loss = forward_backward(model, batch, mesh, loss_scale, deferred)
             if step == first:
                 warn_of_unused(model)
             with clock.phase(step, "optimizer step"):
-                norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale)
+                norm = update(model, optimizer, schedule.at(step), training.max_norm, loss_scale, loss.labels)
             if not last:
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()
-        unread.add(step, sample, share, norm)
+        unread.add(step, sample, loss, norm)
         progress = progress._replace(step=step, samples=sample + global_batch)
         clock.steps += 1
 
@@ -172,7 +172,7 @@ def train(
             progress = progress.with_losses(steps, config.metrics.log_freq)
             for keep in kept:  # what somebody may have removed
                 keep()
-        measured: dict[str, float] = {}
+        measured: dict[str, float | None] = {}
         if validation and validating:
             with clock.phase(step, "validation"):
                 measured = validate(model, validation, config, mesh, device)
@@ -180,7 +180,7 @@ def train(
                 with clock.phase(step, "writing samples"):
                     reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
         if reporting:
-            values = {"loss_mean": progress.loss_mean, "loss": finite(steps[-1].loss), "grad_norm": finite(steps[-1].norm)}
+            values = {"loss_mean": progress.loss_mean, "loss": steps[-1].loss, "grad_norm": steps[-1].norm}
             values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
             values |= {**(loss_scale.report() if loss_scale else {}), **recompilations.report(config.compile)}
             values |= {"tokens_seen": progress.samples * training.seq_len, **measure_speed(batches.waited())}

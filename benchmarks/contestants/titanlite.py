@@ -91,7 +91,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
         process.seed_step(config.training.seed, number, part)
         # this rank's rows, in microbatches of training.local_batch_size
         mine = tokens.flatten(0, 1)[part::parts].unflatten(0, (-1, config.training.local_batch_size))
-        share = forward_backward(model, Batch(mine), mesh, None, Deferred.of(config))
+        share = forward_backward(model, Batch(mine), mesh, None, Deferred.of(config)).share
         update(model, optimizer, config.optimizer.lr, config.training.max_norm)
         return share
 

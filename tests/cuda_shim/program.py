@@ -100,13 +100,13 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
             seed_step(config.training.seed, number, rng_rank(mesh))
             batch = next(batches)
             assert len(batch.microbatches()) == 2
-            share = forward_backward(model, batch, mesh, loss_scale, Deferred.of(config))
+            loss = forward_backward(model, batch, mesh, loss_scale, Deferred.of(config))
             if number == 1:
                 warn_of_unused(model)
-            norm = update(model, optimizer, 1e-3, config.training.max_norm, loss_scale)
+            norm = update(model, optimizer, 1e-3, config.training.max_norm, loss_scale, loss.labels)
             batches.prepare()
-            unread.add(number, 0, share, norm)
-            assert share.device == DEVICE and norm.device == home, (share.device, norm.device)
+            unread.add(number, 0, loss, norm)
+            assert loss.share.device == DEVICE and norm.device == home, (loss.share.device, norm.device)
 
         step(1)
         graphs = counters["stats"]["unique_graphs"]

@@ -56,7 +56,7 @@ def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor], list[Coun
             stack.enter_context(patch.object(post_grad, "micro_pipeline_tp_pass", watched))
             stack.enter_context(patch.object(tensor, "enable_symm_mem_for_group", _checked))
         model = build_model(family_of(config.model), config, mesh, CPU)
-        loss = forward_backward(model, next(rank_batches(config, mesh)), mesh)
+        loss = forward_backward(model, next(rank_batches(config, mesh)), mesh).share
         found = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     return loss.item(), found, graphs
 

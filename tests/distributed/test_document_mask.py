@@ -76,7 +76,7 @@ def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False,
             if silent:
                 batch = batch._replace(counted=torch.zeros_like(batch.counted))
             model.zero_grad()
-            loss = summed_loss(model, batch) / count_labels(batch, mesh)
+            loss = summed_loss(model, batch) / count_labels(batch, mesh).clamp(min=1)
             loss.backward()
             losses.append(sum_over(LOSS_DIMENSIONS, loss.detach(), mesh).item())
             gradients.append({name: whole(parameter.grad) for name, parameter in model.named_parameters()})

@@ -26,7 +26,7 @@ from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop.divergence import Steps, read_entries
-from titanlite.loop.step import build_model, forward_backward, update
+from titanlite.loop.step import StepLoss, build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.optim.state import named_state
@@ -165,8 +165,8 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
     source = Batches(StepDataset(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part))
 
     def step(number: int) -> None:
-        share = forward_backward(model, next(source), mesh)
-        steps.add(number, (number - 1) * GLOBAL_BATCH, share, update(model, optimizer, 1e-3, 1.0))
+        loss = forward_backward(model, next(source), mesh)
+        steps.add(number, (number - 1) * GLOBAL_BATCH, loss, update(model, optimizer, 1e-3, 1.0))
 
     step(1)  # sets up what is set up once
     steps.read()
@@ -202,7 +202,7 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
     for size in at_once:
         steps, read = Steps(mesh), []
         for number in range(30):
-            steps.add(number, number * 8, shares[number], norms[number])
+            steps.add(number, number * 8, StepLoss(shares[number], None), norms[number])
             if (number + 1) % size == 0:
                 read += steps.read()
         found.append(read)

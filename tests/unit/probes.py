@@ -137,8 +137,8 @@ def steps(config: Config, ranks: int) -> object:
         batch = reading.Batches(reading.StepDataset(config, data(config), 0, config.global_batch(1), (0, 1)))
         found: list[Any] = [type(optimizer).__name__, {name: optimizer.defaults.get(name) for name in ("fused", "foreach")}]
         for _ in range(3):
-            share = forward_backward(model, next(batch), mesh, scale, fsdp.DEFERRED)
-            found += [share.item(), update(model, optimizer, 0.01, config.training.max_norm, scale).item()]
+            loss = forward_backward(model, next(batch), mesh, scale, fsdp.DEFERRED)
+            found += [loss.share.item(), update(model, optimizer, 0.01, config.training.max_norm, scale, loss.labels).item()]
         batch.close()
     return found + [p.double().sum().item() for p in model.parameters()]
 

@@ -291,7 +291,7 @@ def test_workers_need_neither_torch_nor_transformers(tmp_path):
         ([], "no messages"),
         ([{"content": "x"}], "message 1 must have a string under \"role\""),
         ([USER, {"role": "assistant"}], 'message 2 must have "content"'),
-        ([USER, {"role": "assistant", "content": 5}], "message 2: .*must be a string, not 5"),
+        ([USER, {"role": "assistant", "content": 5}], "message 2: .*must be a string or a list of text parts, not 5"),
         ([USER], "no message is the assistant's"),
         ([{"role": "user", "content": "a</s>b"}, ASSISTANT], "message 1 spells </s>"),
         ([USER, {**ASSISTANT, "tool_calls": [{"name": "<|im_end|>"}]}], r"message 2 spells <\|im_end\|>"),

@@ -218,11 +218,19 @@ def test_a_source_is_read_as_often_as_stats_says_and_not_more_than_allowed(confi
 # -------------------------------------------------------------------------------------------------------------- verify
 
 
-def test_verify_reads_everything_and_lists_the_first_fault_of_each_file(config, capsys, monkeypatch):
-    assert "1 token files" in output(capsys, monkeypatch, "verify", str(config))
-    [tokens] = (config.parent / "cache").glob("tokens-*/00000.bin")
-    content = bytearray(tokens.read_bytes())
-    content[-1] ^= 1
-    tokens.write_bytes(content)
-    found = refusal(capsys, monkeypatch, "verify", str(config))
-    assert "1 of 1 token files are damaged:" in found and f"{tokens}: is damaged: block 0" in found
+@pytest.mark.parametrize("command", ["verify", "stats"])
+def test_no_damaged_byte_passes_and_the_first_fault_of_each_file_is_listed(config, capsys, monkeypatch, command):
+    """Also bytes that the numbers of `stats` do not depend on: training would refuse them."""
+    output(capsys, monkeypatch, command, str(config))
+    [folder] = (config.parent / "cache").glob("tokens-*/")
+    for name in ("00000.bin", "00000.idx", "00000.bin.sums", "00000.idx.sums"):
+        sound = (folder / name).read_bytes()
+        for place in {0, len(sound) // 3, len(sound) // 2, len(sound) - 1}:
+            content = bytearray(sound)
+            content[place] ^= 1
+            (folder / name).write_bytes(content)
+            found = refusal(capsys, monkeypatch, command, str(config))
+            assert f"{folder / name.removesuffix('.sums')}" in found, (name, place)
+            if name == "00000.bin":
+                assert "1 of 1 token files are damaged:" in found and "is damaged: block 0" in found
+        (folder / name).write_bytes(sound)

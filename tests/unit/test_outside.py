@@ -45,7 +45,6 @@ ALLOWED = {
     "checkpoint/folder.py": {"read_text": "what this run has just written"},
     "hf/folder.py": {"safe_open": "after `size_of`; it validates the header"},
     "hf/entries.py": {"safe_open": "files that hf/folder.py has validated"},
-    "data/blocks.py": {"memmap": "after `size_of`"},
     "data/packing.py": {"load": "after `size_of`, without pickles"},
     "data/prepare/encode.py": {"open": "/dev/null, to write"},
     "data/prepare/limited.py": {"loads": "requests to its own worker, and the answers"},

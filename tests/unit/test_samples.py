@@ -12,7 +12,7 @@ from tests.token_files import mix_of, opened, write_file
 from titanlite.config.schema import Config
 from titanlite.data.blocks import sums_of
 from titanlite.data.indexed import TokenFile
-from titanlite.data.mixture import PADDING, Data, check_shares
+from titanlite.data.mixture import PADDING, Data, check_labels, check_shares
 from titanlite.data.order import drawn
 from titanlite.data.samples import Arrays
 from titanlite.errors import UserError
@@ -100,6 +100,32 @@ def test_a_packed_row_needs_a_label_for_each_of_its_inputs(tmp_path, tokens, row
 def test_data_of_no_sample_is_refused_with_key_and_name(tmp_path, policy, tokens):
     with pytest.raises(UserError, match=f"training.seq_len = 8: training.sources: tests has {tokens} tokens, not one whole"):
         _data(tmp_path, _numbered([tokens]), policy)
+
+
+@pytest.mark.parametrize(("policy", "mask"), _EVERY)
+def test_a_source_is_refused_by_its_name_just_where_none_of_its_samples_has_a_label(tmp_path, policy, mask):
+    """Sources of hardly any labels: many documents of no or one token, many flags of 0."""
+    found = {True: 0, False: 0}
+    for seed in range(24):
+        random = np.random.default_rng(seed)
+        rare = (0.0, 0.01, 0.05)[seed % 3 - 1]  # documents of several tokens, and flags of 1
+        lengths = np.where(random.random(100) < rare, random.integers(2, 20, 100), random.integers(0, 2, 100)).tolist()
+        lengths += [20] if seed % 4 == 0 else [1] * 20
+        documents = _numbered(lengths)
+        flags = [[bool(random.random() < rare) for _ in document] for document in documents]
+        try:
+            data = _data(tmp_path, documents, policy, mask, flags if seed % 2 else None, name=f"{policy} {seed}")
+        except UserError as error:  # not one sample
+            assert "not one whole sample" in str(error)
+            continue
+        labels = _counted(_read_all(data))[:, 1:].any()
+        found[bool(labels)] += 1
+        if labels:
+            check_labels(data)
+        else:
+            with pytest.raises(UserError, match=r"training\.sources: sources without a single token to predict\n  tests: "):
+                check_labels(data)
+    assert min(found.values()) > 0, found
 
 
 @pytest.mark.parametrize("seed", _SEEDS)

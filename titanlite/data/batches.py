@@ -10,12 +10,14 @@ import multiprocessing
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
@@ -87,6 +89,10 @@ class StepDataset(Dataset[Batch | UserError]):
         here = slice(inside * self.share, (inside + 1) * self.share)
         return self._located[0][here], self._located[1][here]
 
+    def read_by_workers(self, step: int) -> str:
+        """What workers have read last, of a step and of those ahead of it, for a message."""
+        return "; ".join(dict.fromkeys(self.last_read(ahead) for ahead in range(step, step + len(self.latest))))
+
     def last_read(self, step: int) -> str:
         """The source, file and sample of a step that was being read last, for a message."""
         noted, at = self.latest[step % len(self.latest)].tolist()
@@ -105,14 +111,16 @@ class Batches(Iterator[Batch]):
     """
 
     def __init__(self, dataset: StepDataset, device: torch.device | str = "cpu"):
-        cfg = dataset.cfg
+        self._dataset, cfg = dataset, dataset.cfg
         self._device = torch.device(device)
         cuda = self._device.type == "cuda"
         # On the stream of the computation, the copies would wait for all of it, and it for them.
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._pin = cuda and not cfg.workers  # a GPU copies asynchronously from page-locked memory; the loader pins by itself
         self._watch = _StallWatch(dataset, cfg.stall_seconds)
+        self._watch.waiting = time.monotonic(), 0  # for workers to start
         self._source = _read_ahead(dataset, cuda) if cfg.workers else map(dataset.__getitem__, itertools.count())
+        self._watch.waiting = None
         self._step = 0
         self._next: Batch | Exception | None = None
         self._waited = 0.0  # seconds, on a CPU
@@ -173,8 +181,13 @@ class Batches(Iterator[Batch]):
         self._watch.waiting = time.monotonic(), self._step
         try:
             batch = next(self._source)
-        except (ConnectionError, EOFError, FileNotFoundError) as error:  # a batch whose shared memory ended with its worker
-            raise RuntimeError("a data worker has ended; it may have been killed because memory ran out") from error
+        # a worker that was killed, or a batch whose shared memory ended with it
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
+                raise
+            read = self._dataset.read_by_workers(self._step)
+            why = "its memory ran out, or a file that it read was truncated or could no longer be read"
+            raise RuntimeError(f"a data worker has ended, perhaps because {why}; read last: {read}") from error
         finally:
             self._watch.waiting = None
         if isinstance(batch, UserError):
@@ -193,21 +206,23 @@ class Batches(Iterator[Batch]):
 def _read_ahead(dataset: StepDataset, pin_memory: bool) -> Iterator[Batch | UserError]:
     """Steps read by worker processes, in order; RuntimeError where one of them dies."""
     multiprocessing.set_forkserver_preload([__name__])
-    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
-        return iter(
-            DataLoader(
-                dataset,
-                batch_size=None,
-                sampler=itertools.count(),
-                num_workers=dataset.cfg.workers,
-                prefetch_factor=dataset.cfg.prefetch,
-                pin_memory=pin_memory,
-                # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
-                # imported what the workers need.
-                multiprocessing_context="forkserver",
-                worker_init_fn=_start_worker,
-            )
+    with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 calls deprecated
+        warnings.filterwarnings("ignore", category=UserWarning, module="torchdata")
+        loader = StatefulDataLoader(
+            dataset,
+            batch_size=None,
+            sampler=itertools.count(),
+            num_workers=dataset.cfg.workers,
+            prefetch_factor=dataset.cfg.prefetch,
+            pin_memory=pin_memory,
+            # A fork of this process would copy the threads of CUDA and gloo in an arbitrary state. The fork server has only
+            # imported what the workers need.
+            multiprocessing_context="forkserver",
+            worker_init_fn=_start_worker,
+            snapshot_every_n_steps=None,  # the position in our data is a number; a stream with a state of its own needs them
         )
+    with children.starting({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}):
+        return iter(loader)
 
 
 def _start_worker(_number: int) -> None:

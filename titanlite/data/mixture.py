@@ -15,7 +15,7 @@ import numpy as np
 
 from titanlite.config.schema import Config, Training
 from titanlite.data import origin
-from titanlite.data.order import MIXTURE, drawn, interleave, sample_at
+from titanlite.data.order import MIXTURE, drawn, interleave, permute, sample_at
 from titanlite.data.origin import Origin
 from titanlite.data.prepare.cache import open_packing
 from titanlite.data.samples import Arrays, Rows, fill, fill_with_padding, rows_of
@@ -27,6 +27,7 @@ from titanlite.transforms.registry import family_of
 
 log = logging.getLogger(__name__)
 
+_LOOKED_AT = 2**20  # tokens that are read together, to find a label
 PADDING = -1  # instead of a sample's number: a row of padding
 
 
@@ -152,7 +153,7 @@ class Data:
         """Samples of some sources, (n,) each, as n rows; a row of PADDING has no labels.
 
         note: (1,) int64, receives the number of each row before it is read.
-        Raises UserError for an id that is not in the vocabulary.
+        Raises UserError for an id that is not in the vocabulary, and for a damaged or truncated file.
         """
         numbers = samples.tolist()  # Python numbers and lists: a NumPy call costs as much as copying a short row
         shape = len(numbers), self.seq_len + 1
@@ -161,16 +162,33 @@ class Data:
             None if self._all_counted and PADDING not in numbers else np.empty(shape, bool),
             np.empty((len(numbers), self.seq_len), np.int32) if self.mask else None,
         )
+        checked: set[int] = set()
         for at, (source, sample) in enumerate(zip(sources.tolist(), numbers, strict=True)):
             if note is not None:
                 note[0] = at
             if sample == PADDING:
                 fill_with_padding(arrays, at)
-            else:
-                fill(arrays, at, *self.sources[source].locate(sample))
+                continue
+            rows, row = self.sources[source].locate(sample)
+            if id(rows) not in checked:
+                checked.add(id(rows))
+                for stored in rows.stored:
+                    stored.check_size()
+            fill(arrays, at, rows, row)
         if arrays.tokens.view(np.uint64).max() >= self._vocabulary:  # as unsigned numbers, negative ids are the largest
             self._refuse_ids(arrays.tokens, sources, samples)
         return arrays
+
+    def has_labels(self, source: int) -> bool:
+        """Whether any sample of a source has a label. Reads samples in a random order until one has: of most sources, one."""
+        count, first, size = self.sources[source].count, 0, 1
+        while not self._all_counted and first < count:
+            samples = permute(np.arange(first, min(first + size, count)), count, "labels")
+            counted = self.read(np.full(len(samples), source), samples).counted
+            if counted is not None and counted[:, 1:].any():
+                return True
+            first, size = first + size, min(2 * size, max(1, _LOOKED_AT // self.seq_len))
+        return self._all_counted
 
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         """Raises UserError for the first id that is not in the vocabulary."""
@@ -216,6 +234,7 @@ def open_data(config: Config, section: str = "training") -> Data:
     data = Data(sources, config.training, tokenizer_digest(loaded), lengths, key, loaded.spelled(loaded.beginning))
     if section == "training":  # validation measures each source by itself
         check_shares(data)
+    check_labels(data)
     return data
 
 
@@ -248,6 +267,18 @@ def check_shares(data: Data) -> None:
         faults = [f"{source.name}: {why} is below a millionth of all" for source in small]
         remedy = "Leave them out, or give larger weights"
         raise UserError(listed(f"{data.key}: sources that a mixture cannot hold", faults, remedy))
+
+
+def check_labels(data: Data) -> None:
+    """Raises UserError that names every source that has nothing to learn: training on it would report losses of 0."""
+    faults = [
+        f"{mixed.source.name}: {mixed.documents:,} documents of {mixed.tokens:,} tokens, {mixed.count:,} samples"
+        for number, mixed in enumerate(data.sources)
+        if not data.has_labels(number)
+    ]
+    if faults:
+        remedy = "Its documents are empty, or its assistant never says anything: leave it out, or correct the text"
+        raise UserError(listed(f"{data.key}: sources without a single token to predict", faults, remedy))
 
 
 def check_epochs(data: Data, began: Origin, end: int) -> None:

@@ -26,7 +26,8 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import INCIDENTS, METRICS
-from titanlite.loop.metrics import read_history, read_reports
+from titanlite.loop.metrics import finite, read_history, read_reports
+from titanlite.loop.step import StepLoss
 from titanlite.optim.loss_scale import LEAST
 from titanlite.outside import Contents, Count, Pair
 from titanlite.parallel.mesh import loss_degree
@@ -55,7 +56,7 @@ class Step(NamedTuple):
 
     number: int
     first_sample: int  # of its global batch, counted over the whole run
-    loss: float
+    loss: float | None  # None: no token was a label
     norm: float  # of the gradient, before clipping
 
 
@@ -64,11 +65,12 @@ class Steps:
 
     def __init__(self, mesh: DeviceMesh):
         self.copies = mesh.size() // loss_degree(mesh)  # ranks that hold the same share of the loss
-        self.waiting: list[tuple[int, int, Tensor, Tensor]] = []
+        self.waiting: list[tuple[int, int, Tensor, Tensor, Tensor]] = []
 
-    def add(self, number: int, first_sample: int, share: Tensor, norm: Tensor) -> None:
-        """share, norm: () float32, this rank's share of the loss and the gradient's norm. No host sync."""
-        self.waiting.append((number, first_sample, share, norm))
+    def add(self, number: int, first_sample: int, loss: StepLoss, norm: Tensor) -> None:
+        """norm: of the gradient, () float32. No host sync."""
+        labels = torch.ones_like(loss.share) if loss.labels is None else loss.labels
+        self.waiting.append((number, first_sample, loss.share, labels, norm))
 
     def read(self) -> list[Step]:
         """All steps since the last reading, in order: one all-reduce and one transfer. Every rank gets the same numbers.
@@ -78,18 +80,15 @@ class Steps:
         """
         if not self.waiting:
             return []
-        numbers, samples, shares, norms = zip(*self.waiting, strict=True)
+        numbers, samples, shares, labels, norms = zip(*self.waiting, strict=True)
         self.waiting = []
         losses = torch.stack(shares).double()
         dist.all_reduce(losses)
         losses = (losses / self.copies).float()
-        values = torch.stack([losses, torch.stack(norms).to(losses.device)])  # cpu_offload has the norms on the CPU
-        return [Step(*step) for step in zip(numbers, samples, *values.tolist(), strict=True)]
-
-
-def finite(value: float) -> float | None:
-    """A number that JSON can hold: None for infinity and NaN."""
-    return value if math.isfinite(value) else None
+        # cpu_offload has the norms on the CPU
+        values = torch.stack([losses, torch.stack(labels), torch.stack(norms).to(losses.device)])
+        rows = zip(numbers, samples, *values.tolist(), strict=True)
+        return [Step(number, sample, loss if labels else None, norm) for number, sample, loss, labels, norm in rows]
 
 
 # ------------------------------------------------------------------------------------------------------- nonfinite steps
@@ -106,7 +105,7 @@ class Decision(NamedTuple):
 
 def is_bad(step: Step, scaled: bool) -> bool:
     """Whether a step is an incident. scaled: float16 with a loss scale, where gradients overflow now and then."""
-    return not math.isfinite(step.loss) or not (scaled or math.isfinite(step.norm))
+    return (step.loss is not None and not math.isfinite(step.loss)) or not (scaled or math.isfinite(step.norm))
 
 
 def decide(steps: list[Step], policy: str, scale: float | None, streak: int, newest: int | None, rollbacks: int) -> Decision:
@@ -172,7 +171,7 @@ class Spikes:
         """The spikes among the next steps, each with a phrase for its height."""
         found = []
         for step in steps:
-            if self.window == 0 or not math.isfinite(step.loss):
+            if self.window == 0 or step.loss is None or not math.isfinite(step.loss):
                 continue
             if phrase := self._judge(step.loss):
                 found.append((step, phrase))
@@ -370,7 +369,8 @@ class Incidents:
 
     def _text(self, step: Step) -> str:
         samples = f"samples {step.first_sample} to {step.first_sample + self.global_batch - 1}"
-        return f"step {step.number}: loss {step.loss:.4f}, gradient norm {step.norm:.4f}, {samples}"
+        loss = "n/a" if step.loss is None else f"{step.loss:.4f}"
+        return f"step {step.number}: loss {loss}, gradient norm {step.norm:.4f}, {samples}"
 
     def _log(self, entry: dict[str, Any]) -> None:
         if self.active:

@@ -24,11 +24,11 @@ from titanlite.parallel.pipeline import Microbatch
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:
-    """The number of labels of the global batch, of which `batch` is this rank's part; () float32, the divisor of the loss.
+    """The number of labels of the global batch, of which `batch` is this rank's part; () float32. 0 for some chats, or padding.
 
-    At least 1: the loss of a batch without labels, which chats can give, is 0. Stays on the device, without a host sync.
+    Stays on the device, without a host sync.
     """
-    return sum_over(DATA_DIMENSIONS, (batch.labels() != IGNORE).sum(), mesh).clamp(min=1).float()
+    return sum_over(DATA_DIMENSIONS, (batch.labels() != IGNORE).sum(), mesh).float()
 
 
 def summed_loss(model: Decoder, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import os
 import resource
 import secrets
@@ -169,9 +170,10 @@ class Reporter:
             self._to_board(lambda board: None, purge_step=first_step)
 
     def report(self, step: int, values: dict[str, Any]) -> None:
-        """One step's values, unrounded, to metrics.jsonl and TensorBoard."""
+        """One step's values, unrounded, to metrics.jsonl and TensorBoard; null for those that are not finite."""
         if not self._active:
             return
+        values = {name: finite(value) if isinstance(value, float) else value for name, value in values.items()}
         self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
         self._write()
 
@@ -253,7 +255,7 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
 
 
 class _Report(Contents):
-    """What a line of metrics.jsonl must hold; null is a number that is not finite."""
+    """What a line of metrics.jsonl must hold; null is a number that is not finite, or the loss of no labels."""
 
     step: Count
     loss: float | None = None
@@ -277,7 +279,12 @@ def read_history(path: Path, model: type[Contents]) -> list[dict[str, Any]]:
         raise UserError(f"{error}; remove the line, or rename the file") from None
 
 
-# What a line of the console shows, if the report has it. The report has None for a number that is not finite.
+def finite(value: float | None) -> float | None:
+    """A number that JSON can hold: None for infinity and NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+# What a line of the console shows, if the report has it: None for the loss of no labels.
 _CONSOLE = {
     "loss_mean": "mean loss {:.4f}",
     "loss": "loss {:.4f}",
@@ -299,7 +306,8 @@ def console_line(step: int, steps: int, values: dict[str, Any]) -> str:
     parts = [f"step {step:>{len(str(steps))}}/{steps}"]
     for name, text in _CONSOLE.items():
         if name in values:
-            label = text.partition(" {")[0]
-            parts.append(f"{label} not finite" if values[name] is None else text.format(values[name]))
+            value, label = values[name], text.partition(" {")[0]
+            aside = f"{label} n/a" if value is None else f"{label} not finite"
+            parts.append(aside if finite(value) is None else text.format(value))
     parts += [f"{name.removesuffix('_seconds')} {value:.2f} s" for name, value in values.items() if name.endswith("_seconds")]
     return "  ".join(parts)

@@ -108,7 +108,7 @@ class Progress(NamedTuple):
         for step in steps:
             if (step.number - 1) % log_freq == 0:
                 total, count = 0.0, 0
-            if math.isfinite(step.loss):
+            if step.loss is not None and math.isfinite(step.loss):
                 total, count = total + step.loss, count + 1
         return self._replace(loss_sum=total, loss_count=count)
 

@@ -1,6 +1,7 @@
 """One optimizer step: the model, the gradients of a global batch, the update."""
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,16 +52,23 @@ def begin_training(
     return model, optimizer, loss_scale
 
 
+class StepLoss(NamedTuple):
+    """What a rank knows of a step's loss, on its device."""
+
+    share: Tensor  # () float32; the shares of all data-parallel ranks add up to the loss
+    labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
+
+
 def forward_backward(
     model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, deferred: Deferred = DEFERRED
-) -> Tensor:
-    """Gradients of the step's loss, accumulated over microbatches; returns this rank's share of the loss, () float32.
+) -> StepLoss:
+    """Gradients of the step's loss, accumulated over microbatches; without labels they are 0, but for balance losses.
 
-    batch: this rank's part of the global batch. The shares of all data-parallel ranks add up to the loss.
-    loss_scale: of float16; the gradients are then those of the loss times `loss_scale.divisor`. deferred: what is reduced with
-    the last microbatch only.
+    batch: this rank's part of the global batch. loss_scale: of float16; the gradients are then those of the loss times
+    `loss_scale.divisor`. deferred: what is reduced with the last microbatch only.
     """
-    labels = count_labels(batch, mesh)
+    counted = count_labels(batch, mesh)
+    labels, known = counted.clamp(min=1), None if batch.counted is None else counted
     if loss_scale is not None:
         loss_scale.divisor = loss_scale.scale * labels
     share = torch.zeros((), device=batch.tokens.device)
@@ -69,7 +77,7 @@ def forward_backward(
     if model.pipeline is not None:  # which begins a microbatch before others have had their backward pass
         divisor = labels if loss_scale is None else 1 / loss_scale.scale
         losses = model.pipeline.train([arranged(model, each) for each in microbatches], divisor, balance.add_microbatch)
-        return losses.sum() / labels
+        return StepLoss(losses.sum() / labels, known)
     for number, microbatch in enumerate(microbatches, 1):
         choose_reductions(model, deferred, last=number == len(microbatches))
         summed = summed_loss(model, microbatch)
@@ -77,26 +85,35 @@ def forward_backward(
         (loss if loss_scale is None else summed * loss_scale.scale).backward()
         share += loss.detach()
         balance.add_microbatch(model)
-    return share
+    return StepLoss(share, known)
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_norm: float, loss_scale: LossScale | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    max_norm: float,
+    loss_scale: LossScale | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor:
     """Clips the gradients, takes one optimizer step and clears them; returns the norm before clipping, () float32.
 
     Where that norm is not finite, a fused optimizer skips the step on the device, without a host sync, and the loss scale
-    shrinks.
+    shrinks. labels: of `StepLoss`. Where there are none, every optimizer skips the step: otherwise momentum and weight decay
+    would move the weights. An optimizer that is not fused needs a host sync for that.
     """
     pipeline = getattr(model, "pipeline", None)
     stages, tied = (pipeline.ranks, pipeline.tied) if pipeline else (1, None)
     norm = clip_gradients(optimizer, max_norm, loss_scale.divisor if loss_scale else None, stages, tied)
     set_lr(optimizer, lr)
     overflow = (~norm.isfinite()).float()
-    if optimizer.defaults["fused"]:
-        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
-    optimizer.step()
-    balance.move_biases(model, overflow)
+    skipped = overflow if labels is None else torch.maximum(overflow, (labels == 0).float().to(overflow.device))
+    fused = optimizer.defaults["fused"]
+    if fused:
+        optimizer.found_inf = skipped  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
+    if fused or labels is None or labels.item():
+        optimizer.step()
+    balance.move_biases(model, skipped)
     float8.measure_weights(model)
     if loss_scale is not None:
         loss_scale.update(overflow)

@@ -23,8 +23,9 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f"validation.sample_prompts: {config.model.name} cannot generate (its Model has generates = False); set it to []"
 
 
-def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float]:
-    """One round over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte.
+def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float | None]:
+    """One round over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
+    None without labels, or without text behind them.
 
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
     make the same number of forward passes; after the last sample they get padding, whose labels do not count.
@@ -60,11 +61,10 @@ def sample_texts(model: Decoder, config: Config, tokenizer: LoadedTokenizer, mes
     return continue_texts(model, tokenizer, cfg.sample_prompts, cfg.sample_tokens, sampling, mesh["tp"].size())
 
 
-def _figures(suffix: str, total: torch.Tensor) -> dict[str, float]:
+def _figures(suffix: str, total: torch.Tensor) -> dict[str, float | None]:
     loss, labels, text = total.tolist()
-    # without labels, or without text behind them, there is no value
-    figures = {f"validation_loss{suffix}": loss / labels} if labels else {}
-    return figures | ({f"validation_bits_per_byte{suffix}": loss / math.log(2) / text} if text else {})
+    bits = loss / math.log(2) / text if text else None
+    return {f"validation_loss{suffix}": loss / labels if labels else None, f"validation_bits_per_byte{suffix}": bits}
 
 
 def rounds(data: Data, source: int, config: Config, parts: int) -> int:

@@ -126,10 +126,10 @@ def follow(run: Run, schedule: Schedule, batches: Iterable[Batch], numbers: rang
     for number, local_batch in zip(numbers, batches, strict=False):
         process.seed_step(training.seed, number, rng_rank(run.mesh))
         batch = local_batch.to(run.device, non_blocking=True)
-        share = forward_backward(run.model, batch, run.mesh, run.loss_scale, Deferred.of(run.config))
+        loss = forward_backward(run.model, batch, run.mesh, run.loss_scale, Deferred.of(run.config))
         yield number, batch
-        norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale)
-        run.steps.add(number, 0, share, norm)
+        norm = update(run.model, run.optimizer, schedule.at(number), training.max_norm, run.loss_scale, loss.labels)
+        run.steps.add(number, 0, loss, norm)
 
 
 # ---------------------------------------------------------------------------------------------------------- trajectories
@@ -172,7 +172,9 @@ def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
     dtypes = {tensor.dtype for tensor in [*run.model.parameters(), *gradients.values(), *moments]}
     updates = {name: whole(p) - weights[name] for name, p in run.model.named_parameters() if p.requires_grad}
     updates = run.of_all_stages(updates)
-    return Trajectory(weights, global_batches, [s.loss for s in steps], [s.norm for s in steps], gradients, dtypes, updates)
+    return Trajectory(
+        weights, global_batches, [s.loss or 0.0 for s in steps], [s.norm for s in steps], gradients, dtypes, updates
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:

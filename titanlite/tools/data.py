@@ -2,8 +2,9 @@
 titanlite data stats CONFIG.toml [--ranks N] [--section.key value ...]
 titanlite data verify CONFIG.toml [--section.key value ...]
 
-`show` prints the documents and the text of a step's batch, for one rank or for all. `stats` prints what each source holds, how
-much of it the run will use, and how often. `verify` reads all token files of training and validation: checksums, index, ids.
+`show` prints the documents and the text of a step's batch, for one rank or for all. `verify` reads all token files of training
+and validation: checksums, index, ids. `stats` does that for training, and prints what each source holds, how much of it the run
+will use, and how often.
 None of them trains or starts a process group. Where job.dump_folder has checkpoints of a run, they say how many samples, and
 which of each source, came before a step.
 """
@@ -149,6 +150,7 @@ def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
 def _stats(words: list[str]) -> Iterator[str]:
     _, config, degrees = _open(config_parser("data stats"), words)
     data = open_data(config)
+    _refuse_damaged(config, [rows for mixed in data.sources for rows in mixed.rows])
     size = config.global_batch(parts_of(degrees))
     samples, began = _position(config, data, config.training.steps + 1, size)
     yield (
@@ -170,7 +172,7 @@ def _stats(words: list[str]) -> Iterator[str]:
 
 
 def _histogram(mixed: MixtureSource) -> Iterator[str]:
-    """Documents by length, in powers of two. Reads and checks every index."""
+    """Documents by length, in powers of two."""
     counts = np.zeros(64, np.int64)
     for rows in mixed.rows:
         lengths = rows.file.document_lengths()
@@ -186,10 +188,16 @@ def _histogram(mixed: MixtureSource) -> Iterator[str]:
 
 
 def _verify(words: list[str]) -> Iterator[str]:
-    """Raises UserError that lists the first fault of each token file."""
     _, config, _ = _open(config_parser("data verify"), words)
     sections = ["training", *(["validation"] if config.validation.enable else [])]
     rows = [each for section in sections for mixed in open_data(config, section).sources for each in mixed.rows]
+    size = _refuse_damaged(config, rows)
+    unproved = sum(not stored.has_sums for each in rows for stored in each.file.files)
+    yield f"{len(rows)} token files, {size:,} bytes: sound" + (f"; {unproved} have no checksums" if unproved else "")
+
+
+def _refuse_damaged(config: Config, rows: list[Rows]) -> int:
+    """Reads all token files; -> their bytes. Raises UserError that lists the first fault of each."""
     vocabulary, faults = family_of(config.model).config.vocab_size, []
     size = sum(stored.size for each in rows for stored in each.file.files)
     with tqdm(desc="verifying", total=size, unit="B", unit_scale=True, disable=None) as bar:
@@ -200,8 +208,7 @@ def _verify(words: list[str]) -> Iterator[str]:
                 faults.append(str(error))
     if faults:
         raise UserError(listed(f"{len(faults)} of {len(rows)} token files are damaged:", faults))
-    unproved = sum(not stored.has_sums for each in rows for stored in each.file.files)
-    yield f"{len(rows)} token files, {size:,} bytes: sound" + (f"; {unproved} have no checksums" if unproved else "")
+    return size
 
 
 def _verify_file(rows: Rows, vocabulary: int, packed: bool, advance: Callable[[int], object]) -> None:

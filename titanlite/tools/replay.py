@@ -307,8 +307,10 @@ def describe(replayed: Replayed, run: Path, route: Route, config: Config, mesh: 
     return "\n".join(lines)
 
 
-def _compared(value: float, reported: float | None) -> str:
-    """A value against what metrics.jsonl says, which is None where the value was not finite."""
+def _compared(value: float | None, reported: float | None) -> str:
+    """A value against what metrics.jsonl says, which is None where the value was not finite. None: the step has no labels."""
+    if value is None:
+        return f"{reported!r} without labels"
     if reported is None:
         return "is not finite there" + ("" if math.isfinite(value) else " either")
     difference = relative_difference(value, reported)

@@ -7,6 +7,7 @@ that opens the turn. A turn with "weight": 0 is not learnt (OpenAI's format for 
 Nothing here imports torch, so that worker processes start fast.
 """
 
+import contextlib
 import itertools
 import json
 from bisect import bisect_left, bisect_right
@@ -30,6 +31,7 @@ from titanlite.outside import MIB, Absent, read_text
 _TODAY = datetime(2024, 7, 26)
 # Marks around the text inside {% generation %} tags, removed again. Unicode reserves these two for use inside a program.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_SHOWN = 80  # characters of a wrong value
 _LIMIT = 4 * MIB  # of a template; published ones have up to 100 KiB
 _Spans = list[tuple[int, int]]  # of characters in a text
 _USE_TAGS = "put {% generation %} and {% endgeneration %} around the assistant's text in the template"
@@ -73,8 +75,12 @@ class ChatTemplate:
         self._check(messages, tools)
         learnt = [number for number, message in enumerate(messages) if _is_learnt(message)]
         messages = [
-            {key: value for key, value in message.items() if value is not None and key != "weight"} for message in messages
+            {key: value if key == "tool_calls" else _unprinted(value) for key, value in message.items() if value is not None}
+            for message in messages
         ]
+        for message in messages:
+            message.pop("weight", None)
+        messages = self._with_readable_contents(messages, tools)
         find = self._by_tags if self._environment.has_tags else self._by_prefixes
         text, spans = find(messages, tools, learnt)
         if tools and self._is_same_without(messages, None, text):
@@ -103,8 +109,14 @@ class ChatTemplate:
                 raise ValueError(f'message {number} must have a string under "role"')
             if not ("content" in message or "tool_calls" in message):
                 raise ValueError(f'message {number} must have "content"')
-            if not isinstance(message.get("content"), str | list | None):
-                raise ValueError(f'message {number}: "content" must be a string, not {message["content"]!r}')
+            if not isinstance(content := message.get("content"), str | list | None):
+                raise ValueError(f'message {number}: "content" must be a string or a list of text parts, not {content!r}')
+            for part in content if isinstance(content, list) else []:
+                if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                    raise ValueError(
+                        f'message {number}: a part of "content" must be {{"type": "text", "text": "..."}}, since models here '
+                        f"read only text, not {json.dumps(part)[:_SHOWN]}"
+                    )
             if (weight := message.get("weight")) is not None and weight not in (0, 1):
                 raise ValueError(f'message {number}: "weight" must be 0 or 1, not {weight!r}')
             if weight and message["role"] != "assistant":
@@ -134,6 +146,21 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"the chat template refuses it: {reason}") from None
+
+    def _with_readable_contents(self, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Contents that are lists of text parts as they are, where the template renders each text, else their texts joined.
+
+        Templates of models that also read images take lists. Others take strings; vLLM and llama.cpp then join with newlines.
+        """
+        texts = [part["text"] for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+        with contextlib.suppress(ValueError):  # a template that takes strings alone; what else is wrong is raised for them
+            rendered = self._render(messages, tools) if texts else ""
+            if all(text.strip() in rendered for text in texts):
+                return messages
+        return [
+            {**m, "content": "\n".join(part["text"] for part in m["content"])} if isinstance(m.get("content"), list) else m
+            for m in messages
+        ]
 
     def _by_tags(self, messages: list[dict[str, Any]], tools: Any, learnt: list[int]) -> tuple[str, _Spans]:
         """(text, the spans that are learnt), by the template's generation tags.
@@ -219,6 +246,25 @@ class ChatTemplate:
             return self._render(messages, tools) == text
         except ValueError:
             return False
+
+
+class _Unprinted:
+    """Lists and objects of a message, which a template may read, but not print as Python writes them."""
+
+    def __repr__(self) -> str:
+        raise TemplateError("it prints a list or an object of a message as Python writes it; it must be text")
+
+    __str__ = __repr__
+
+
+_List: Any = type("list", (_Unprinted, list), {})  # names for the messages of errors
+_Object: Any = type("dict", (_Unprinted, dict), {})
+
+
+def _unprinted(value: Any) -> Any:
+    if isinstance(value, list):
+        return _List(map(_unprinted, value))
+    return _Object((key, _unprinted(each)) for key, each in value.items()) if isinstance(value, dict) else value
 
 
 def _is_learnt(message: dict[str, Any]) -> bool:
