@@ -32,12 +32,10 @@ def identity(settled: Config, device: str, dimensions: dict[str, Any], model_cod
 
     settled: the configuration without keys that have no effect here. dimensions: of the model. model_code: module -> hash.
     """
-    package = Path(__file__).parents[1]
-    files = {f"{path.relative_to(package.parent)}": path.read_bytes() for path in sorted(package.rglob("*.py"))}
     values = {
         **settled.model_dump(),
         "architecture": dimensions,
-        "code": model_code | {name: hashlib.blake2b(text, digest_size=16).hexdigest() for name, text in files.items()},
+        "code": model_code | _files(),
         "device": device,
         "torch": torch.__version__,
     }
@@ -72,7 +70,8 @@ def agree(store: dist.Store, rank: int, world: int, own: Identity) -> None:
         verdict = json.loads(store.get("verdict"))
     except dist.DistStoreError:
         late = [other for other in range(1, world) if not store.check([f"differences/{other}"])]
-        raise TimeoutError(f"ranks that did not start within comm.init_timeout_seconds: {late or 0}") from None
+        names = ", ".join(map(str, late)) if rank == 0 else "0, or one that it waits for"
+        raise TimeoutError(f"ranks that did not start within comm.init_timeout_seconds: {names}") from None
     if not verdict:
         return
     with contextlib.suppress(RuntimeError):  # the first rank to leave may end the store, and the others know enough
@@ -87,6 +86,15 @@ def agree(store: dist.Store, rank: int, world: int, own: Identity) -> None:
             "Start every node with the same command, code and version of PyTorch",
         )
     )
+
+
+def _files() -> dict[str, str]:
+    """File of titanlite -> hash."""
+    package = Path(__file__).parents[1]
+    return {
+        str(path.relative_to(package.parent)): hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
 def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
