@@ -32,6 +32,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
 from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
+from titanlite.launch.agreement import identity
 from titanlite.launch.layout import number
 from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
@@ -292,7 +293,10 @@ def main(config: Config | None = None) -> None:
         profiling.record_collectives(on_device)
         if on_device.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
-        device = process.start(config)
+        family = family_of(config.model)
+        hashes = {name: module["hash"] for name, module in source_of(family.module).items()}
+        settled = config.settled(Place(cuda, world))
+        device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config)
         mesh = build_mesh(degrees, device.type)
@@ -301,7 +305,7 @@ def main(config: Config | None = None) -> None:
         stacks.close_dump()
     except UserError as error:
         stacks.close_dump()
-        if rank > 0:
+        if number("LOCAL_RANK") > 0:
             time.sleep(_PATIENCE)
         log.error("%s", error)
         code = 2

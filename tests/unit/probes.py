@@ -268,7 +268,7 @@ def start(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch) -> object
     monkeypatch.setattr(
         process.dist, "init_process_group", lambda *_, timeout, **__: seen.append(timeout if ranks > 1 else None)
     )
-    process.start(config)
+    process.start(config, {})
     return seen, environment
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from typing import NamedTuple
 
 from titanlite.errors import UserError
@@ -18,7 +19,17 @@ _NUMBERS = {
     "LOCAL_RANK": (0, 10**8, 0),
     "WORLD_SIZE": (1, 10**8, 1),
     "LOCAL_WORLD_SIZE": (1, 10**8, 1),
+    "MASTER_PORT": (1, 65_535, 29_500),
 }
+OF_A_RANK = (  # for messages
+    "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each rank; where another "
+    "launcher has left them, unset them"
+)
+# What our launcher sets for each rank itself, and torchrun's own options: in its environment another launcher has left them.
+_LEFT = re.compile(
+    "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE)"
+    "|PET_.*"
+)
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts of an endpoint whose launchers are all on this machine
 
 
@@ -45,8 +56,36 @@ def read_layout() -> Layout:
     host, port = _endpoint(endpoint) if (endpoint := os.environ.get("RDZV_ENDPOINT")) else ("localhost", 0)
     log_ranks(local_ranks * machines)
     share_threads(local_ranks)
-    address = os.environ.get("PET_LOCAL_ADDR") or ("localhost" if host in _LOCAL else "")
+    address = os.environ.pop("PET_LOCAL_ADDR", "") if machines > 1 else ""
+    _drop_left_over()
+    address = address or ("localhost" if host in _LOCAL else "")
     return Layout(local_ranks, machines, machine, host, port, address, number("MAX_RESTARTS"), number("RDZV_TIMEOUT"))
+
+
+def _drop_left_over() -> None:
+    """Names the variables of another launcher on standard error, and removes them from the environment."""
+    if left := sorted(filter(_LEFT.fullmatch, os.environ)):
+        values = ", ".join(f"{name}={shown(os.environ.pop(name))}" for name in left)
+        print(f"without effect, from another launcher: {values}; NGPU, NNODES and NODE_RANK count here", file=sys.stderr)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of processes, as the launcher has set them; (0, 1) without a launcher.
+
+    Raises UserError for variables that contradict each other, such as a RANK that an earlier launcher has left.
+    """
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    local_rank, local_world = number("LOCAL_RANK"), number("LOCAL_WORLD_SIZE", world)
+    faults = {
+        f"WORLD_SIZE={world} without RANK": world > 1 and not os.environ.get("RANK"),
+        f"RANK={rank} with WORLD_SIZE={world}": rank >= world,
+        f"LOCAL_WORLD_SIZE={local_world} with WORLD_SIZE={world}": local_world > world,
+        f"LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_world}": local_rank >= local_world,
+        f"LOCAL_RANK={local_rank} with RANK={rank}": local_rank > rank,
+    }
+    if fault := next((fault for fault, holds in faults.items() if holds), ""):
+        raise UserError(f"{fault}: cannot be; {OF_A_RANK}")
+    return rank, world
 
 
 def number(name: str, default: int | None = None) -> int:

@@ -3,10 +3,8 @@
 import contextlib
 import datetime
 import hashlib
-import ipaddress
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -17,14 +15,13 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.launch.layout import log_ranks, number
+from titanlite.launch import addresses
+from titanlite.launch.agreement import Identity, agree
+from titanlite.launch.layout import OF_A_RANK, log_ranks, number, rank_and_world
 
 Result = TypeVar("Result")
 
-
-def rank_and_world() -> tuple[int, int]:
-    """This process's rank and the number of processes, as the launcher has set them; (0, 1) without a launcher."""
-    return number("RANK"), number("WORLD_SIZE")
+_REACHED_WITHIN = 10.0  # seconds for a store that is there already
 
 
 def set_up_logging() -> None:
@@ -43,13 +40,14 @@ def set_up_logging() -> None:
     logger.setLevel(logging.INFO if rank in chosen else logging.WARNING)
 
 
-def start(config: Config) -> torch.device:
+def start(config: Config, identity: Identity) -> torch.device:
     """Chooses the device and joins the process group; returns the device.
 
-    Raises UserError if there are more ranks on this machine than GPUs, or if other machines could not reach it.
+    Raises UserError if there are more ranks on this machine than GPUs, if ranks or machines cannot reach each other, or if
+    another node has another `identity`.
     """
     rank, world = rank_and_world()
-    if world > number("LOCAL_WORLD_SIZE", world) and (fault := address_fault()):
+    if world > number("LOCAL_WORLD_SIZE", world) and (fault := addresses.hostname_fault()):
         raise UserError(fault)
     local_rank = number("LOCAL_RANK")
     device = torch.device("cpu")
@@ -60,52 +58,38 @@ def start(config: Config) -> torch.device:
         torch.cuda.set_device(device)
     if config.training.deterministic:
         use_deterministic_algorithms()
-    # Without a launcher the process is a group of one and needs no address.
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": rank, "world_size": world}
+    if fault := addresses.gloo_fault():
+        raise UserError(fault)
+    timeout = datetime.timedelta(seconds=config.comm.init_timeout_seconds)
+    store = _store(rank, world, timeout)
+    if world > 1:
+        agree(store, rank, world, identity)
     # No device_id: with it, each dimension of the mesh is split off this group, gloo too, which all ranks meet for through the
     # store (PyTorch pull request 182057); older versions refuse two backends there (issue 159200). `barrier` does not need it:
     # in a group with gloo it synchronises by gloo. NCCL connects at its first collective, within init_timeout_seconds.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
-        **alone,
-    )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     return device
 
 
-def address_fault() -> str:
-    """Why other machines cannot reach the address at which gloo would listen; or "".
+def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store where the ranks meet: of torchrun's or our launcher, else of rank 0; a group of one needs no address.
 
-    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
-    (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of the other
-    machines would then wait in vain until the timeout. Launchers that meet at a loopback address are all on this
-    machine.
+    PyTorch's own env:// waits minutes for a wrong address, and then prints frames of C++.
     """
-    meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
-    if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
-        return ""
-    name, address = socket.gethostname(), ""
-    with contextlib.suppress(socket.gaierror):  # no address
-        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-        address = next(filter(_can_bind, addresses), "")
-    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return ""
-    interfaces = ", ".join(interface for _, interface in socket.if_nameindex() if interface != "lo") or "none but lo"
-    return (
-        f"the hostname {name} resolves to {address or 'no address of this machine'}, where other machines cannot reach its "
-        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other machines (this machine has: "
-        f"{interfaces}), and PET_LOCAL_ADDR to its address"
-    )
-
-
-def _can_bind(address: str) -> bool:
-    """Whether this machine has an address."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    if world == 1:
+        return dist.HashStore()
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise UserError(f"WORLD_SIZE={world} without {' and '.join(missing)}; {OF_A_RANK}")
+    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if rank == 0 and not of_launcher:
+            return addresses.serve(host, port, timeout)
+        return addresses.join(host, port, _REACHED_WITHIN if of_launcher else timeout.total_seconds(), timeout)
+    except ConnectionError as error:
+        place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
+        raise UserError(f"{place}: rank {rank} does not reach the store of rank 0 there: {error}; {OF_A_RANK}") from None
 
 
 def use_deterministic_algorithms() -> None:

@@ -17,7 +17,7 @@ import time
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from titanlite.errors import UserError
+from titanlite.launch.addresses import join, serve
 from titanlite.launch.layout import Layout
 
 _NAMED_AFTER = 60.0  # seconds until the missing machines are named
@@ -35,6 +36,7 @@ _ANSWERED_WITHIN = 10.0  # seconds for one request
 _INTERVAL = 0.5  # seconds between two of them
 _REFUSED = 20  # such answers in a row mean that the launcher of machine 0 has ended, not its machine
 _LEAVING = 30.0  # seconds that this launcher may take to end by itself, when machine 0 is gone
+_LOCAL_ADDR = "set PET_LOCAL_ADDR to an address of machine 0 that leads to it, or unset it"
 _LINE = 2**20  # bytes of a request or an answer, which may list 100,000 missing machines
 
 _Number = Annotated[int, Field(ge=0, le=10**9)]
@@ -168,9 +170,16 @@ class Rendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meets the other machines. Raises UserError for a wrong NODE_RANK, NNODES or NGPU, else a RendezvousError."""
         layout, host, port, number = self.layout, "localhost", 0, self.request.round + 1
+        if layout.machines == layout.local_ranks == 1:  # needs no address, and no network
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
         if layout.machine == 0:
-            self.store = TCPStore(host, port, is_master=True, wait_for_workers=False)
-            host, port = layout.address or (host if layout.machines == 1 else socket.getfqdn()), self.store.port
+            host = layout.address or (host if layout.machines == 1 else socket.getfqdn())
+            try:
+                self.store = serve(host)
+            except ConnectionError as error:
+                remedy = f"; {_LOCAL_ADDR}" if layout.machines > 1 else ""
+                raise UserError(f"machine 0 does not reach itself at {host}: {error}{remedy}") from None
+            port = self.store.port
         if layout.machines > 1:
             self.request = self.request.model_copy(update={"round": number, "store": (host, port)})
             if number == 1:
@@ -178,10 +187,10 @@ class Rendezvous(StaticTCPRendezvous):
             host, port = self._meet()
         if layout.machine > 0:
             try:
-                self.store = TCPStore(host, port, is_master=False, wait_for_workers=False)
-            except RuntimeError:
+                self.store = join(host, port, _ANSWERED_WITHIN)
+            except ConnectionError as error:
                 raise RendezvousConnectionError(
-                    f"machine 0 is not reached at {host}:{port}; set PET_LOCAL_ADDR there to an address that leads to it"
+                    f"machine 0 is not reached at {host}:{port} ({error}); there, {_LOCAL_ADDR}"
                 ) from None
         assert self.store is not None
         return RendezvousInfo(self.store, layout.machine, layout.machines, RendezvousStoreInfo(host, port))

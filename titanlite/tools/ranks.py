@@ -20,6 +20,7 @@ from torch import nn
 
 from titanlite.errors import UserError, watch_files
 from titanlite.launch import children, failure
+from titanlite.launch.addresses import gloo_fault
 from titanlite.tools.options import LOCAL_RANKS
 from titanlite.transforms.registry import place_of
 
@@ -58,6 +59,7 @@ def _rank(
     children.end_with_starter()
     watch_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the starter ends, then these
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # of an earlier launcher
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun sets them
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -72,6 +74,8 @@ def _rank(
     timeout = datetime.timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     try:
+        if fault := gloo_fault():
+            raise UserError(fault)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
         result = function(device, *arguments)
         if rank == 0:

@@ -1,0 +1,207 @@
+"""Where ranks meet and gloo listens: what cannot be reached is refused before anything waits for it."""
+
+import contextlib
+import os
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.launch import addresses, layout, process
+
+
+@pytest.fixture
+def resolver(monkeypatch):
+    """Pretends that the hostname has these addresses, of which this machine has all but those of 203.0.113.0/24."""
+
+    def pretend(*known: str) -> None:
+        def look_up(name: str, *_, **__) -> list[tuple]:
+            if not known:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in known]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(addresses, "_can_bind", lambda address: not address.startswith("203.0.113."))
+        monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+        monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        monkeypatch.delenv("RDZV_ENDPOINT", raising=False)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (["127.0.1.1"], "127.0.1.1"),
+        (["127.0.1.1", "10.0.0.7"], "127.0.1.1"),
+        (["::1"], "::1"),
+        (["203.0.113.5"], "no address of this machine"),
+        ([], "no address of this machine"),
+        (["10.0.0.7"], ""),
+        (["203.0.113.5", "10.0.0.7", "127.0.1.1"], ""),
+        (["fe80::1%eth0"], ""),
+    ],
+    ids=str,
+)
+def test_the_first_address_that_can_be_bound_must_not_be_a_loopback(resolver, known, said):
+    resolver(*known)
+    expected = (
+        f"the hostname node7 resolves to {said}, where other machines cannot reach its ranks; set GLOO_SOCKET_IFNAME to the "
+        "interface that leads to the other machines (this machine has: eth0, ib0), and PET_LOCAL_ADDR to its address"
+    )
+    assert addresses.hostname_fault() == (expected if said else "")
+
+
+def test_an_interface_that_the_user_has_chosen_is_not_questioned(resolver, monkeypatch):
+    resolver("127.0.1.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert addresses.hostname_fault() == ""
+
+
+def test_launchers_that_meet_at_a_loopback_address_are_all_on_this_machine(resolver, monkeypatch):
+    resolver("127.0.1.1")
+    monkeypatch.setenv("RDZV_ENDPOINT", "localhost:29500")
+    assert addresses.hostname_fault() == ""
+
+
+def test_only_ranks_of_several_machines_are_refused_and_before_the_process_group(resolver, monkeypatch):
+    def joined(*_, **__) -> None:
+        raise InterruptedError("joined the store")
+
+    resolver("127.0.1.1")
+    monkeypatch.setattr(addresses, "join", joined)
+    monkeypatch.setattr(addresses, "gloo_fault", str)  # it needs the true resolver
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (ranks | {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"hostname node7 resolves to 127\.0\.1\.1"):
+        process.start(Config(), {})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(InterruptedError, match="joined the store"):
+        process.start(Config(), {})
+
+
+def test_an_address_of_this_machine_can_be_bound_and_another_cannot():
+    assert addresses._can_bind("127.0.0.1") and not addresses._can_bind("203.0.113.5")
+
+
+# ------------------------------------------------------------------------------------------------------ variables of a rank
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables of ranks, and removes all others."""
+
+    def only(**variables: str) -> None:
+        for name in filter(layout._LEFT.fullmatch, list(os.environ)):
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return only
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
+        ({"RANK": "3"}, "RANK=3 with WORLD_SIZE=1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 with WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4 with WORLD_SIZE=1"),
+        ({"LOCAL_RANK": "3"}, "LOCAL_RANK=3 with LOCAL_WORLD_SIZE=1"),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, "LOCAL_RANK=3 with RANK=0"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 without MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}, "MASTER_PORT=0"),
+    ],
+    ids=str,
+)
+def test_variables_that_another_launcher_has_left_are_named_at_once(environment, variables, named):
+    environment(**variables)
+    with pytest.raises(UserError, match=named):
+        process.start(Config(), {})
+
+
+def left_alone() -> list[dict[str, str]]:
+    """What may be left for a process that trains alone."""
+    rest = {"MASTER_ADDR": "203.0.113.5", "MASTER_PORT": "29500", "GROUP_RANK": "7", "PET_LOCAL_ADDR": "203.0.113.5"}
+    restarted = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
+    return [{}, {"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "1"}, rest, {**rest, **restarted, "RANK": "0", "LOCAL_RANK": "0"}]
+
+
+@pytest.mark.parametrize("variables", left_alone(), ids=str)
+def test_one_rank_meets_nobody_whatever_address_is_left(environment, monkeypatch, variables):
+    environment(**variables)
+    monkeypatch.setattr(addresses, "join", None)
+    monkeypatch.setattr(addresses, "serve", None)
+    rank, world = layout.rank_and_world()
+    assert (rank, world) == (0, 1) and isinstance(process._store(rank, world, timedelta(seconds=1)), process.dist.HashStore)
+
+
+def test_a_launcher_names_what_another_one_has_left_and_its_ranks_do_not_see_it(environment, monkeypatch, capsys):
+    left = {"RANK": "3", "WORLD_SIZE": "8", "GROUP_RANK": "1", "MASTER_ADDR": "203.0.113.5", "TORCHELASTIC_RUN_ID": "x"}
+    environment(**left, PET_LOCAL_ADDR="203.0.113.5", SLURM_PROCID="3", SLURM_NTASKS="8", TORCHELASTIC_HEALTH_CHECK_PORT="1")
+    assert layout.read_layout().address == "localhost"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(f"{name}={value}" in line for name, value in left.items()) and "PET_LOCAL_ADDR=203.0.113.5" in line
+    assert not left.keys() & os.environ.keys() and "PET_LOCAL_ADDR" not in os.environ
+    assert "SLURM" not in line and "HEALTH" not in line  # nothing reads the former, and the latter is torch's own option
+
+
+def test_the_address_of_one_of_several_machines_is_the_users(environment, monkeypatch, capsys):
+    environment(PET_LOCAL_ADDR="10.0.0.7", NNODES="2", RDZV_ENDPOINT="first:29500")
+    assert layout.read_layout().address == "10.0.0.7" and capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------------------------------------------------ stores
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def answer_and_close(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the server is closed
+        while True:
+            connection, _ = server.accept()
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            connection.close()
+
+
+def test_a_store_is_joined_at_its_address_and_nothing_else_is_taken_for_it(monkeypatch):
+    monkeypatch.setattr(addresses, "_ANSWERED_WITHIN", 0.5)
+    with socket.create_server(("localhost", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(ConnectionError, match=r"EADDRINUSE|in use"):
+            addresses.serve("localhost", taken)
+        threading.Thread(target=answer_and_close, args=(other,), daemon=True).start()
+        with pytest.raises(ConnectionError, match="another program answers"):
+            addresses.join("localhost", taken, 5.0)
+    with pytest.raises(ConnectionError, match="refused"):
+        addresses.join("localhost", free_port(), 0.1)
+    with pytest.raises(ConnectionError, match=r"[Nn]ame"):
+        addresses.serve("nowhere.invalid")
+
+
+def test_a_store_that_comes_later_is_waited_for():
+    port = free_port()
+    joined: list[object] = []
+    waiting = threading.Thread(target=lambda: joined.append(addresses.join("localhost", port, 30.0)))
+    waiting.start()
+    store = addresses.serve("localhost", port)
+    waiting.join(30)
+    store.set("key", "value")
+    assert joined[0].get("key") == b"value"
+
+
+@pytest.mark.parametrize("names", ["nowhere0", "lo,nowhere0"])
+def test_an_interface_that_is_not_there_is_named(monkeypatch, names):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+    assert f"GLOO_SOCKET_IFNAME={names}: must be an interface that is up; there are: lo" in addresses.gloo_fault()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert addresses.gloo_fault() == ""

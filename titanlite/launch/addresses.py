@@ -1,0 +1,102 @@
+"""Addresses of this machine and of others, probed before torch and gloo wait for them or fail in C++."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import ProcessGroupGloo, TCPStore
+
+_ANSWERED_WITHIN = 10.0  # seconds, by a store
+_TIMEOUT = timedelta(minutes=5)  # PyTorch's default of a store
+_UP = "bring the loopback interface up: ip link set lo up"
+
+
+def serve(host: str, port: int = 0, timeout: timedelta = _TIMEOUT) -> TCPStore:
+    """A new store on this machine, which is found at host. port 0: any. Raises ConnectionError with the reason, as `join`."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_ANSWERED_WITHIN).close()
+    except OSError as error:
+        raise ConnectionError(f"{error.strerror or error}, not even at localhost; {_UP}") from None
+    try:
+        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=timeout)
+    except RuntimeError as error:
+        raise ConnectionError(str(error).partition("\n")[0]) from None
+    join(host, store.port, _ANSWERED_WITHIN)
+    return store
+
+
+def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -> TCPStore:
+    """A client of the store at an address. patience: seconds for which it is tried. timeout: of the store's operations.
+
+    Raises ConnectionError, whose text is the reason. PyTorch by itself waits for its timeout, then prints frames of C++.
+    """
+    ends = time.monotonic() + patience
+    while True:
+        left = ends - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(0.1, min(5.0, left))).close()
+            break
+        except OSError as error:  # also: the name is not known, which may change too
+            if left < 0.5:
+                raise ConnectionError(error.strerror or str(error) or type(error).__name__) from None
+        time.sleep(0.2)
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWERED_WITHIN))
+    except RuntimeError:
+        raise ConnectionError("another program answers") from None
+    store.set_timeout(timeout)
+    return store
+
+
+def gloo_fault() -> str:
+    """Why gloo cannot listen on this machine, which one rank needs too; or ""."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    try:
+        for name in names.split(","):
+            ProcessGroupGloo.create_device(interface=name) if name else ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        what = f"GLOO_SOCKET_IFNAME={names}: must be an interface that is up; there are: {_interfaces()}" if names else _UP
+        return f"gloo has no address to listen at; {what} ({str(error).splitlines()[0]})"
+    return ""
+
+
+def hostname_fault() -> str:
+    """Why other machines cannot reach the address at which gloo would listen; or "".
+
+    Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
+    (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of the other
+    machines would then wait in vain until the timeout. Launchers that meet at a loopback address are all on this
+    machine.
+    """
+    meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
+    if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
+        return ""
+    name, address = socket.gethostname(), ""
+    with contextlib.suppress(socket.gaierror):  # no address
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+        address = next(filter(_can_bind, addresses), "")
+    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ""
+    return (
+        f"the hostname {name} resolves to {address or 'no address of this machine'}, where other machines cannot reach its "
+        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other machines (this machine has: "
+        f"{_interfaces(but='lo')}), and PET_LOCAL_ADDR to its address"
+    )
+
+
+def _interfaces(but: str = "") -> str:
+    return ", ".join(name for _, name in socket.if_nameindex() if name != but) or "none but lo"
+
+
+def _can_bind(address: str) -> bool:
+    """Whether this machine has an address."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
