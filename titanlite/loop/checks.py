@@ -18,10 +18,10 @@ from titanlite.data import sources, tokenizer
 from titanlite.errors import MachineFault, UserError, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
-from titanlite.loop import divergence, loss, resume, validation
+from titanlite.loop import divergence, loss, resume
 from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import context, expert, mesh, pipeline, tensor
-from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
+from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8, limits
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
 from titanlite.transforms.registry import Family, family_of, place_of
@@ -94,13 +94,13 @@ def _model_faults(config: Config, here: bool, more: Sequence[ModelFaults]) -> It
         return
     if config.model.overrides:
         yield from _misfits(config, family)
+    yield from limits.faults(config, model)
     yield from context.faults(config, model)
     yield from expert.faults(config, model)
     yield from pipeline.faults(config, family, model)
     yield from attention_kernels.faults(config, family)
     yield from hf_folder.faults(config, family, model)
     yield from loss.faults(config, model)
-    yield from validation.faults(config, model)
     yield from activation_checkpoint.model_faults(config.activation_checkpoint, model)
     yield from build.decay_faults(config.optimizer, model)
     yield from balance.faults(config, model)
