@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from models import llama3
 from models.head import IGNORE, Head
-from tests.tiny import FLAVORS, Config, flops
-from tests.tiny import initial, sharding as of_tiny
+from tests.tiny import FLAVORS, Config, flops, initial
+from tests.tiny import sharding as of_tiny
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 

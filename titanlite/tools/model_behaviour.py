@@ -34,8 +34,9 @@ HIDDEN, LOGITS, INPUT, SCORES = "", "head", "<input>", "<scores>"
 # How many times the noise of rounding bfloat16 may differ from float32 (families of models/: at most 1.9 times), and which
 # relative difference is accepted in any case.
 BFLOAT16_NOISE, BFLOAT16_FLOOR = 4.0, 0.02
-# The same of what tells scores apart, such as those of experts: nearly equal ones keep few digits of it in bfloat16.
-SCORES_FLOOR = 0.25
+# The relative difference that is accepted of what tells scores apart, such as those of experts, of which bfloat16 keeps few
+# digits: in any case, and where rounding explains it. Beyond that, rounding decides instead of the router.
+SCORES_FLOOR, SCORES_MOST = 0.25, 0.5
 PROMPTS, NEW = (1, 9, 20), 6  # lengths of the prompts of a batch, and how many tokens follow each
 
 
@@ -291,14 +292,18 @@ def bfloat16_faults(family: Family) -> list[str]:
         for name in values[0]:
             reference, noisy, found = (each.get(name) for each in values)
             noise, size = (relative_difference(tensor, reference) for tensor in (noisy, found))
-            scores = name.endswith(SCORES)
-            if noise < 1.0 and size > max(BFLOAT16_NOISE * noise, SCORES_FLOOR if scores else BFLOAT16_FLOOR):
+            explained, scores = BFLOAT16_NOISE * noise, name.endswith(SCORES)
+            if scores:
+                wrong = size > min(max(explained, SCORES_FLOOR), SCORES_MOST)
+            else:
+                wrong = noise < 1.0 and size > max(explained, BFLOAT16_FLOOR)  # from 1 on, it is nothing but rounding
+            if wrong:
                 text = f"the result of {_owner(name) or 'the model'}" if what == "results" else f"the gradient of {name}"
                 if scores:
                     text = f"what tells the scores apart by which {name.partition(' ')[0] or 'the model'} decides"
                 advice = "; compute them in float32" if scores else ""
                 return [f"in bfloat16 {text} differs by {size:.1e} of its norm; rounding explains {noise:.1e}{advice}"]
-    return []  # a noise of 1 and more is nothing but rounding
+    return []
 
 
 def _pass(family: Family, how: str, before: list[Tensor]) -> Precise:

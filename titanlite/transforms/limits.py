@@ -48,6 +48,6 @@ def faults(config: Config, model: Decoder) -> Iterator[str]:
     if not limits.causal and training.document_policy != "pack" and not training.document_mask:
         instead = '"pack"' if training.document_policy == "truncate" else '"pack", or document_mask = true'
         yield (
-            f'training.document_policy = "{training.document_policy}": tokens would read the padding behind them in '
-            f"{config.model.name}, {_says(limits, 'causal')}; use {instead}"
+            f'training.document_policy = "{training.document_policy}": {config.model.name} {_says(limits, "causal")}, so text '
+            f"would read the padding behind it; use {instead}"
         )

@@ -10,7 +10,7 @@ from tests.tiny import FLAVORS, Config
 
 __all__ = ["FLAVORS", "KEEP", "Config", "Model", "flops", "initial", "sharding"]
 
-EXPERTS, TOP_K = 8, 2
+EXPERTS, TOP_K = 8, 1  # as in the Switch Transformer (arXiv:2101.03961)
 KEEP = moe.KEEP
 
 
@@ -20,11 +20,15 @@ class RoutedExperts(nn.Module):
         self.router = nn.Linear(config.dim, EXPERTS, bias=False)
         self.experts = Experts(EXPERTS, config.dim, config.ffn_dim)
 
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and numbers of the experts of each token, (tokens, TOP_K) each. x: (tokens, dim)."""
+        return self.router(x).softmax(dim=-1, dtype=torch.float32).topk(TOP_K)
+
     def forward(self, x: Tensor) -> Tensor:  # this rank's slice of the sequence -> the same
         tokens = x.flatten(0, 1)
-        weights, chosen = self.router(x).flatten(0, 1).softmax(dim=-1, dtype=torch.float32).topk(TOP_K)
+        weights, chosen = self.route(tokens)
         choice = Choice.of(chosen, EXPERTS)
-        results = self.experts(tokens, choice)[choice.inverse].unflatten(0, (-1, TOP_K))  # (tokens, TOP_K, dim)
+        results = self.experts(tokens, choice)[choice.inverse].unflatten(0, weights.shape)  # (tokens, TOP_K, dim)
         return (results * weights[..., None].type_as(results)).sum(dim=1).view_as(x)
 
 
