@@ -141,12 +141,8 @@ def rows_of(
     families, table = {flavor: _family(name, module, flavor, overrides) for flavor in flavors}, Table()
     with tempfile.TemporaryDirectory() as folder:
         if small is None:
-            checks = [
-                Check(row, list, (BUILT,))
-                for row in ROWS
-                if row != BUILT and (row in selected or row not in {*EVERY_MESH} - {*MESHES})
-            ]
-            checks.insert(0, Check(BUILT, partial(over_flavors, families, model_facts.construction_faults)))
+            checks = [Check(BUILT, partial(over_flavors, families, model_facts.construction_faults))]
+            checks += [Check(row, list, (BUILT,)) for row in ROWS if row != BUILT and (row in MESHES or row not in EVERY_MESH)]
         else:
             model, trained = Model(name=name, flavor=small, overrides=overrides or {}), _family(name, module, small, overrides)
             checks = _checks_on_meta(model, families, trained, table)

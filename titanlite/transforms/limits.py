@@ -25,29 +25,30 @@ def no_generation(limits: Limits) -> str:
 
 def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str]:
     """Of a mesh, such as {"tp": 2}, the dimensions on which a family cannot run, each with the reason."""
-    most = limits.tensor_parallel
-    refused = {
-        "tp": "tensor_parallel" if most is not None and degrees.get("tp", 1) > most else "",
-        "cp": "causal" if degrees.get("cp", 1) > 1 and not limits.causal else "",
-        "pp": "stages" if degrees.get("pp", 1) > 1 and not limits.stages else "",
+    most = {
+        "tensor_parallel": limits.tensor_parallel,
+        "causal": None if limits.causal else 1,
+        "stages": None if limits.stages else 1,
     }
-    return {dimension: _says(limits, name) for dimension, name in refused.items() if name}
+    return {
+        dimension: _says(limits, name)
+        for dimension, name in (("tp", "tensor_parallel"), ("cp", "causal"), ("pp", "stages"))
+        if (ranks := most[name]) is not None and degrees.get(dimension, 1) > ranks
+    }
 
 
 def faults(config: Config, model: Decoder) -> Iterator[str]:
     """Keys of a configuration that ask for what the family declares that it cannot do."""
-    limits, cfg, training = model.limits, config.parallelism, config.training
+    name, limits, training = config.model.name, model.limits, config.training
     keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
-    degrees = {dimension: getattr(cfg, key) for dimension, key in keys.items()}
+    degrees = {dimension: getattr(config.parallelism, key) for dimension, key in keys.items()}
     for dimension, reason in refused_dimensions(limits, degrees).items():
         most = limits.tensor_parallel if dimension == "tp" else 1
-        to = f"set it to {most}" + (" or less" if most != 1 else "")
-        yield f"parallelism.{keys[dimension]} = {degrees[dimension]}: {config.model.name} {reason}; {to}"
+        yield f"parallelism.{keys[dimension]} = {degrees[dimension]}: {name} {reason}; it must be at most {most}"
     if config.validation.sample_prompts and (reason := no_generation(limits)):
-        yield f"validation.sample_prompts: {config.model.name} {reason}; set it to []"
+        yield f"validation.sample_prompts: {name} {reason}; set it to []"
     if not limits.causal and training.document_policy != "pack" and not training.document_mask:
-        instead = '"pack"' if training.document_policy == "truncate" else '"pack", or document_mask = true'
         yield (
-            f'training.document_policy = "{training.document_policy}": {config.model.name} {_says(limits, "causal")}, so text '
-            f"would read the padding behind it; use {instead}"
+            f'training.document_policy = "{training.document_policy}": {name} {_says(limits, "causal")}, so text would read '
+            'the padding behind it; use "pack", or "best_fit" with document_mask = true'
         )

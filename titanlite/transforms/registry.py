@@ -159,10 +159,9 @@ def limits_of(module: ModuleType) -> Limits:
     for name, value in declared.items():
         if name not in known:
             raise BrokenModule(f"{named}: LIMITS has no {name!r}{suggest(str(name), list(known))}")
-        if name == "tensor_parallel" and (type(value) is not int or value < 1):
-            raise BrokenModule(f"{named}: LIMITS['{name}'] = {value!r}: must be a whole number of ranks, at least 1")
-        if name != "tensor_parallel" and type(value) is not bool:
-            raise BrokenModule(f"{named}: LIMITS['{name}'] = {value!r}: must be True or False")
+        kind, allowed = (bool, "True or False") if type(known[name]) is bool else (int, "a whole number of ranks, at least 1")
+        if type(value) is not kind or (kind is int and value < 1):
+            raise BrokenModule(f"{named}: LIMITS[{name!r}] = {value!r}: must be {allowed}")
     if hasattr(getattr(module, "Model", None), "generates"):
         raise BrokenModule(f'{named}: Model.generates has no effect; write LIMITS = {{"generates": False}} in the file')
     return Limits(**declared)
