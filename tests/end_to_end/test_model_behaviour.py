@@ -14,7 +14,7 @@ from titanlite.transforms.initialize import initialize
 from titanlite.transforms.registry import Family, load_family, load_module
 
 FAMILIES = ["tiny:plain", "tiny:tied", "tiny_qwen3:plain", "tiny_qwen3:biased", "tiny_gemma3:plain", "tiny_gemma3:two",
-            "tiny_olmo2:plain", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
+            "tiny_olmo2:plain", "tiny_biased:tied", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
 
 
 CHECKS = {

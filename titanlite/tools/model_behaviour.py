@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
@@ -278,8 +280,9 @@ def bfloat16_faults(family: Family) -> list[str]:
     """In bfloat16 everything must be finite, and differ from float32 by no more than rounding explains.
 
     How much that is, a third pass shows: in float32, with parameters, and the input and result of each module, rounded to
-    bfloat16. All passes decide as in float32, such as which experts a token gets: another decision is a jump, of any size. It
-    may be another one only where its margin is within rounding, so the scores behind the decisions are compared, too.
+    bfloat16, and attention as its kernels round. All passes decide as in float32, such as which experts a token gets: another
+    decision is a jump, of any size. It may be another one only where its margin is within rounding, so the scores behind the
+    decisions are compared, too.
     """
     exact = _pass(family, "float32", [])
     rounded, narrow = (_pass(family, how, exact.decisions) for how in ("rounded", "bfloat16"))
@@ -317,7 +320,8 @@ def _pass(family: Family, how: str, before: list[Tensor]) -> Precise:
         for module in model.modules():
             module.register_forward_pre_hook(lambda _module, arguments: tuple(map(_round, arguments)))
             module.register_forward_hook(lambda _module, _arguments, result: _round(result))
-    with recording(model) as calls:
+    of_kernels = _RoundedAttention() if how == "rounded" else contextlib.nullcontext()
+    with recording(model) as calls, of_kernels:
 
         def note(path: str, scores: Tensor) -> None:
             calls[0].results[f"{path} {len(calls[0].results)}{SCORES}"] = scores
@@ -327,6 +331,56 @@ def _pass(family: Family, how: str, before: list[Tensor]) -> Precise:
         loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return Precise(calls[0].results, gradients, nonfinite, decisions.made)
+
+
+class _RoundedAttention(TorchFunctionMode):
+    """Attention that rounds inside, as kernels in bfloat16 do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention; dropout is off wherever it is compared."""
+    if enable_gqa:
+        k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], dim=-3) for part in (k, v))
+    scores = q @ k.transpose(-2, -1) * (scale or q.shape[-1] ** -0.5)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return _Weighted.apply(scores, v)
+
+
+class _Weighted(torch.autograd.Function):
+    """softmax(scores) @ v, with weights and gradients of scores rounded before each matmul.
+
+    The softmax's backward pass reads the rounded result (arXiv:2205.14135, appendix B.2). The error of that is common to all
+    keys of a query, and does not cancel where keys have much in common, as biases give them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
+        weights = scores.softmax(-1)
+        result = _round(_round(weights) @ v)
+        ctx.save_for_backward(weights, v, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        weights, v, result = ctx.saved_tensors
+        gradient = _round(gradient)
+        of_weights = gradient @ v.transpose(-2, -1) - (gradient * result).sum(-1, keepdim=True)
+        return _round(weights * of_weights), _round(weights).transpose(-2, -1) @ gradient
 
 
 def _round(value: Any) -> Any:

@@ -193,8 +193,8 @@ def _count(family: Family, device: torch.device) -> dict[str, float]:
         model.head(model(tokens, seq), tokens)
     flops: dict[str, float] = {}
     for name, counts in counter.get_flop_counts().items():
-        depth = name.count(".")  # "Global", "Model.head", "Model.layers.0.attention"
-        if depth in (0, 3) or (depth == 1 and not name.endswith(".layers")):
+        # "Global", "Model.head", "Model.layers.0.attention"
+        if name == "Global" or name.count(".") == 3 or (name.count(".") == 1 and not name.endswith(".layers")):
             part = every_layer(name.partition(".")[2] or name)
             flops[part] = flops.get(part, 0) + 3 * sum(counts.values()) / SEQ_LEN
     return flops
