@@ -1,11 +1,20 @@
 """The interface between titanlite and every model."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.head import Head
+
+
+class Limits(NamedTuple):
+    """What a family cannot do. Its file says so in `LIMITS`, such as `LIMITS = {"generates": False}`; docs/fork.md."""
+
+    causal: bool = True  # False: the result of a token depends on later tokens
+    generates: bool = True  # False: some layer has a memory of earlier tokens that it does not keep in seq.cache
+    stages: bool = True  # False: the blocks need more of each other than the hidden states that pipeline stages pass on
+    tensor_parallel: int | None = None  # the most ranks of tensor parallelism; None: any number that divides the sizes
 
 
 class Decoder(nn.Module):
@@ -21,7 +30,7 @@ class Decoder(nn.Module):
     head: Head | None
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how
     pipeline: Any = None  # titanlite.parallel.pipeline.Pipeline, where other ranks have the other blocks
-    generates = True  # False: some layer has a memory of earlier tokens that it does not keep in seq.cache
+    limits = Limits()  # of the family's file, where titanlite builds the model
 
     def tie_weights(self) -> None:
         """Makes embedding and output projection one parameter if `config.tied_embeddings` is True."""

@@ -14,16 +14,23 @@ from models import llama3
 from models.blocks import Flops
 from tests import tiny
 from tests.distributed.pool import Pool
-from titanlite.config.schema import Model
+from titanlite.config.read import Faults
+from titanlite.config.schema import Config, Model
 from titanlite.errors import UserError
+from titanlite.loop.checks import check
 from titanlite.tools import check_model, model_facts, model_loop, model_runs
 from titanlite.tools.check_model import (
     BEHAVIOUR,
     BUFFERS,
-    CHECKPOINT,
     COMPILED,
+    DIVIDES,
+    EVERY_MESH,
+    FLOPS,
+    GENERATE,
+    HUGGING_FACE,
     MESHES,
     RECOMPUTED,
+    ROWS,
     TRAINED,
     Row,
     choose_small,
@@ -35,7 +42,7 @@ from titanlite.transforms.registry import Family, load_module
 
 ROOT = Path(__file__).parents[2]
 FORKS = ROOT / "tests" / "forks"
-TRAINING = [TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, CHECKPOINT]  # without the last row, the buffers
+TRAINING = [row for row in ROWS[ROWS.index(TRAINED) :] if row not in {*EVERY_MESH} - {*MESHES}]
 
 
 def call(called: str, arguments: tuple) -> object:
@@ -60,13 +67,9 @@ def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_model, "on_ranks", on_ranks)
 
 
-def table(name: str, last: str = CHECKPOINT) -> dict[str, Row]:
-    """The rows of a fork up to the `last`; nothing is done for those after it."""
-    rows: dict[str, Row] = {}
-    for row in rows_of(name, load_module(name), ["plain"], "plain"):
-        rows[row.name] = row
-        if row.name == last:
-            break
+def table(name: str, *selected: str) -> dict[str, Row]:
+    """These rows of a fork, or all, and the rows that they need, if these do not pass."""
+    rows = {row.name: row for row in rows_of(name, load_module(name), ["plain"], "plain", selected=selected)}
     for row in rows.values():
         print(row)
     return rows
@@ -77,7 +80,7 @@ def failed(rows: dict[str, Row]) -> dict[str, list[str]]:
 
 
 def not_run(rows: dict[str, Row]) -> list[str]:
-    return [row.name for row in rows.values() if row.verdict == "not run" and row.name != "Hugging Face"]
+    return [row.name for row in rows.values() if row.verdict == "not run" and row.name != HUGGING_FACE]
 
 
 def line_of(fork: str, code: str) -> str:
@@ -101,15 +104,15 @@ def test_an_uninitialised_parameter_is_named_and_nothing_is_trained(pooled):
     assert not_run(rows) == TRAINING
 
 
-def test_buffers_that_a_constructor_computes_are_named_and_constant_ones_are_not(pooled):
-    rows = table("tests.forks.lost_buffer", last="Hugging Face")
+def test_buffers_that_a_constructor_computes_are_named_and_constant_ones_are_not():
+    rows = table("tests.forks.lost_buffer", *ROWS[: ROWS.index(TRAINED)])
     assert list(failed(rows)) == ["constructor"]
     assert [text.partition(":")[0] for text in rows["constructor"].texts] == ["slopes", "offsets"]
     assert not_run(rows) == []
 
 
 def test_parameters_that_a_constructor_sets_and_initial_overrides_are_named_and_equal_ones_are_not():
-    texts = failed(table("tests.forks.lost_values", last="constructor"))["constructor"]
+    texts = failed(table("tests.forks.lost_values", "constructor"))["constructor"]
     assert [text.partition(":")[0] for text in texts] == ["decay", "layers.*.ffn.w2.weight"]
 
 
@@ -133,7 +136,7 @@ def test_what_modules_of_pytorch_set_by_themselves_is_no_fault_of_a_constructor(
 
 
 def test_what_the_last_pattern_catches_is_listed():
-    row = table("tests.tiny", last="initial")["initial"]
+    row = table("tests.tiny", "initial")["initial"]
     assert (row.verdict, row.texts) == (
         "passed",
         [
@@ -144,17 +147,26 @@ def test_what_the_last_pattern_catches_is_listed():
 
 
 def test_a_graph_break_is_told_with_the_line(pooled):
-    rows = table("tests.forks.graph_break")
+    rows = table("tests.forks.graph_break", COMPILED)
     assert list(failed(rows)) == ["compile"]
     assert rows["compile"].texts[0].startswith(line_of("graph_break", "        if x.abs().max() > 1e4:"))
     assert not_run(rows) == []
 
 
 def test_heads_that_two_ranks_cannot_share_are_named_and_only_meshes_with_tensor_parallelism_left_out(pooled):
-    rows = table("tests.forks.undivided_heads")
+    rows = table("tests.forks.undivided_heads", DIVIDES, "2 x 2", "tp 2", "replicate 2")
     assert failed(rows) == {"tp 2 divides": ["2 ranks of tensor parallelism cannot share n_heads = 3, n_kv_heads = 3"]}
     assert not_run(rows) == ["2 x 2", "tp 2"]
-    assert rows[CHECKPOINT].texts == ["one process -> shard 2 -> replicate 2 -> context 2 -> pipeline 2"]
+    assert rows["replicate 2"].verdict == "passed"
+
+
+def test_one_layer_with_heads_that_two_ranks_cannot_share_is_named_and_refused_at_a_start():
+    text = "n_kv_heads = 1 in layers.1.attention"
+    rows = table("tests.forks.one_narrow_layer", DIVIDES, FLOPS)
+    assert failed(rows) == {DIVIDES: [f"2 ranks of tensor parallelism cannot share {text}"]}
+    keys = {"model": {"name": "tests.forks.one_narrow_layer", "flavor": "plain"}, "parallelism": {"tensor_parallel_degree": 2}}
+    with pytest.raises(Faults, match=f"parallelism.tensor_parallel_degree = 2: does not divide {text} of "):
+        check(Config.model_validate(keys), "run.toml", 2)
 
 
 def test_of_flavours_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
@@ -165,39 +177,79 @@ def test_of_flavours_that_nobody_names_only_the_trained_one_must_divide(monkeypa
         assert next(row for row in rows if row.name == "tp 2 divides").verdict == verdict
 
 
-def test_wrong_flops_are_told_with_the_function_and_with_what_is_counted(pooled):
-    rows = table("tests.forks.wrong_flops", last="Hugging Face")
-    assert list(failed(rows)) == ["FLOPs"]
+def test_wrong_flops_are_told_with_the_function_and_with_what_is_counted():
+    rows = table("tests.forks.wrong_flops", FLOPS)
     text = rows["FLOPs"].texts[0]
     assert line_of("wrong_flops", "def flops(config: Config, seq_len: int) -> Flops:") in text
     said, counted = (int(number.replace(",", "")) for number in re.findall(r"(?:says|counts) ([\d,]+\d)", text))
     assert counted - said == 6 * 2 * 64 * 96  # what the fork has left out: layers, dim, ffn_dim
-    assert not_run(rows) == []
 
 
-def test_a_tensor_that_the_map_drops_is_named(pooled):
-    rows = table("tests.forks.dropped_tensor", last="Hugging Face logits")
-    assert failed(rows) == {"Hugging Face names": ["HF has no name for layers.*.ffn.w3.weight"]}
-    assert not_run(rows) == ["Hugging Face shapes", "Hugging Face logits"]
+def test_what_a_head_adds_to_the_loss_alone_is_counted():
+    (text,) = table("tests.forks.two_predictions", FLOPS)[FLOPS].texts
+    said, counted, of_head = (int(n.replace(",", "")) for n in re.findall(r"(?:says|counts|head) ([\d,]+\d)", text))
+    added = 6 * (64 * 64 + 64 * 512)  # a matrix, and the logits once more
+    assert counted - said == added and of_head == added + 6 * 64 * 512
+
+
+def test_a_tensor_that_the_map_drops_is_named():
+    rows = table("tests.forks.dropped_tensor", HUGGING_FACE)
+    assert failed(rows) == {HUGGING_FACE: ["HF has no name for layers.*.ffn.w3.weight"]}
 
 
 def test_a_wrong_style_of_the_right_shape_is_told_by_the_parameter_whose_gradient_is_wrong(pooled):
-    rows = table("tests.forks.wrong_style")
+    rows = table("tests.forks.wrong_style", "2 x 2", "tp 2", "shard 2", "context 2")
     assert list(failed(rows)) == ["2 x 2", "tp 2"]
     for mesh in ("2 x 2", "tp 2"):
         assert re.search(r"gradient of layers\.\d\.attention\.head_scale\.weight differs by", rows[mesh].texts[0])
     assert rows["shard 2"].verdict == "passed"
-    assert rows[CHECKPOINT].texts == ["one process -> 2 x 2 -> tp 2 -> shard 2 -> replicate 2 -> pipeline 2"]
     assert "not use AttentionCore.core" in rows["context 2"].texts[0]  # the fork has a core of its own
+
+
+# ------------------------------------------------------------------------------------------------------ a selection of rows
+
+
+def test_selected_rows_are_those_of_the_whole_table_and_run_what_they_need_alone(pooled, monkeypatch, capsys):
+    started = []
+    on_ranks = check_model.on_ranks
+    monkeypatch.setattr(check_model, "on_ranks", lambda *words, **more: started.append(words[3:5]) or on_ranks(*words, **more))
+    assert command(monkeypatch, "tests.tiny:plain", "--rows", "Causality,tp2") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", line)[:2] for line in out[1:-1]] == [["causality", "passed"], ["tp 2", "passed"]]
+    assert started == [({}, {}), ({}, {"tp": 2})]
+    assert command(monkeypatch, "tests.tiny:plain", "--rows", "flops,generate,documents") == 0
+    assert len(started) == 2, "nothing to train"
+
+
+def test_a_row_that_a_selected_one_needs_is_shown_where_it_fails(pooled):
+    rows = table("tests.forks.nonfinite", "tp 2")
+    assert failed(rows) == {TRAINED: ["the result of layers.0.ffn is not finite"]}
+    assert rows["tp 2"].texts == [f"needs {TRAINED}"]
+
+
+def test_what_a_family_declares_is_neither_run_nor_failed(pooled, monkeypatch):
+    monkeypatch.setattr(tiny, "LIMITS", {"generates": False, "stages": False, "tensor_parallel": 1}, raising=False)
+    rows = table("tests.tiny", DIVIDES, *BEHAVIOUR, "2 x 2", "tp 2", "pipeline 2", "replicate 2")
+    declared = [row.name for row in rows.values() if row.verdict == "declared"]
+    assert failed(rows) == {} and not_run(rows) == []
+    assert declared == [DIVIDES, GENERATE, "2 x 2", "tp 2", "pipeline 2"]
+    assert all("refused, as checked: " in rows[name].texts[0] for name in declared)
+
+
+def test_of_at_most_two_ranks_that_a_family_declares_three_are_refused(monkeypatch):
+    monkeypatch.setattr(tiny, "LIMITS", {"tensor_parallel": 2}, raising=False)
+    row = table("tests.tiny", DIVIDES)[DIVIDES]
+    assert row.verdict == "passed"
+    assert row.texts[0].startswith("refused, as checked: parallelism.tensor_parallel_degree = 3: tests.tiny declares ")
 
 
 # ------------------------------------------------------------------------------------------------------------- other faults
 
 
 def test_a_recompilation_is_told_with_its_cause(pooled):
-    rows = table("tests.forks.recompiling")
+    rows = table("tests.forks.recompiling", GENERATE, COMPILED, "shard 2")
     # a model that counts its passes gives two of them different results, and a mesh makes more of them for a step
-    assert list(failed(rows)) == ["generate", "compile", *MESHES]
+    assert list(failed(rows)) == [GENERATE, COMPILED, "shard 2"]
     assert any("self.phase == 'step " in text and "recompiling.py:" in text for text in rows["compile"].texts)
 
 
@@ -226,20 +278,20 @@ def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(p
 
 
 def test_gradients_that_recomputation_changes_are_named(pooled):
-    texts = table("tests.forks.counting", last=RECOMPUTED)[RECOMPUTED].texts
+    texts = table("tests.forks.counting", RECOMPUTED)[RECOMPUTED].texts
     names = [f"recomputed {name}" for name in ("full", "in parts", "by operation")]
     assert list(dict.fromkeys(text.partition(":")[0] for text in texts)) == names
     assert all("the gradient of layers." in text for text in texts if not text.endswith("follow from these"))
 
 
 def test_a_feed_forward_layer_that_mixes_tokens_differs_where_it_computes_in_parts(pooled):
-    texts = table("tests.forks.token_shift", last=RECOMPUTED)[RECOMPUTED].texts
+    texts = table("tests.forks.token_shift", RECOMPUTED)[RECOMPUTED].texts
     assert texts and all(text.startswith("recomputed in parts: ") for text in texts)
 
 
 def test_a_feed_forward_layer_that_runs_do_not_compute_in_parts_is_not_compared_so(pooled, monkeypatch):
     monkeypatch.setattr(check_model, "unchunkable", lambda model: "its feed-forward layers are others")
-    assert table("tests.forks.token_shift", last=RECOMPUTED)[RECOMPUTED].verdict == "passed"
+    assert table("tests.forks.token_shift", RECOMPUTED)[RECOMPUTED].verdict == "passed"
 
 
 def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
@@ -256,7 +308,7 @@ def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
 
 
 def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_checkpoints_lack_are_named(pooled):
-    rows = table("tests.forks.local_buffers", last=BUFFERS)
+    rows = table("tests.forks.local_buffers", BUFFERS)
     assert list(failed(rows)) == [BUFFERS]
     assert [text.partition("; ")[0] for text in rows[BUFFERS].texts] == [
         "spread changes in training, and is not in checkpoints: a resumed run begins with its initial value",
@@ -290,7 +342,8 @@ def test_a_buffer_that_counts_forward_passes_differs_where_a_step_has_several(po
 
 
 def test_dropout_is_no_difference_between_meshes(pooled):
-    assert failed(table("tests.tiny_dropout")) == {}
+    rows = table("tests.tiny_dropout", *MESHES)
+    assert failed(rows) == {} and not_run(rows) == ["pipeline 2"]
 
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face
@@ -304,8 +357,8 @@ def changed(flavor: str = "plain", **parts: object) -> Family:
 
 @pytest.mark.parametrize("flavor", tiny.FLAVORS)
 def test_a_sound_map_passes(flavor):
-    for check in (model_facts.name_faults, model_facts.shape_faults, model_facts.logit_faults):
-        assert check(changed(flavor)) == []
+    for finds in (model_facts.name_faults, model_facts.shape_faults, model_facts.logit_faults):
+        assert finds(changed(flavor)) == []
 
 
 def test_two_parameters_of_one_name_are_told():
@@ -341,9 +394,8 @@ def test_a_map_that_exchanges_matrices_of_one_shape_is_told_by_the_logits():
 
 def test_without_transformers_the_row_says_that_only_names_were_looked_at(monkeypatch):
     monkeypatch.setattr(model_facts, "has_transformers", lambda: False)
-    rows = table("tests.tiny", last="Hugging Face logits")
-    assert rows["Hugging Face logits"].texts == ["names only: transformers is not installed"]
-    assert rows["Hugging Face logits"].verdict == "passed"
+    row = table("tests.tiny", HUGGING_FACE)[HUGGING_FACE]
+    assert (row.verdict, row.texts) == ("passed", ["names only: transformers is not installed"])
 
 
 # -------------------------------------------------------------------------------------------------------------- on meta
@@ -392,10 +444,11 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert command(monkeypatch, "tests.forks.missing_entry:tied") == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "tests.forks.missing_entry: tied on meta; tied trained"
-    assert "sharding             FAILED    sharding: no pattern matches layers.*.ffn_norm" in out
-    assert "compile              not run   needs sharding" in out
-    assert "tp 2                 not run   needs loss and gradients" in out
-    assert out[-1] == "1 of 25 checks failed"
+    lines = [re.sub(r" +[\d.]+ s", "", line) for line in out]
+    assert "sharding             FAILED sharding: no pattern matches layers.*.ffn_norm" in lines
+    assert "compile              not run needs sharding" in lines
+    assert "tp 2                 not run needs loss and gradients" in lines
+    assert re.fullmatch(r"1 of 25 checks failed, \d+ s", out[-1])
 
 
 def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):
@@ -433,7 +486,7 @@ def test_imports_of_optional_libraries_print_nothing_between_the_rows():
 def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):
     monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("sharding", "passed", []), Row("HF", "not run", ["x"])]))
     assert command(monkeypatch, "tests.tiny") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "all passed"
+    assert capsys.readouterr().out.splitlines()[-1] == "all passed, 0 s"
 
 
 @pytest.mark.parametrize(
@@ -461,6 +514,8 @@ def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkey
         (["tests.tiny", "--model.overrides.n_layer", "3"], "did you mean model.overrides.n_layers"),
         (["tests.tiny", "--model.overrides.n_layers"], "--model.overrides.n_layers: has no value"),
         (["tests.tiny", "more"], "more: belongs to no option"),
+        (["tests.tiny", "--rows", "casuality"], "there is no row 'casuality'; did you mean causality"),
+        (["tests.tiny", "--rows", "tp2,"], "there is no row ''\nthe rows: built on meta, sharding, initial,"),
     ],
 )
 def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, words, fault):

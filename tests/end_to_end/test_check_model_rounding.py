@@ -10,8 +10,8 @@ from tests.end_to_end import test_check_model
 from tests.end_to_end.test_check_model import command, failed, line_of, table
 from titanlite.config.schema import Model
 from titanlite.tools import check_model
-from titanlite.tools.check_model import TRAINED, Row
-from titanlite.tools.compare import DEGREES, Comparison, Difference, compare, meshes_of
+from titanlite.tools.check_model import BUFFERS, COMPILED, RECOMPUTED, TRAINED, Row
+from titanlite.tools.compare import DEGREES, MESHES, Comparison, Difference, compare, meshes_of
 from titanlite.tools.model_runs import describe, gradients_small, train_small
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import settle
@@ -35,7 +35,7 @@ def test_every_mesh_dimension_that_a_run_can_split_has_a_row():
 
 @pytest.mark.slow
 def test_a_right_fork_whose_gradients_cancel_passes_and_its_tolerances_are_printed(pooled):
-    rows = table("tests.forks.cancelling")
+    rows = table("tests.forks.cancelling", TRAINED, RECOMPUTED, COMPILED, *MESHES, BUFFERS)
     assert failed(rows) == {} and {row.verdict for row in rows.values()} == {"passed", "not run"}
     (text,) = rows[TRAINED].texts
     assert re.search(r"layers.\d.mix.weight \d\.\de-0[34] \(tolerance \d\.\de-03\)", text)
@@ -61,20 +61,20 @@ def test_a_fault_of_one_percent_of_any_gradient_fails_where_gradients_cancel(poo
 
 @pytest.mark.slow
 def test_a_gradient_that_is_nothing_but_rounding_is_decided_in_float64(pooled):
-    rows = table("tests.forks.scale_free")
+    rows = table("tests.forks.scale_free", RECOMPUTED, COMPILED, *MESHES)
     assert {row.verdict for row in rows.values()} == {"passed", "not run"}
     assert any("factor.weight" in text and "in float64 it does not" in text for row in rows.values() for text in row.texts)
 
 
 @pytest.mark.slow
 def test_what_float64_cannot_decide_is_undecided_and_has_its_own_exit_code(pooled, monkeypatch, capsys):
-    rows = table("tests.forks.float32_only")
+    rows = table("tests.forks.float32_only", RECOMPUTED, COMPILED, *MESHES)
     undecided = [row for row in rows.values() if row.verdict == "undecided"]
     assert undecided and failed(rows) == {}
     assert "the model does not run in float64" in undecided[0].texts[0] and "the kernel takes float32" in undecided[0].texts[0]
     monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("tp 2", "undecided", ["x"]), Row("HF", "not run", ["y"])]))
     assert command(monkeypatch, "tests.tiny") == 3
-    assert capsys.readouterr().out.splitlines()[-1] == "1 undecided"
+    assert capsys.readouterr().out.splitlines()[-1] == "1 undecided, 0 s"
 
 
 def test_a_gradient_that_depends_on_the_microbatch_does_not_pass_for_rounding(pools):

@@ -6,13 +6,24 @@ from torch import nn
 
 from models import llama3
 from tests import tiny
+from tests.forks.right import own_router
 from titanlite.tools import model_behaviour
-from titanlite.tools.check_model import BEHAVIOUR, Table
+from titanlite.tools.check_model import BEHAVIOUR, Check, Table
 from titanlite.tools.model_runs import guarded
+from titanlite.transforms.initialize import initialize
 from titanlite.transforms.registry import Family, load_family, load_module
 
 FAMILIES = ["tiny:plain", "tiny:tied", "tiny_qwen3:plain", "tiny_qwen3:biased", "tiny_gemma3:plain", "tiny_gemma3:two",
-            "tiny_olmo2:plain", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
+            "tiny_olmo2:plain", "tiny_biased:tied", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
+
+
+CHECKS = {
+    "causality": model_behaviour.causality_faults,
+    "documents": model_behaviour.document_faults,
+    "generate": model_behaviour.generation_faults,
+    "bfloat16": model_behaviour.bfloat16_faults,
+}
+assert tuple(CHECKS) == BEHAVIOUR
 
 
 def rows(name: str) -> dict[str, tuple[str, list[str]]]:
@@ -20,7 +31,7 @@ def rows(name: str) -> dict[str, tuple[str, list[str]]]:
     module_name, _, flavor = name.partition(":")
     module = load_module(f"tests.{module_name}")
     table, family = Table(), Family(module, module.FLAVORS[flavor or "plain"])
-    found = {name: table.row(name, lambda check=check: check(family)) for name, (check, _) in BEHAVIOUR.items()}
+    found = {name: table.row(Check(name, lambda check=check: check(family))) for name, check in CHECKS.items()}
     return {name: (row.verdict, row.texts) for name, row in found.items()}
 
 
@@ -33,7 +44,7 @@ def test_a_right_family_passes_every_row(name):
     found = rows(name)
     refusal = ("not run", ["the model refuses a cache: linear attention has no cache"])
     assert found == {
-        "causal": ("passed", []),
+        "causality": ("passed", []),
         "documents": ("passed", []),
         "generate": refusal if name == "forks.hybrid:plain" else ("passed", []),
         "bfloat16": ("passed", []),
@@ -42,8 +53,8 @@ def test_a_right_family_passes_every_row(name):
 
 def test_a_layer_that_looks_one_token_ahead_is_named():
     found = faults("looks_ahead")
-    assert found["causal"].startswith("another token at position 1 changes the result of layers.1.attention by ")
-    assert found["causal"].endswith(" at position 0")
+    assert found["causality"].startswith("another token at position 1 changes the result of layers.1.attention by ")
+    assert found["causality"].endswith(" at position 0")
 
 
 def test_a_layer_that_crosses_documents_is_named():
@@ -89,9 +100,51 @@ def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
     assert fault.startswith("in bfloat16 the result of layers.1 differs by ")
 
 
-def test_a_router_that_chooses_another_expert_after_rounding_is_no_fault():
-    family = load_family("tests.tiny_gpt_oss", "plain")
-    assert guarded(model_behaviour.bfloat16_faults, family) == []
+# ways to write a router: scores of all experts, (tokens, experts) -> weights and numbers of those of a token
+ROUTERS = {
+    "topk": lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2),
+    "in the activations' precision": lambda scores: scores.softmax(-1).topk(3),
+    "weights of the chosen scores": lambda scores: _softmax_of_values(scores.topk(2)),
+    "sigmoid": lambda scores: (scores.float().sigmoid() + 0.5).topk(4, sorted=False),
+    "sort": lambda scores: tuple(each[:, :2] for each in scores.float().softmax(-1).sort(descending=True, stable=True)),
+    "argsort": lambda scores: (scores.softmax(-1), scores.argsort(dim=-1, descending=True)),
+    "max": lambda scores: scores.float().softmax(-1).max(dim=-1, keepdim=True),
+    "argmax": lambda scores: (scores.float().amax(-1, keepdim=True).sigmoid(), scores.argmax(-1, keepdim=True)),
+    "above a threshold": lambda scores: _all(scores, scores.float().softmax(-1) > 0.15),
+    "as good as the second": lambda scores: _all(scores, scores >= scores.topk(2).values[:, -1:]),
+}
+
+
+def _softmax_of_values(best):
+    return best[0].softmax(-1, dtype=torch.float32), best[1]
+
+
+def _all(scores: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores.float().softmax(-1) * used, torch.arange(scores.shape[1]).expand_as(scores)
+
+
+def routed(monkeypatch: pytest.MonkeyPatch, route, seed: int) -> Family:
+    """The fork with a router of its own, with other code and other random weights."""
+    monkeypatch.setattr(own_router.RoutedExperts, "route", lambda self, x: route(self.router(x)))
+    monkeypatch.setattr(model_behaviour, "initialize", lambda model, family, _, device: initialize(model, family, seed, device))
+    return Family(own_router, own_router.FLAVORS["plain"])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_router_that_chooses_another_expert_after_rounding_is_no_fault(monkeypatch, router):
+    found = {seed: model_behaviour.bfloat16_faults(routed(monkeypatch, ROUTERS[router], seed)) for seed in range(6)}
+    assert not any(found.values()), found
+
+
+def test_a_right_fork_that_failed_by_the_jumps_of_its_router_passes():
+    for family in (load_family("tests.tiny_gpt_oss", "plain"), load_family("tests.forks.right.own_router", "plain")):
+        assert guarded(model_behaviour.bfloat16_faults, family) == []
+
+
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "sigmoid"])  # that of 300 is 1, for all experts
+def test_a_router_whose_scores_bfloat16_cannot_tell_apart_is_a_fault(monkeypatch, router):
+    (fault,) = model_behaviour.bfloat16_faults(routed(monkeypatch, lambda scores: ROUTERS[router](scores + 300), 0))
+    assert fault.startswith("in bfloat16 what tells the scores apart by which layers.0.ffn decides differs by ")
 
 
 def test_a_padding_that_changes_what_is_generated_is_named():
@@ -130,9 +183,9 @@ def test_a_refusal_of_documents_is_no_failure():
         return llama3.Block.forward(self, x, rope, seq)
 
     family, table = with_block(forward), Table()
-    for name, (check, _) in BEHAVIOUR.items():
-        row = table.row(name, lambda check=check: check(family))
+    for name, check in CHECKS.items():
+        row = table.row(Check(name, lambda check=check: check(family)))
         if name == "documents":
-            assert row == ("documents", "not run", ["the model refuses packed documents: one document per row"])
+            assert row[:3] == ("documents", "not run", ["the model refuses packed documents: one document per row"])
         else:
             assert row.verdict == "passed"

@@ -1,4 +1,4 @@
-"""Five forks as a researcher writes them, right on every mesh: check-model passes each one."""
+"""Seven forks as a researcher writes them, right on every mesh: check-model passes each one."""
 
 import pytest
 import torch
@@ -8,11 +8,20 @@ from torch.utils._pytree import tree_leaves
 from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from tests.end_to_end.test_check_model import failed, not_run, pooled, table, trained  # noqa: F401
+from titanlite.tools.check_model import ROWS, TRAINED
 from titanlite.tools.compare import compare
 from titanlite.transforms.registry import load_module
 
 pytestmark = pytest.mark.usefixtures("pooled")
-FORKS = ["parallel_block", "latent_attention", "dense_mixture", "value_residual", "linear_attention"]
+FORKS = [
+    "parallel_block",
+    "latent_attention",
+    "dense_mixture",
+    "value_residual",
+    "linear_attention",
+    "own_router",
+    "bidirectional",
+]
 every_fork = pytest.mark.parametrize("fork", FORKS)
 
 
@@ -27,7 +36,7 @@ def test_a_right_fork_passes_every_row(fork):
 
 @every_fork
 def test_the_tables_and_flops_of_a_right_fork_pass(fork):
-    assert failed(table(f"tests.forks.right.{fork}", last="Hugging Face")) == {}
+    assert failed(table(f"tests.forks.right.{fork}", *ROWS[: ROWS.index(TRAINED)])) == {}
 
 
 @pytest.mark.parametrize("fork", [*FORKS[:3], *(pytest.param(fork, marks=pytest.mark.slow) for fork in FORKS[3:])])

@@ -5,12 +5,10 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from models.attention import Cache, SeqInfo
-from models.decoder import Decoder
+from models.decoder import Decoder, Limits
 from tests.tiny import FLAVORS, Model
-from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.inference.generate import Sampling, draw, generate, score
-from titanlite.loop import validation
 from titanlite.transforms.registry import load_module
 
 FORKS = ["parallel_block", "latent_attention", "value_residual", "linear_attention", "dense_mixture"]
@@ -87,23 +85,21 @@ def test_a_state_is_the_same_for_any_padding_and_any_width_of_the_passes():
 
 def test_a_family_that_cannot_generate_is_refused_by_name():
     class Forgetful(Model):
-        generates = False
+        limits = Limits(generates=False)
 
     class Uncached(Model):
         def forward(self, x, seq):
             return super().forward(x, seq._replace(cache=None))
 
-    for kind, fault in ((Forgetful, "generates = False"), (Uncached, "its layers keep nothing in seq.cache")):
+    for kind, fault in (
+        (Forgetful, r"declares LIMITS\[\"generates\"\] = False"),
+        (Uncached, "its layers keep nothing in seq.cache"),
+    ):
         model = kind(FLAVORS["plain"]).apply(lambda module: [torch.nn.init.zeros_(p) for p in module.parameters()])
         with pytest.raises(UserError, match=f"test_generate: .*{fault}"):
             generate(model, PROMPTS, 2, None, GREEDY)
         with pytest.raises(UserError, match=f"test_generate: .*{fault}"):
             score(model, [([1, 2], [3])])
-    config = Config.model_validate({"validation": {"enable": True, "sample_prompts": ["a"]}})
-    (fault,) = validation.faults(config, Forgetful(FLAVORS["plain"]))
-    assert fault.startswith("validation.sample_prompts: llama3 cannot generate")
-    assert list(validation.faults(config, Model(FLAVORS["plain"]))) == []
-    assert list(validation.faults(Config(), Forgetful(FLAVORS["plain"]))) == []
 
 
 def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():

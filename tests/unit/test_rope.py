@@ -271,7 +271,7 @@ def test_a_scaling_by_the_length_of_the_text_is_refused_for_training_only(tmp_pa
     assert "packed beside it" in message and "model.overrides.rope_scaling" in message
     check(_configuration(tmp_path, {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 16}), "run.toml", 1)
     model = load_family("tests.tiny", "large", overrides={"rope_scaling": scaling}).on_meta()
-    assert model.generates
+    assert model.limits.generates
 
 
 def test_in_training_the_length_of_the_samples_chooses_the_factors_of_longrope_whatever_is_packed():

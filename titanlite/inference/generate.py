@@ -17,6 +17,7 @@ from models.rope import TextCache
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.errors import UserError, phase
 from titanlite.parallel.fsdp import evaluating
+from titanlite.transforms.limits import no_generation
 
 _PREFILL = 512  # tokens of each text per forward pass of the prefill, which bounds the memory of masks and logits
 
@@ -114,8 +115,8 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
 
 def _open_cache(model: Decoder, lengths: Sequence[int]) -> Cache:
     """An empty cache. lengths: tokens of each row, at most. Raises UserError for a model that cannot generate."""
-    if not getattr(model, "generates", True):
-        raise UserError(f"{_family_of(model)}: its Model has generates = False: it keeps no state between forward passes")
+    if reason := no_generation(model.limits):
+        raise UserError(f"{_family_of(model)}: cannot generate or score: it {reason}")
     return TextCache(torch.tensor(lengths, device=next(model.parameters()).device))
 
 
@@ -157,7 +158,7 @@ def _hidden(model: Decoder, tokens: Tensor, positions: Tensor, real: Tensor, cac
     if cache.empty:
         raise UserError(
             f"{_family_of(model)}: its layers keep nothing in seq.cache; use AttentionCore.core or "
-            "seq.cache.state (docs/styles.md), or set generates = False in its Model"
+            "seq.cache.state (docs/styles.md), or declare LIMITS = {'generates': False}"
         )
     return hidden
 

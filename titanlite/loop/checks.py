@@ -20,10 +20,10 @@ from titanlite.data import sources, tokenizer
 from titanlite.errors import MachineFault, UserError, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
-from titanlite.loop import divergence, loss, resume, validation
+from titanlite.loop import divergence, loss, resume
 from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import context, expert, mesh, pipeline, tensor
-from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
+from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8, limits
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
 from titanlite.transforms.registry import Family, family_of, place_of
@@ -112,13 +112,13 @@ CHECKS = (
     Check("initial", _of_module(lambda s: match_initial(s.model, s.family)[1]), ("model",)),
     Check("flops", _of_module(_flops), ("family",)),
     Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
-    Check("context", lambda s: context.faults(s.config, s.model), ("model",)),
+    Check("limits", lambda s: limits.faults(s.config, s.model), ("model",)),
+    Check("context", lambda s: context.faults(s.config, s.model), ("model", "limits")),
     Check("experts", lambda s: expert.faults(s.config, s.model), ("model",)),
-    Check("pipeline", lambda s: pipeline.faults(s.config, s.family, s.model), ("model", "flops")),
+    Check("pipeline", lambda s: pipeline.faults(s.config, s.family, s.model), ("model", "flops", "limits")),
     Check("attention", lambda s: attention_kernels.faults(s.config, s.family), ("family",)),
     Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family, s.model), ("run folder", "model")),
     Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
-    Check("validation", lambda s: validation.faults(s.config, s.model), ("model",)),
     Check("blocks", lambda s: activation_checkpoint.model_faults(s.config.activation_checkpoint, s.model), ("model",)),
     Check("decay", lambda s: build.decay_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),

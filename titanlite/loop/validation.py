@@ -1,7 +1,6 @@
 """Loss on text that is not trained on: the same samples in every round and on every mesh, with the training's own loss."""
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -15,12 +14,6 @@ from titanlite.data.mixture import PADDING, Data
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.loop.loss import summed_losses
 from titanlite.parallel.mesh import DATA_DIMENSIONS, LOSS_DIMENSIONS, data_degree, data_rank, sum_over
-
-
-def faults(config: Config, model: Decoder) -> Iterator[str]:
-    """Sample prompts for a model that cannot generate."""
-    if config.validation.sample_prompts and not getattr(model, "generates", True):
-        yield f"validation.sample_prompts: {config.model.name} cannot generate (its Model has generates = False); set it to []"
 
 
 def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float | None]:

@@ -169,20 +169,32 @@ def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
 
 # ------------------------------------------------------------------------------------------------------------------ the check
 
-# Dimensions of a model's Config of which every tensor-parallel rank takes an equal share, if a family has them.
+# Dimensions of a model's Config, and of its modules, of which every tensor-parallel rank takes an equal share.
 _SPLIT_DIMENSIONS = ("n_heads", "n_kv_heads", "ffn_dim")
 
 
-def undivided_sizes(family: Family, tensor: int) -> list[str]:
-    """The dimensions of a family, such as "n_heads = 3", that `tensor` ranks cannot split equally."""
-    sizes = {name: getattr(family.config, name, tensor) for name in _SPLIT_DIMENSIONS}
-    return [f"{name} = {size}" for name, size in sizes.items() if size % tensor]
+def undivided_sizes(family: Family, model: nn.Module, tensor: int) -> list[str]:
+    """The dimensions of a family, such as "n_heads = 3", that `tensor` ranks cannot split equally.
+
+    A layer may have other sizes than the Config says, and the rows of its matrices may divide where its heads do not. So every
+    module counts that has a part whose output features are split.
+    """
+    split = [name for name, style in styles_of(model, family)[0].items() if style == "column"]
+    above = {name[:end] for name in split for end, letter in enumerate(name) if letter == "."}
+    owners = {"": family.config} | {path: module for path, module in model.named_modules() if path in above}
+    found: dict[str, list[str]] = {}  # size -> where; "" is the Config
+    for path, owner in owners.items():
+        for name in _SPLIT_DIMENSIONS:
+            size = getattr(owner, name, tensor)
+            if isinstance(size, int) and size % tensor:
+                found.setdefault(f"{name} = {size}", []).append(path)
+    return [size if "" in paths else f"{size} in {' and '.join(paths)}" for size, paths in found.items()]
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """What tensor parallelism needs of a model, on the meta device."""
     tensor = config.parallelism.tensor_parallel_degree
-    if undivided := undivided_sizes(family, tensor):
+    if undivided := undivided_sizes(family, model, tensor):
         yield (f"parallelism.tensor_parallel_degree = {tensor}: does not divide {', '.join(undivided)} of {config.model.title}")
     # the matrices' widths follow from the dimensions: one fault is enough
     yield from sharding_faults(model, family, 1 if undivided else tensor)

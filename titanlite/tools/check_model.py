@@ -1,19 +1,22 @@
-"""titanlite check-model NAME[:flavor] [--model.overrides.dim 512 ...]
+"""titanlite check-model NAME[:flavor] [--rows causality,tp2] [--model.overrides.dim 512 ...]
 
 Proves that a model file still shards, compiles, checkpoints and converts. On the meta device the command checks the named
 flavor, or all of them. On the CPU it trains a small flavor for a few steps on random tokens, in one process and on meshes of
 two and four. Each failure names the parameter or the line in your file. Exit code 0: all checks passed; 1: a check failed; 2:
 there is nothing to check; 3: no check failed, and of a difference it is undecided whether it is a fault or rounding.
 
-Overrides change dimensions of every flavor, also of the one that is trained.
+--rows selects rows of the table, by names with or without spaces; it runs what they need, too. Overrides change dimensions of
+every flavor, also of the one that is trained.
 """
 
 import contextlib
+import difflib
 import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +31,9 @@ from titanlite.errors import UserError
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools import model_behaviour, model_facts
-from titanlite.tools.compare import MESHES, compare, meshes_of
+from titanlite.tools.compare import EVERY_MESH, MESHES, compare, meshes_of
 from titanlite.tools.model_facts import SMALL, size_of
+from titanlite.tools.model_limits import Declared, refused_generation, refused_mesh
 from titanlite.tools.model_loop import Runs, random_faults, run_faults, run_loops
 from titanlite.tools.model_runs import (
     TIMEOUT_SECONDS,
@@ -54,14 +58,9 @@ from titanlite.transforms.registry import BrokenModule, Family, load_module
 
 BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
 TABLES = (BUILT, "sharding", "initial")
-CAUSAL = "causal"
-# row -> its check, and the rows that it needs: without causality, what follows a document or a prompt would change it
-BEHAVIOUR: dict[str, tuple[Callable[[Family], list[str]], tuple[str, ...]]] = {
-    CAUSAL: (model_behaviour.causality_faults, (TRAINED,)),
-    "documents": (model_behaviour.document_faults, (CAUSAL,)),
-    "generate": (model_behaviour.generation_faults, (CAUSAL,)),
-    "bfloat16": (model_behaviour.bfloat16_faults, (TRAINED,)),
-}
+CONSTRUCTOR, FLOPS, HUGGING_FACE = "constructor", "FLOPs", "Hugging Face"
+CAUSAL, DOCUMENTS, GENERATE, BFLOAT16 = "causality", "documents", "generate", "bfloat16"
+BEHAVIOUR = (CAUSAL, DOCUMENTS, GENERATE, BFLOAT16)
 RECOMPUTED, COMPILED = "recomputation", "compile"
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
@@ -72,105 +71,152 @@ CHECKPOINT, BUFFERS = "checkpoint", "buffers"
 ROUNDING = "rounding"
 STOCHASTIC: dict[str, dict[str, Any]] = {
     "training": {"dtype": "bfloat16", "steps": 1},
-    "optimizer": {"rounding": "stochastic"},
+    "optimizer": {"rounding": "stochastic", "implementation": "for-loop"},  # "fused" compiles titanlite's kernel: seconds
 }
 RESUME, RANDOM = "resume", "random numbers"
+ROWS = (
+    *(*TABLES, CONSTRUCTOR, DIVIDES, FLOPS, HUGGING_FACE, TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED),
+    *(*EVERY_MESH, CHECKPOINT, BUFFERS, ROUNDING, RESUME, RANDOM),
+)
 
 
 class Row(NamedTuple):
     """One line of the table."""
 
     name: str
-    verdict: str  # passed, FAILED, undecided or not run
-    texts: list[str]  # the faults, the reason why it was not run, or a remark
+    verdict: str  # passed, FAILED, undecided, declared or not run
+    texts: list[str]  # the faults, the reason why it was not run, or remarks
+    seconds: float = 0.0
+
+
+class Check(NamedTuple):
+    """What makes a row."""
+
+    name: str
+    run: Callable[[], list[str]]  # returns faults
+    after: tuple[str, ...] = ()  # rows without which it says nothing: it is not run if one of them has not passed
+    uses: tuple[str, ...] = ()  # rows whose results it needs: they run, too, if only this one is selected
 
 
 class Table:
-    """Makes the rows, and remembers which have passed."""
+    """Makes the rows, and remembers which have passed. notes: printed if the row that is running passes."""
 
     def __init__(self) -> None:
-        self._passed: set[str] = set()
+        self._passed: dict[str, bool] = {}  # of each row so far
+        self.notes: list[str] = []
 
-    def row(self, name: str, check: Callable[[], list[str]], needs: Sequence[str] = (), remark: str = "") -> Row:
-        """Runs a check, which returns faults, if all rows that it needs have passed. remark: printed where it passes."""
-        if missing := [need for need in needs if need not in self._passed]:
-            return Row(name, "not run", [f"needs {missing[0]}"])
+    def row(self, check: Check) -> Row:
+        """Runs a check, if all rows that it comes after have passed, or were not selected."""
+        begun = time.monotonic()
+        self.notes.clear()
+        verdict, texts = self._outcome(check)
+        self._passed[check.name] = verdict in ("passed", "declared")
+        return Row(check.name, verdict, texts, time.monotonic() - begun)
+
+    def _outcome(self, check: Check) -> tuple[str, list[str]]:
+        if missing := [name for name in check.after if not self._passed.get(name, True)]:
+            return "not run", [f"needs {missing[0]}"]
         try:
-            faults = guarded(check)
+            faults = guarded(check.run)
         except NotRun as reason:
-            return Row(name, "not run", [str(reason)])
+            return "declared" if isinstance(reason, Declared) else "not run", [str(reason)]
         if faults:
-            return Row(name, "undecided" if all(isinstance(fault, Undecided) for fault in faults) else "FAILED", faults)
-        self._passed.add(name)
-        return Row(name, "passed", [remark] if remark else [])
+            return "undecided" if all(isinstance(fault, Undecided) for fault in faults) else "FAILED", faults
+        return "passed", [note for note in self.notes if note]
 
 
 def rows_of(
-    name: str, module: ModuleType, flavors: list[str], small: str | None, overrides: dict[str, Any] | None = None
+    name: str,
+    module: ModuleType,
+    flavors: list[str],
+    small: str | None,
+    overrides: dict[str, Any] | None = None,
+    selected: Collection[str] = (),
 ) -> Iterator[Row]:
-    """All rows of the table, each as soon as it is known.
+    """The rows of the table, each as soon as it is known.
 
     flavors: checked on meta. small: the flavor that is trained; None where no flavor can be built. overrides: of dimensions, in
-    every flavor.
+    every flavor. selected: of ROWS; empty: all that apply. Others that they need run too, and are rows if they do not pass.
     """
     families, table = {flavor: _family(name, module, flavor, overrides) for flavor in flavors}, Table()
-
-    def on_meta(row: str, check: Callable[[Family], list[str]], of: dict[str, Family], *needs: str) -> Row:
-        return table.row(row, partial(over_flavors, of, check), needs)
-
-    yield on_meta(BUILT, model_facts.construction_faults, families)
-    if small is None:
-        rows = ("sharding", "initial", TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED, *MESHES, ROUNDING, RESUME, RANDOM)
-        yield from (table.row(row, list, [BUILT]) for row in rows)
-        return
-    trained = {small: _family(name, module, small, overrides)}
-    # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
-    divided = families | trained if len(families) == 1 else trained
-    yield on_meta("sharding", model_facts.table_faults, families)
-    initial = on_meta("initial", model_facts.initial_faults, families)
-    yield initial._replace(texts=initial.texts or [model_facts.initial_remark(trained[small])])
-    yield on_meta("constructor", model_facts.constructor_faults, trained)
-    yield on_meta(DIVIDES, model_facts.undivided_faults, divided)
-    yield on_meta("FLOPs", model_facts.flops_faults, families | trained)
-    if not hasattr(module, "HF"):
-        yield Row("Hugging Face", "not run", ["the module has no HF: it has no counterpart there"])
-    else:
-        yield on_meta("Hugging Face names", model_facts.name_faults, families)
-        if model_facts.has_transformers():
-            yield on_meta("Hugging Face shapes", model_facts.shape_faults, families, "Hugging Face names")
-            yield on_meta("Hugging Face logits", model_facts.logit_faults, trained, "Hugging Face names")
-        else:
-            yield Row("Hugging Face logits", "passed", ["names only: transformers is not installed"])
     with tempfile.TemporaryDirectory() as folder:
-        model = Model(name=name, flavor=small, overrides=overrides or {})
-        yield from _training_rows(model, trained[small], Path(folder) / "checkpoint", table)
+        if small is None:
+            checks = [Check(BUILT, partial(over_flavors, families, model_facts.construction_faults))]
+            checks += [Check(row, list, (BUILT,)) for row in ROWS if row != BUILT and (row in MESHES or row not in EVERY_MESH)]
+        else:
+            model, trained = Model(name=name, flavor=small, overrides=overrides or {}), _family(name, module, small, overrides)
+            checks = _checks_on_meta(model, families, trained, table)
+            checks += _checks_in_training(model, trained, Path(folder) / "checkpoint", table, selected)
+        needed = {*selected} or {check.name for check in checks}
+        for check in reversed(checks):  # each uses rows before it
+            needed |= {*check.uses} if check.name in needed else set()
+        for check in checks:
+            if check.name in needed or check.name in TABLES:
+                row = table.row(check)
+                if not selected or row.name in selected or row.verdict not in ("passed", "declared"):
+                    yield row
 
 
-def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> Iterator[Row]:
-    """The rows of a small model in training. Its checkpoint goes from one process to each mesh in turn."""
+def _checks_on_meta(model: Model, families: dict[str, Family], trained: Family, table: Table) -> list[Check]:
+    """The rows without training. trained: the flavor that the others train."""
+    of_trained = {model.flavor: trained}
+    # Flavors that nobody named may be made for one GPU, such as one with a single key and value head.
+    divided = families | of_trained if len(families) == 1 else of_trained
+
+    def initial() -> list[str]:
+        table.notes.append(model_facts.initial_remark(trained))
+        return over_flavors(families, model_facts.initial_faults)
+
+    def divides() -> list[str]:
+        if most := trained.limits.tensor_parallel:
+            text = refused_mesh(model, trained, {"tp": most + 1})
+            if most == 1:
+                raise Declared(text)
+            table.notes.append(text)
+        return over_flavors(divided, model_facts.undivided_faults)
+
+    def hugging_face() -> list[str]:
+        if not hasattr(trained.module, "HF"):
+            raise NotRun("the module has no HF: it has no counterpart there")
+        if faults := over_flavors(families, model_facts.name_faults):
+            return faults
+        if not model_facts.has_transformers():
+            table.notes.append("names only: transformers is not installed")
+            return []
+        return over_flavors(families, model_facts.shape_faults) or over_flavors(of_trained, model_facts.logit_faults)
+
+    return [
+        Check(BUILT, partial(over_flavors, families, model_facts.construction_faults)),
+        Check("sharding", partial(over_flavors, families, model_facts.table_faults)),
+        Check("initial", initial),
+        Check(CONSTRUCTOR, partial(over_flavors, of_trained, model_facts.constructor_faults)),
+        Check(DIVIDES, divides),
+        Check(FLOPS, partial(over_flavors, families | of_trained, model_facts.flops_faults)),
+        Check(HUGGING_FACE, hugging_face),
+    ]
+
+
+def _checks_in_training(model: Model, family: Family, saves: Path, table: Table, selected: Collection[str]) -> list[Check]:
+    """The rows of a small model that runs. Its checkpoint goes from one process to each mesh in turn."""
+    whole = family.on_meta()
+    meshes = {mesh: EVERY_MESH[mesh] for mesh in EVERY_MESH if mesh in {*meshes_of(whole), *selected}}
     alone: Trained | None = None
     step = 1  # of the newest sound checkpoint
-    meshes: list[str] = []  # those that loaded the checkpoint
+    loaded: list[str] = []  # the meshes that loaded the checkpoint
     damaged: list[str] = []
     unsteady: list[str] = []  # buffers
     whole_runs: list[Runs] = []
-    notes: list[str] = []  # of the row that is running
 
     def run(function: Callable[..., Any], sections: dict[str, dict[str, Any]], degrees: dict[str, int], *more: Any) -> Any:
         words = model, sections, degrees, *more
         return on_ranks(ranks_of(degrees), function, *words, timeout_seconds=TIMEOUT_SECONDS, use_gpus=False)
-
-    def row(*arguments: Any, **options: Any) -> Row:
-        notes.clear()
-        result = table.row(*arguments, **options)
-        return result._replace(texts=result.texts + notes) if result.verdict == "passed" else result
 
     def train_alone() -> list[str]:
         nonlocal alone
         alone = run(train_small, {}, {}, saves)
         assert alone is not None and alone.buffers is not None
         unsteady.extend(forgotten_buffers(alone.buffers))
-        notes.extend(tolerances(compare(alone.trajectory, alone.trajectory)))
+        table.notes.extend(tolerances(compare(alone.trajectory, alone.trajectory)))
         return alone.faults
 
     @functools.cache
@@ -192,7 +238,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
             return [*(Undecided(f"{text}: {reason}") for text in describe(comparison)), *trained.faults]
         settled = settle(trained.trajectory, reference.trajectory, *wide)
         if settled.equal:
-            notes.extend(f"{text}: rounding, since in float64 it does not" for text in describe(comparison))
+            table.notes.extend(f"{text}: rounding, since in float64 it does not" for text in describe(comparison))
         kind = Undecided if settled.undecided else str
         return [*(kind(f"in float64, {text}") for text in describe(settled)), *trained.faults]
 
@@ -212,22 +258,24 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
         faults = {
             name: guarded(recomputed, f"recomputed {name}", {"activation_checkpoint": keys})
             for name, keys in RECOMPUTATION.items()
-            if "sequence_chunks" not in keys or not unchunkable(family.on_meta())  # then a run refuses it
+            if "sequence_chunks" not in keys or not unchunkable(whole)  # then a run refuses it
         }
         return [type(fault)(f"recomputed {name}: {fault}") for name in faults for fault in faults[name]]
 
     def train_on(mesh: str, degrees: dict[str, int]) -> list[str]:
         nonlocal step
         assert alone is not None and alone.stored is not None
-        if "cp" in degrees and (reason := context.unsplittable(family.on_meta())):
+        if text := refused_mesh(model, family, degrees):
+            raise Declared(text)
+        if "cp" in degrees and (reason := context.unsplittable(whole)):
             raise NotRun(f"{reason}; context parallelism refuses this model")
-        if "ep" in degrees and (reason := expert.unsplittable(family.on_meta(), degrees["ep"])):
+        if "ep" in degrees and (reason := expert.unsplittable(whole, degrees["ep"])):
             raise NotRun(f"the model has {reason}; expert parallelism refuses it")
-        if "pp" in degrees and (reason := pipeline.unsplittable(family.on_meta(), degrees["pp"])):
+        if "pp" in degrees and (reason := pipeline.unsplittable(whole, degrees["pp"])):
             raise NotRun(f"{reason}; pipeline parallelism refuses this model")
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)
-        meshes.append(mesh)
+        loaded.append(mesh)
         damaged.extend(f"on {mesh}: {fault}" for fault in faults)
         step += not faults
         return differences(trained, alone, f"on {mesh}", {}, degrees)
@@ -243,24 +291,45 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
         whole_runs.append(runs)
         return run_faults(runs)
 
-    yield row(TRAINED, train_alone, TABLES)
-    for behaviour, (check, needs) in BEHAVIOUR.items():
-        yield table.row(behaviour, partial(check, family), (*TABLES, *needs))
-    yield row(RECOMPUTED, recompute, (*TABLES, TRAINED))
-    yield row(COMPILED, compiled, (*TABLES, TRAINED))
-    undivided = guarded(model_facts.undivided_faults, family)
-    for mesh, degrees in meshes_of(family.on_meta()).items():
-        needs = (TRAINED, DIVIDES) if undivided and "tp" in degrees else (TRAINED,)
-        yield row(mesh, partial(train_on, mesh, degrees), needs)
-    if meshes:
-        yield table.row(CHECKPOINT, lambda: damaged, remark=f"one process -> {' -> '.join(meshes)}")
-    else:
-        yield Row(CHECKPOINT, "not run", ["needs a mesh"])
-    yield table.row(BUFFERS, lambda: unsteady, (TRAINED,))
+    def causality() -> list[str]:
+        if not family.limits.causal:
+            raise Declared(f"{refused_mesh(model, family, {'cp': 2})}\n{refused_generation(model, family)}")
+        return model_behaviour.causality_faults(family)
+
+    def generation() -> list[str]:
+        if text := refused_generation(model, family):
+            raise Declared(text)
+        return model_behaviour.generation_faults(family)
+
+    def all_loaded() -> list[str]:
+        if not loaded:
+            raise NotRun("needs a mesh")
+        table.notes.append(f"one process -> {' -> '.join(loaded)}")
+        return damaged
+
+    undivided = bool(guarded(model_facts.undivided_faults, family)) or family.limits.tensor_parallel == 1
     widest = next(mesh for mesh, degrees in MESHES.items() if not undivided or "tp" not in degrees)
-    yield table.row(ROUNDING, round_stochastically, ("shard 2",))
-    yield table.row(RESUME, run_whole, (widest,))
-    yield table.row(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,))
+    on_meshes = [
+        Check(mesh, partial(train_on, mesh, degrees), (*need, TRAINED), (*need, TRAINED))
+        for mesh, degrees in meshes.items()
+        for need in [(DIVIDES,) if undivided and "tp" in degrees else ()]
+    ]
+    return [
+        Check(TRAINED, train_alone, TABLES),
+        # without causality, what follows a document or a prompt would change it
+        Check(CAUSAL, causality, (*TABLES, TRAINED)),
+        Check(DOCUMENTS, partial(model_behaviour.document_faults, family), (*TABLES, CAUSAL), (CAUSAL,)),
+        Check(GENERATE, generation, (*TABLES, CAUSAL), (CAUSAL,)),
+        Check(BFLOAT16, partial(model_behaviour.bfloat16_faults, family), (*TABLES, TRAINED)),
+        Check(RECOMPUTED, recompute, (*TABLES, TRAINED), (TRAINED,)),
+        Check(COMPILED, compiled, (*TABLES, TRAINED), (TRAINED,)),
+        *on_meshes,
+        Check(CHECKPOINT, all_loaded, (), (TRAINED, *meshes)),
+        Check(BUFFERS, lambda: unsteady, (TRAINED,), (TRAINED, RECOMPUTED, COMPILED, *meshes)),
+        Check(ROUNDING, round_stochastically, ("shard 2",)),
+        Check(RESUME, run_whole, (widest,)),
+        Check(RANDOM, lambda: random_faults(whole_runs[0]), (RESUME,), (RESUME,)),
+    ]
 
 
 def over_flavors(families: dict[str, Family], check: Callable[[Family], list[str]]) -> list[str]:
@@ -312,11 +381,23 @@ def _use_one_thread() -> None:
         torch.set_num_threads(1)
 
 
+def _selected(names: str | None) -> list[str]:
+    """The rows that --rows names, without spaces and in any case if the user likes. Raises UserError for an unknown one."""
+    rows = {row.replace(" ", "").lower(): row for row in ROWS}
+    words = [] if names is None else [word.replace(" ", "").lower() for word in names.split(",")]
+    if unknown := [word for word in words if word not in rows]:
+        close = [f"; did you mean {rows[word]}?" for word in difflib.get_close_matches(unknown[0], rows, n=1)]
+        raise UserError(f"--rows {names}: there is no row {unknown[0]!r}{''.join(close)}\nthe rows: {', '.join(ROWS)}")
+    return [rows[word] for word in words]
+
+
 def _overrides(options: list[str]) -> dict[str, Any]:
     """The dimensions of --model.overrides.NAME VALUE. Raises UserError for any other option."""
     key = "--model.overrides"
     if other := [word for word in options if word.startswith("-") and not word.startswith((f"{key}.", f"{key}="))]:
-        raise UserError(f"{', '.join(other)}: check-model has no other options than {key}.NAME VALUE, such as {key}.dim 512")
+        raise UserError(
+            f"{', '.join(other)}: check-model has no other options than --rows and {key}.NAME VALUE, such as {key}.dim 512"
+        )
     return read_config(None, options).model.overrides
 
 
@@ -324,9 +405,10 @@ def main() -> None:
     """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
+    parser.add_argument("--rows", help=", ".join(ROWS))
     known, options = parser.parse_known_args()
     _use_one_thread()
-    model, overrides = known.model, _overrides(options)
+    model, overrides, selected = known.model, _overrides(options), _selected(known.rows)
     name, _, flavor = model.partition(":")
     try:
         module = load_module(name)
@@ -341,10 +423,12 @@ def main() -> None:
         sys.exit(1)
     title = Model(name=name, flavor=", ".join(flavors), overrides=overrides).title.replace(" ", ": ", 1)
     print(f"{title} on meta; {small or 'nothing'} trained")
-    verdicts: list[str] = []
-    for row in rows_of(name, module, flavors, small, overrides):
+    verdicts, begun = list[str](), time.monotonic()
+    for row in rows_of(name, module, flavors, small, overrides, selected):
         verdicts.append(row.verdict)
-        print(f"{row.name:<20} {row.verdict:<9}", f"\n{'':<31}".join(row.texts), flush=True)
+        lines = [line for text in row.texts for line in text.splitlines()]
+        print(f"{row.name:<20} {row.verdict:<9} {row.seconds:5.1f} s  ".rstrip(), f"\n{'':<40}".join(lines), flush=True)
     failed, undecided = verdicts.count("FAILED"), verdicts.count("undecided")
-    print(f"{failed} of {len(verdicts)} checks failed" if failed else f"{undecided} undecided" if undecided else "all passed")
+    result = f"{failed} of {len(verdicts)} checks failed" if failed else f"{undecided} undecided" if undecided else "all passed"
+    print(f"{result}, {time.monotonic() - begun:.0f} s")
     sys.exit(1 if failed else 3 if undecided else 0)

@@ -49,12 +49,12 @@ MESHES = {
     "context 2": {"cp": 2},
     "pipeline 2": {"pp": 2},
 }
-_OF_MIXTURES = {"experts 2": {"dp_shard": 2, "ep": 2}}  # a further one for models with experts
+EVERY_MESH = MESHES | {"experts 2": {"dp_shard": 2, "ep": 2}}  # the further ones are for MoE models
 
 
 def meshes_of(model: nn.Module) -> dict[str, dict[str, int]]:
     """The meshes of `check-model` for a model."""
-    return MESHES | _OF_MIXTURES if experts_of(model) else MESHES
+    return EVERY_MESH if experts_of(model) else MESHES
 
 
 # ------------------------------------------------------------------------------------------------------------------ runs

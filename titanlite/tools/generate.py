@@ -17,10 +17,11 @@ from titanlite.errors import UserError
 from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
 from titanlite.tools.checkpoint import checkpoints
-from titanlite.tools.open_model import is_hf_folder, open_model, recognise
+from titanlite.tools.open_model import family_at, is_hf_folder, open_model
 from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, Whole, command_parser, existing_folder, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.dtypes import DTYPES
+from titanlite.transforms.limits import no_generation
 
 
 def main() -> None:
@@ -45,13 +46,18 @@ def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def model_source(options: argparse.Namespace) -> Path:
-    """The folder in Hugging Face's format, or the newest sound checkpoint, that the options name. Raises UserError."""
+    """The folder in Hugging Face's format, or the newest sound checkpoint, that the options name.
+
+    Raises UserError, also for a model whose family declares that it cannot generate.
+    """
     folder = options.dir or options.checkpoint
-    if is_hf_folder(folder):
-        family = recognise(folder, options.model).family
+    source = folder if is_hf_folder(folder) else checkpoints(folder)[-1]
+    family = family_at(source, options.model)
+    if reason := no_generation(family.limits):
+        raise UserError(f"{source}: {family.module.__name__} cannot generate or score: it {reason}")
+    if is_hf_folder(source):
         find_weights(folder, family, family.on_meta())
-        return folder
-    return checkpoints(folder)[-1]
+    return source
 
 
 def _parse() -> argparse.Namespace:

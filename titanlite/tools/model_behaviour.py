@@ -5,21 +5,22 @@ sentences. A fault names the first module, in the order of the forward pass, who
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import IGNORE
-from models.moe import routers_of
 from titanlite.data.batch import Batch
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.loss import sequence_of, summed_loss
 from titanlite.tools.compare import relative_difference
+from titanlite.tools.decisions import Decisions
 from titanlite.tools.model_facts import SEQ_LEN
 from titanlite.tools.model_runs import NotRun, make_sensitive, watch_for_nonfinite
 from titanlite.transforms.cast import cast_where_used
@@ -30,10 +31,14 @@ from titanlite.transforms.registry import Family, every_layer
 # documents, and at most 2e-6 in generation, where other kernels run.
 ROUNDING = 2e-5
 DOCUMENTS = (3, 20, 1, 8)  # lengths, together SEQ_LEN; one is longer than a window of 16
-HIDDEN, LOGITS, INPUT = "", "head", "<input>"  # the modules whose results these are; the input of a module
+# The modules whose results these are; the input of a module, and the scores by which one decides.
+HIDDEN, LOGITS, INPUT, SCORES = "", "head", "<input>", "<scores>"
 # How many times the noise of rounding bfloat16 may differ from float32 (families of models/: at most 1.9 times), and which
 # relative difference is accepted in any case.
 BFLOAT16_NOISE, BFLOAT16_FLOOR = 4.0, 0.02
+# The relative difference that is accepted of what tells scores apart, such as those of experts, of which bfloat16 keeps few
+# digits: in any case, and where rounding explains it. Beyond that, rounding decides instead of the router.
+SCORES_FLOOR, SCORES_MOST = 0.25, 0.5
 PROMPTS, NEW = (1, 9, 20), 6  # lengths of the prompts of a batch, and how many tokens follow each
 
 
@@ -194,12 +199,13 @@ def document_faults(family: Family) -> list[str]:
     tokens = random_tokens(family, 1, SEQ_LEN)
     with _refusable("packed documents"):
         packed = run_model(small_model(family), tokens, _documents())
-    parts = tokens.split(DOCUMENTS, dim=1)
-    # Alone, a document begins a row of the same length. What follows it has no effect on it: the model is causal.
-    alone = run_model(small_model(family), torch.cat([torch.cat([part, tokens], dim=1)[:, :SEQ_LEN] for part in parts]))
+    # Alone, a document begins a row of the same length, if the model is causal: what follows has no effect on it.
+    more = tokens if family.limits.causal else tokens[:, :0]
+    model, parts = small_model(family), tokens.split(DOCUMENTS, dim=1)
+    alone = [run_model(model, torch.cat([part, more], dim=1)[:, :SEQ_LEN]) for part in parts]
     expected = {
-        name: torch.cat([row[:length] for row, length in zip(result, DOCUMENTS, strict=True)])[None]
-        for name, result in alone.items()
+        name: torch.cat([results[name][:, :length] for results, length in zip(alone, DOCUMENTS, strict=True)], dim=1)
+        for name in alone[0]
     }
     if wrong := first_wrong(packed, expected, torch.ones(1, SEQ_LEN, dtype=torch.bool)):
         number = int(_documents()[0, wrong.position])
@@ -264,19 +270,22 @@ def _wrong_of_calls(calls: Sequence[Call], expected: dict[str, Tensor], texts: S
 class Precise(NamedTuple):
     """A forward and a backward pass in some precision."""
 
-    results: dict[str, Tensor]  # by module
+    results: dict[str, Tensor]  # by module, and the SCORES by which modules decide
     gradients: dict[str, Tensor]
     nonfinite: list[str]  # modules whose result is not finite
+    decisions: list[Tensor]
 
 
 def bfloat16_faults(family: Family) -> list[str]:
     """In bfloat16 everything must be finite, and differ from float32 by no more than rounding explains.
 
     How much that is, a third pass shows: in float32, with parameters, and the input and result of each module, rounded to
-    bfloat16. Routers choose in all passes what they choose in float32: another choice is a jump, of any size.
+    bfloat16, and attention as its kernels round. All passes decide as in float32, such as which experts a token gets: another
+    decision is a jump, of any size. It may be another one only where its margin is within rounding, so the scores behind the
+    decisions are compared, too.
     """
-    choices: dict[int, Tensor] = {}
-    exact, rounded, narrow = (_pass(family, how, choices) for how in ("float32", "rounded", "bfloat16"))
+    exact = _pass(family, "float32", [])
+    rounded, narrow = (_pass(family, how, exact.decisions) for how in ("rounded", "bfloat16"))
     if narrow.nonfinite:
         return [f"in bfloat16 the result of {narrow.nonfinite[0]} is not finite"]
     if bad := [name for name, gradient in narrow.gradients.items() if not gradient.isfinite().all()]:
@@ -284,19 +293,25 @@ def bfloat16_faults(family: Family) -> list[str]:
     for what in ("results", "gradients"):
         values: list[dict[str, Tensor]] = [getattr(each, what) for each in (exact, rounded, narrow)]
         for name in values[0]:
-            reference, noisy, found = (each[name] for each in values)
+            reference, noisy, found = (each.get(name) for each in values)
             noise, size = (relative_difference(tensor, reference) for tensor in (noisy, found))
-            if noise < 1.0 and size > max(BFLOAT16_NOISE * noise, BFLOAT16_FLOOR):  # from 1 on, it is nothing but rounding
+            explained, scores = BFLOAT16_NOISE * noise, name.endswith(SCORES)
+            if scores:
+                wrong = size > min(max(explained, SCORES_FLOOR), SCORES_MOST)
+            else:
+                wrong = noise < 1.0 and size > max(explained, BFLOAT16_FLOOR)  # from 1 on, it is nothing but rounding
+            if wrong:
                 text = f"the result of {_owner(name) or 'the model'}" if what == "results" else f"the gradient of {name}"
-                return [f"in bfloat16 {text} differs by {size:.1e} of its norm; rounding explains {noise:.1e}"]
+                if scores:
+                    text = f"what tells the scores apart by which {name.partition(' ')[0] or 'the model'} decides"
+                advice = "; compute them in float32" if scores else ""
+                return [f"in bfloat16 {text} differs by {size:.1e} of its norm; rounding explains {noise:.1e}{advice}"]
     return []
 
 
-def _pass(family: Family, how: str, choices: dict[int, Tensor]) -> Precise:
+def _pass(family: Family, how: str, before: list[Tensor]) -> Precise:
     model, tokens = small_model(family), random_tokens(family, 4, SEQ_LEN + 1)
     nonfinite = watch_for_nonfinite(model)
-    for number, router in enumerate(routers_of(model)):
-        router.choose = functools.partial(_as_before, choices, number, router.choose)  # type: ignore[method-assign]  # of this model
     if how == "bfloat16":
         cast_where_used(model, torch.bfloat16, again=True)
     if how == "rounded":
@@ -305,17 +320,67 @@ def _pass(family: Family, how: str, choices: dict[int, Tensor]) -> Precise:
         for module in model.modules():
             module.register_forward_pre_hook(lambda _module, arguments: tuple(map(_round, arguments)))
             module.register_forward_hook(lambda _module, _arguments, result: _round(result))
-    with recording(model) as calls:
-        (summed_loss(model, Batch(tokens)) / tokens[:, 1:].numel()).backward()
+    of_kernels = _RoundedAttention() if how == "rounded" else contextlib.nullcontext()
+    with recording(model) as calls, of_kernels:
+
+        def note(path: str, scores: Tensor) -> None:
+            calls[0].results[f"{path} {len(calls[0].results)}{SCORES}"] = scores
+
+        with Decisions(before, note, model) as decisions:
+            loss = summed_loss(model, Batch(tokens)) / tokens[:, 1:].numel()
+        loss.backward()
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-    return Precise(calls[0].results, gradients, nonfinite)
+    return Precise(calls[0].results, gradients, nonfinite, decisions.made)
 
 
-def _as_before(choices: dict[int, Tensor], number: int, choose: Callable[..., Tensor], *scores: Tensor) -> Tensor:
-    """The choice of a router in the first pass, which is noted."""
-    if number not in choices:
-        choices[number] = choose(*scores)
-    return choices[number]
+class _RoundedAttention(TorchFunctionMode):
+    """Attention that rounds inside, as kernels in bfloat16 do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention; dropout is off wherever it is compared."""
+    if enable_gqa:
+        k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], dim=-3) for part in (k, v))
+    scores = q @ k.transpose(-2, -1) * (scale or q.shape[-1] ** -0.5)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    return _Weighted.apply(scores, v)
+
+
+class _Weighted(torch.autograd.Function):
+    """softmax(scores) @ v, with weights and gradients of scores rounded before each matmul.
+
+    The softmax's backward pass reads the rounded result (arXiv:2205.14135, appendix B.2). The error of that is common to all
+    keys of a query, and does not cancel where keys have much in common, as biases give them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor) -> Tensor:
+        weights = scores.softmax(-1)
+        result = _round(_round(weights) @ v)
+        ctx.save_for_backward(weights, v, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        weights, v, result = ctx.saved_tensors
+        gradient = _round(gradient)
+        of_weights = gradient @ v.transpose(-2, -1) - (gradient * result).sum(-1, keepdim=True)
+        return _round(weights * of_weights), _round(weights).transpose(-2, -1) @ gradient
 
 
 def _round(value: Any) -> Any:

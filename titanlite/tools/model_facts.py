@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.attention import SeqInfo
 from models.blocks import Constant
+from models.head import SIZES, Head
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf.folder import each_expert, their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
@@ -64,9 +65,9 @@ def initial_faults(family: Family) -> list[str]:
 
 def undivided_faults(family: Family) -> list[str]:
     """Sizes that tensor parallelism over 2 ranks does not divide."""
-    if undivided := undivided_sizes(family, 2):
-        return [f"2 ranks of tensor parallelism cannot share {', '.join(undivided)}"]
     model = family.on_meta()
+    if undivided := undivided_sizes(family, model, 2):
+        return [f"2 ranks of tensor parallelism cannot share {', '.join(undivided)}"]
     return [fault for fault in sharding_faults(model, family, 2) if fault not in sharding_faults(model, family, 1)]
 
 
@@ -176,17 +177,24 @@ def flops_faults(family: Family) -> list[str]:
 
 
 def _count(family: Family, device: torch.device) -> dict[str, float]:
-    """FLOPs per token, forward and backward: of the model ("Global"), and of each part over all layers."""
+    """FLOPs per token, forward and backward: of the model ("Global"), and of each part over all layers.
+
+    The head computes the loss, as in training, where a fork may do more than for logits. No parameter requires a gradient, so
+    that it computes none in the same pass; that gradients are enabled is what it sees of training.
+    """
     with device:
-        model = family.module.Model(family.config)
+        model = family.module.Model(family.config).requires_grad_(False)
         tokens = torch.zeros(1, SEQ_LEN, dtype=torch.int64)
         seq = SeqInfo(torch.arange(SEQ_LEN)[None])
+    for head in (module for module in model.modules() if isinstance(module, Head)):
+        head.sizes = SIZES["cpu"]  # there are none for meta
     # the counter knows no CPU attention kernel; the math kernel consists of matrix products
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.head(model(tokens, seq))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.head(model(tokens, seq), tokens)
     flops: dict[str, float] = {}
     for name, counts in counter.get_flop_counts().items():
-        if name.count(".") in (0, 3) and name != type(model).__name__:
+        # "Global", "Model.head", "Model.layers.0.attention"
+        if name == "Global" or name.count(".") == 3 or (name.count(".") == 1 and not name.endswith(".layers")):
             part = every_layer(name.partition(".")[2] or name)
             flops[part] = flops.get(part, 0) + 3 * sum(counts.values()) / SEQ_LEN
     return flops

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from models.decoder import Decoder
-from titanlite.checkpoint import load
+from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import stored_config
 from titanlite.config.schema import Config
@@ -76,6 +76,17 @@ def recognise(folder: Path, model: str = "") -> Recognised:
     return Recognised(model, flavor, Family(module, config))
 
 
+def family_at(source: Path, model: str = "") -> Family:
+    """The family of a checkpoint, or of a folder in Hugging Face's format. model: `name` of `open_model`. Raises UserError."""
+    if is_hf_folder(source):
+        return recognise(source, model).family
+    return family_of(_trusted_config(manifest.read(source), source, model).model)
+
+
+def _trusted_config(stored: manifest.Manifest, source: Path, model: str) -> Config:
+    return trusted(stored_config(stored.numbers["config"], source), source, model)
+
+
 @phase("opening the model")
 def open_model(source: Path, device: torch.device, dtype: str | None = None, assets: str = "", name: str = "") -> LoadedModel:
     """The model of a checkpoint, or of a folder in Hugging Face's format, split over all ranks by tensor parallelism.
@@ -93,18 +104,18 @@ def open_model(source: Path, device: torch.device, dtype: str | None = None, ass
 
 
 def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
-    manifest = load.verified(source)
-    config = trusted(stored_config(manifest.numbers["config"], source), source, name)
+    found = load.verified(source)
+    config = _trusted_config(found, source, name)
     cfg = config.model
     family = family_of(cfg)
-    if changed := family.changes_since(manifest.numbers["architecture"]):
+    if changed := family.changes_since(found.numbers["architecture"]):
         raise UserError(listed(f"{source}: {cfg.title} has changed since it was saved:", changed))
     if rank_and_world()[0] == 0:
-        warn_of_changes(source, manifest.numbers.get("model_source"), family.module)
+        warn_of_changes(source, found.numbers.get("model_source"), family.module)
     add_bos = config.training.add_bos
     tokenizer = load_tokenizer(assets, "--tokenizer", add_bos) if assets else open_tokenizer(cfg.hf_assets_path, add_bos)
     model = _build(family, config, device, DTYPES[dtype or config.training.mixed_precision_param])
-    load.load_tensors(source, manifest, model_tensors(model), prefix="model.")
+    load.load_tensors(source, found, model_tensors(model), prefix="model.")
     return LoadedModel(model.eval(), config.training.seq_len, tokenizer, dist.get_world_size())
 
 

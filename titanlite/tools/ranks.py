@@ -39,7 +39,8 @@ def on_ranks(
     if count > LOCAL_RANKS.most:
         raise UserError(f"{count} ranks are more than a command starts on this machine, {LOCAL_RANKS.most}")
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
-    set_forkserver_preload([function.__module__])
+    # FSDP2 and DTensor import dynamo when they are first used: a second of each rank.
+    set_forkserver_preload([function.__module__, "torch._dynamo"])
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank that it ends
     cuda = use_gpus and torch.cuda.device_count() >= count
     with tempfile.TemporaryDirectory() as folder:

@@ -44,6 +44,7 @@ from titanlite.tools.model_runs import describe
 from titanlite.tools.options import STEPS, command_parser, nonempty
 from titanlite.tools.ranks import on_ranks
 from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
+from titanlite.transforms.limits import refused_dimensions
 from titanlite.transforms.registry import family_of
 
 
@@ -165,7 +166,8 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
 def _default_meshes(config: Config) -> list[dict[str, int]]:
     """One process, and the meshes of check-model on which the model can run."""
     model = family_of(config.model).on_meta()
-    refused = {"cp"} if context.unsplittable(model) else set()
+    refused = {*refused_dimensions(model.limits, dict.fromkeys(DEGREES, 2))}
+    refused |= {"cp"} if context.unsplittable(model) else set()
     if expert.unsplittable(model, 2) or isinstance(config.parallelism.fsdp_reshard_after_forward, int):
         refused.add("ep")
     if config.activation_checkpoint.sequence_chunks > 1:

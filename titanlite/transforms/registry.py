@@ -19,7 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import models
-from models.decoder import Decoder
+from models.decoder import Decoder, Limits
+from titanlite.config.read import suggest
 from titanlite.config.schema import Config, Model
 from titanlite.errors import UserError, is_users
 from titanlite.transforms.description import Description, read_description, unused_keys
@@ -53,7 +54,14 @@ class Family(NamedTuple):
     def on_meta(self) -> Decoder:
         """The model without memory: every parameter on the meta device, in float32."""
         with torch.device("meta"), _NoInitialisation():
-            return self.module.Model(self.config)
+            model = self.module.Model(self.config)
+        model.limits = self.limits
+        return model
+
+    @property
+    def limits(self) -> Limits:
+        """What the family declares that it cannot do."""
+        return limits_of(self.module)
 
     def dimensions(self) -> dict[str, Any]:
         """The fields of `config`, after a round trip through JSON."""
@@ -139,7 +147,24 @@ def load_module(name: str) -> ModuleType:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
         raise BrokenModule(f'model.name = {name!r}: rename its flavour "{FROM_ASSETS}", which stands for a config.json')
+    limits_of(module)
     return module
+
+
+def limits_of(module: ModuleType) -> Limits:
+    """What the family's file declares in LIMITS. Raises BrokenModule for an unknown name, or a value of another type."""
+    declared, known, named = getattr(module, "LIMITS", {}), Limits._field_defaults, getattr(module, "__name__", "")
+    if not isinstance(declared, dict):
+        raise BrokenModule(f"{named}: LIMITS = {declared!r}: must be a dict, such as {{'generates': False}}")
+    for name, value in declared.items():
+        if name not in known:
+            raise BrokenModule(f"{named}: LIMITS has no {name!r}{suggest(str(name), list(known))}")
+        kind, allowed = (bool, "True or False") if type(known[name]) is bool else (int, "a whole number of ranks, at least 1")
+        if type(value) is not kind or (kind is int and value < 1):
+            raise BrokenModule(f"{named}: LIMITS[{name!r}] = {value!r}: must be {allowed}")
+    if hasattr(getattr(module, "Model", None), "generates"):
+        raise BrokenModule(f'{named}: Model.generates has no effect; write LIMITS = {{"generates": False}} in the file')
+    return Limits(**declared)
 
 
 def require_hf(module: ModuleType) -> None:

@@ -1,0 +1,91 @@
+"""What a forward pass decides by comparing numbers, such as the experts of a token, and the same pass made to decide as before.
+
+Rounding turns a decision where the numbers are nearly equal, and what follows then jumps by any size. Two passes that differ by
+rounding are compared with equal decisions, and so are the numbers behind these: a decision turns where its margin is smaller
+than what those differ by, so the margins are within rounding if the numbers are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# function -> the place of `dim` among its arguments, and what it is by default; of those that return a tensor and indices, or
+# indices alone
+_CHOICES: dict[str, tuple[int, int | None]] = {
+    "topk": (2, -1),
+    "sort": (1, -1),
+    "argsort": (1, -1),
+    "max": (1, None),
+    "min": (1, None),
+    "argmax": (1, None),
+    "argmin": (1, None),
+}
+_COMPARISONS = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal")
+
+
+class Decisions(TorchFunctionMode):
+    """Within it, a model decides as before.
+
+    before: the outcomes of an earlier pass, in their order; [] for the first one. made: those of this pass. note: gets the path
+    of the module that decides, and its scores in float32; of a choice less their mean, since what all of them have in common
+    decides nothing.
+    """
+
+    def __init__(self, before: list[Tensor], note: Callable[[str, Tensor], None], model: nn.Module):
+        super().__init__()
+        self.before, self.note, self.made = before, note, list[Tensor]()
+        self._running: list[str] = []  # modules, the innermost last
+
+        def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
+            self._running.pop()
+
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(lambda _module, _arguments, path=path: self._running.append(path))
+            module.register_forward_hook(leave)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), getattr(func, "__name__", "").strip("_")
+        scores = args[0] if args else kwargs.get("input")
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            return result
+        if name in _COMPARISONS:
+            return self._again(_margins(scores, args[1] if len(args) > 1 else kwargs["other"]), result)
+        if name not in _CHOICES or (isinstance(result, Tensor) and result.is_floating_point()):
+            return result  # a maximum without its index decides nothing
+        place, default = _CHOICES[name]
+        dim = kwargs.get("dim", args[place] if len(args) > place else default)
+        if isinstance(result, Tensor):
+            return self._again(_centered(scores, dim), result)
+        indices = self._again(_centered(scores, dim), result[1])
+        if indices is result[1]:
+            return result
+        whole = indices if indices.ndim == scores.ndim else indices.unsqueeze(dim)
+        values = scores.gather(dim, whole)
+        return type(result)((values if whole is indices else values.squeeze(dim), indices))
+
+    def _again(self, scores: Tensor, outcome: Tensor) -> Tensor:
+        """The outcome of the earlier pass, if that made this decision."""
+        place = len(self.made)
+        if place < len(self.before) and self.before[place].shape == outcome.shape:
+            outcome = self.before[place]
+        self.made.append(outcome)
+        self.note(self._running[-1] if self._running else "", scores)
+        return outcome
+
+
+@torch.no_grad()
+def _centered(scores: Tensor, dim: int | None) -> Tensor:
+    finite = torch.where(scores.isfinite(), scores, 0).float()
+    return finite - (finite.mean() if dim is None else finite.mean(dim, keepdim=True))
+
+
+@torch.no_grad()
+def _margins(first: Tensor, second: Tensor | float) -> Tensor:
+    """first - second, together with their size: margins are small or large relative to that."""
+    both = torch.broadcast_tensors(first.float(), torch.as_tensor(second, device=first.device).float())
+    values = torch.stack([both[0] - both[1], both[0].abs() + both[1].abs()])
+    return torch.where(values.isfinite(), values, 0)

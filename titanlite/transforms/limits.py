@@ -1,0 +1,54 @@
+"""What a run must not ask of a family whose file declares in `LIMITS` that it cannot do it."""
+
+from collections.abc import Iterator
+
+from models.decoder import Decoder, Limits
+from titanlite.config.schema import Config
+
+_WHY = {
+    "causal": "the result of a token depends on later tokens",
+    "generates": "it does not keep what later tokens need",
+    "stages": "its blocks cannot be cut into pipeline stages",
+    "tensor_parallel": "more ranks cannot share it",
+}
+
+
+def _says(limits: Limits, name: str) -> str:
+    """A declaration in words, such as `declares LIMITS["stages"] = False: its blocks cannot be cut into pipeline stages`."""
+    return f'declares LIMITS["{name}"] = {getattr(limits, name)}: {_WHY[name]}'
+
+
+def no_generation(limits: Limits) -> str:
+    """Why a family cannot generate or score texts; "" if it can."""
+    return next((_says(limits, name) for name in ("generates", "causal") if not getattr(limits, name)), "")
+
+
+def refused_dimensions(limits: Limits, degrees: dict[str, int]) -> dict[str, str]:
+    """Of a mesh, such as {"tp": 2}, the dimensions on which a family cannot run, each with the reason."""
+    most = {
+        "tensor_parallel": limits.tensor_parallel,
+        "causal": None if limits.causal else 1,
+        "stages": None if limits.stages else 1,
+    }
+    return {
+        dimension: _says(limits, name)
+        for dimension, name in (("tp", "tensor_parallel"), ("cp", "causal"), ("pp", "stages"))
+        if (ranks := most[name]) is not None and degrees.get(dimension, 1) > ranks
+    }
+
+
+def faults(config: Config, model: Decoder) -> Iterator[str]:
+    """Keys of a configuration that ask for what the family declares that it cannot do."""
+    name, limits, training = config.model.name, model.limits, config.training
+    keys = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "pp": "pipeline_parallel_degree"}
+    degrees = {dimension: getattr(config.parallelism, key) for dimension, key in keys.items()}
+    for dimension, reason in refused_dimensions(limits, degrees).items():
+        most = limits.tensor_parallel if dimension == "tp" else 1
+        yield f"parallelism.{keys[dimension]} = {degrees[dimension]}: {name} {reason}; it must be at most {most}"
+    if config.validation.sample_prompts and (reason := no_generation(limits)):
+        yield f"validation.sample_prompts: {name} {reason}; set it to []"
+    if not limits.causal and training.document_policy != "pack" and not training.document_mask:
+        yield (
+            f'training.document_policy = "{training.document_policy}": {name} {_says(limits, "causal")}, so text would read '
+            'the padding behind it; use "pack", or "best_fit" with document_mask = true'
+        )
