@@ -54,6 +54,9 @@ class LateStage(PipelineStage):
                 (hidden,), _ = self.fwd_cache[bwd_chunk_id]
                 loss = self.loss_of(hidden, bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if self.has_backward:  # a message is contiguous
+            grads = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in grads)
         if self.has_backward:
             _replace([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]], _META)
 
@@ -90,7 +93,7 @@ def _replace(infos: Iterable[Any], device: torch.device, requires_grad: bool = F
     for info in infos:
         buffer = getattr(info, "buffer", None)
         if buffer is not None and buffer.device.type != device.type:
-            info.buffer = torch.empty_like(buffer, device=device, requires_grad=requires_grad)
+            info.buffer = torch.empty_like(buffer, device=device, requires_grad=requires_grad and buffer.is_floating_point())
 
 
 @contextmanager

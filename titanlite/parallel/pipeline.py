@@ -21,9 +21,10 @@ from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
-from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.meta import numbers_of_a_token
+from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.transforms.meta import numbers_of_a_token, on_meta
 from titanlite.transforms.registry import Family
 
 _T = TypeVar("_T")
@@ -134,15 +135,23 @@ def shares(config: Config, family: Family, model: Decoder) -> list[Share]:
     return [Share({n: layers[n] for n in mine}, 0 in mine, len(layers) - 1 in mine, tied) for mine in numbers]
 
 
-def cut(model: Decoder, share: Share) -> list["Stage"]:
+def flow_of(config: Config, family: Family, tp: DeviceMesh) -> Flow:
+    """What a rank's blocks return in a run: shapes are those of its part of the sequence, dtypes those that FSDP2 casts to."""
+    training = config.training.model_copy(update={"dtype": config.training.mixed_precision_param})
+    model = on_meta(family, config.model_copy(update={"training": training}))
+    apply_tensor_parallel(model, family, tp)
+    return trace(model, training.local_batch_size, training.seq_len // config.parallelism.context_parallel_degree)
+
+
+def cut(model: Decoder, share: Share, flow: Flow) -> list["Stage"]:
     """Removes all but a rank's share from a whole model on the meta device; returns its stages.
 
     If embedding and head are one parameter, the rank with the head keeps it as `embed.weight`, its name in the whole model.
     """
+    last = max(share.stages)
+    stages = [Stage(model, number, blocks, share.head and number == last, flow) for number, blocks in share.stages.items()]
     for name in [name for name in model.layers if not share.has(f"layers.{name}")]:
         del model.layers[name]
-    last = max(share.stages)
-    stages = [Stage(model, number, blocks, share.head and number == last) for number, blocks in share.stages.items()]
     model.head = model.head if share.head else None
     model.embed = model.embed if share.has("embed.weight") else None
     return stages
@@ -154,22 +163,24 @@ class Stage(nn.Module):
     microbatches: Sequence[Microbatch] = ()  # of the step that runs
     microbatch = 0  # the number of the one that runs
 
-    def __init__(self, model: Decoder, number: int, layers: Sequence[str], last: bool):
+    def __init__(self, model: Decoder, number: int, layers: Sequence[str], last: bool, flow: Flow):
         super().__init__()
         self.number = number
+        calls = flow.calls_of({*(f"layers.{name}" for name in layers), *(["embed"] if number == 0 else [])})
+        self.replay = Replay(model, flow, calls, last)
         self.part = copy.copy(model)  # the same blocks and parameters, and other attributes
         ends = {"embed": model.embed if number == 0 else None, "head": model.head if last else None}
         blocks = nn.ModuleDict({name: model.layers[name] for name in layers})
         self.part._modules = {**model._modules, "layers": blocks, **ends}
         self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Hidden states (batch, seq, dim) of a microbatch. x: those of the stage before; stage 0 ignores it."""
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What later stages use, or the last stage's hidden states (batch, seq, dim). Stage 0 ignores what it gets."""
         inputs, _, seq = self.microbatches[self.microbatch]
-        hidden = self.part(inputs if self.number == 0 else x, seq)
+        results = self.replay(received, inputs, seq)
         if self.after is not None:
             self.after(self.part)
-        return hidden
+        return results
 
 
 # ------------------------------------------------------------------------------------------------------------ running stages
@@ -178,14 +189,13 @@ class Stage(nn.Module):
 class Pipeline:
     """A rank's stages, and the schedule that runs them together with those of the other ranks of `pp`."""
 
-    def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device, dim: int):
-        """dim: the width of hidden states."""
+    def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device):
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
         from titanlite.parallel.late_stage import LateStage, bounded_waits
 
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
-        pp, training, cfg = mesh["pp"], config.training, config.parallelism
+        pp, cfg = mesh["pp"], config.parallelism
         self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
         self.bounded_waits = functools.partial(bounded_waits, self.group, device)
@@ -193,19 +203,15 @@ class Pipeline:
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
             self.head.split_backward = self.schedule_name in SPLIT
-        seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
-        hidden = torch.empty(
-            training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
-        )
-        ignored = torch.empty(1, device="meta")
+        ignored = torch.empty(1, device="meta")  # by stage 0, and of the last stage, which sends nothing
         self._parts = [
             LateStage(
                 stage,
                 stage.number,
                 count,
                 device,
-                input_args=ignored if stage.number == 0 else hidden,
-                output_args=hidden,
+                input_args=stage.replay.tensors(stage.replay.received) or ignored,
+                output_args=stage.replay.tensors(stage.replay.sent) or ignored,
                 group=self.group,
             )
             for stage in stages
@@ -295,30 +301,16 @@ class Pipeline:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
-def unsplittable(model: Decoder, degree: int) -> str:
+def unsplittable(family: Family, degree: int) -> str:
     """Why a model cannot be cut into stages for so many ranks; "" if it can."""
+    model = family.on_meta()
     others = [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]
     others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
     if others:
         return f"no stage has {', '.join(others)}, beside embed, layers and head"
     if len(model.layers) < degree:
         return f"{degree} ranks share {len(model.layers)} blocks"
-    return "" if _runs_without_embedding(model) else "forward calls self.embed, and later stages have None there; test it first"
-
-
-def _runs_without_embedding(model: Decoder) -> bool:
-    """Whether `forward` allows that embed is None, as models/llama3.py does. model: on the meta device."""
-    part = copy.copy(model)
-    part._modules = {**model._modules, "embed": None, "layers": nn.ModuleDict()}
-    width = model.head.output.in_features if model.head is not None else 1
-    hidden, positions = torch.empty(1, 2, width, device="meta"), torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    try:
-        part(hidden, SeqInfo(positions))
-    except TypeError as error:
-        return "NoneType" not in str(error)
-    except Exception:  # of a model that needs more than this to run
-        return True
-    return True
+    return not_carried(family)
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
@@ -332,7 +324,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
         known = ", ".join(f'"{name}"' for name in STAGES_OF_A_RANK)
         yield f'parallelism.pipeline_parallel_schedule = "{schedule}": {_REFUSED[schedule]}; use one of {known}'
         return
-    if reason := unsplittable(model, degree):
+    if reason := unsplittable(family, degree):
         yield f"{key}: in {config.model.name}, {reason}; set it to 1"
         return
     yield from _stage_faults(config, family, model, key)

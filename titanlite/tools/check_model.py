@@ -223,7 +223,7 @@ def _training_rows(model: Model, family: Family, saves: Path, table: Table) -> I
             raise NotRun(f"{reason}; context parallelism refuses this model")
         if "ep" in degrees and (reason := expert.unsplittable(family.on_meta(), degrees["ep"])):
             raise NotRun(f"the model has {reason}; expert parallelism refuses it")
-        if "pp" in degrees and (reason := pipeline.unsplittable(family.on_meta(), degrees["pp"])):
+        if "pp" in degrees and (reason := pipeline.unsplittable(family, degrees["pp"])):
             raise NotRun(f"{reason}; pipeline parallelism refuses this model")
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)

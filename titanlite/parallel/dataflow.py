@@ -1,0 +1,347 @@
+"""What the stages of a pipeline hand on: found by tracing the model on the meta device, block by block.
+
+A stage runs the model's own `forward`. Blocks of other stages are not run: earlier ones return what was received from them, and
+later ones return zeros, which nothing uses. So a stage must receive every tensor that an earlier block has returned and that its
+own blocks, later ones or the head use, directly or through code between the blocks. All else that one block could leave for
+another (an attribute, a closure, a list, another block's parameter) stays behind on its rank, and is refused.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from models.attention import SeqInfo
+from models.decoder import Decoder
+from titanlite.errors import UserError
+from titanlite.transforms.registry import Family, place_of
+
+_BETWEEN = -1  # in the place of a call's number: code of `Model.forward` between the calls
+_VALUES = (type(None), bool, int, float, str)  # beside tensors, what a block may return
+_REMEDY = "a block must take it as an argument, and return it if another one uses it"
+
+
+class NotCarried(UserError):
+    """A stage would not have what a block uses."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """In the place of a tensor: its number."""
+
+    number: int
+
+
+class Call(NamedTuple):
+    """A call of the embedding, a block or the head."""
+
+    name: str  # "embed", "layers.3", "head"
+    result: Any  # what it returned, with a Slot for each tensor
+    reads: set[int]  # the tensors of earlier calls that it uses
+
+
+class Flow(NamedTuple):
+    """The calls of a forward pass, and the tensors that they return, by number."""
+
+    calls: list[Call]  # the last one is the head's
+    tensors: list[Tensor]  # on the meta device; what counts are shape, dtype and requires_grad
+    makers: list[int]  # the call that returned each
+
+    def crossing(self, call: int) -> list[int]:
+        """The tensors from before a call that it, or a later one, uses."""
+        read = set().union(*(each.reads for each in self.calls[call:]))
+        return sorted(number for number in read if self.makers[number] < call)
+
+    def calls_of(self, names: set[str]) -> range:
+        """The numbers of the calls of these; they are consecutive."""
+        numbers = [number for number, call in enumerate(self.calls) if call.name in names]
+        return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+
+Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Stand:
+    """In the place of an embedding or a block: its attributes are the module's, and a call goes to `run`."""
+
+    def __init__(self, name: str, module: Any, run: Run):
+        vars(self).update(_name=name, _module=module, _run=run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._name, self._module, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
+def through(model: Decoder, run: Run) -> Decoder:
+    """The same model, in whose forward pass each call of the embedding or a block is `run(name, module, args, kwargs)`."""
+    view: Any = copy.copy(model)
+    layers = {name: _Stand(f"layers.{name}", block, run) for name, block in model.layers.items()}
+    view._modules = {**model._modules, "embed": _Stand("embed", model.embed, run), "layers": layers}
+    return view
+
+
+# ------------------------------------------------------------------------------------------------------------------ the trace
+
+
+def trace(model: Decoder, batch: int, seq_len: int) -> Flow:
+    """The flow of a forward pass. model: on the meta device. Raises NotCarried, and what the model's code raises.
+
+    A head that is split over ranks is not run, because its collectives need memory.
+    """
+    tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device="meta")
+    tracer, head = _Tracer(model), model.head
+    assert head is not None
+    split = any(isinstance(parameter, DTensor) for parameter in head.parameters())
+    tracer.makers[_storage(tokens)] = _BETWEEN
+    with tracer:
+        hidden = through(model, tracer.run)(tokens, SeqInfo(tokens))
+        tracer.run("head", nn.Flatten() if split else head, (hidden,) if split else (hidden, tokens), {})
+    return tracer.flow
+
+
+class _Tracer(TorchDispatchMode):
+    """Follows each tensor, by its storage, from the call that has made it to those that use it."""
+
+    def __init__(self, model: Decoder):
+        super().__init__()
+        self.flow = Flow([], [], [])
+        self.places = {name: place for place, name in enumerate(["embed", *(f"layers.{name}" for name in model.layers), "head"])}
+        named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        self.owned = {_storage(tensor): name for name, tensor in named}
+        self.makers: dict[int, int] = {}  # storage -> the call that has made it; _BETWEEN once it was returned
+        self.depends: dict[int, set[int]] = {}  # storage -> the numbers that its values depend on
+        self.returned: set[int] = set()  # storages of what calls have returned
+        self.objects: dict[int, int] = {}  # id of a returned tensor -> number
+        self.alive: list[Any] = []  # so that no storage and no id is used again
+        self.call, self.name, self.reads = _BETWEEN, "code between the blocks", set[int]()
+        self.given: set[int] = set()  # storages of the arguments
+        self.own: set[int] = set()  # storages of the module
+
+    def run(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a block and notes what it uses and returns."""
+        if self.flow.calls and self.places[name] < self.places[before := self.flow.calls[-1].name]:
+            raise NotCarried(f"{name} runs again after {before}; a stage runs once, so call a block twice in a row at most")
+        outside = self.name
+        self.call, self.name, self.reads = len(self.flow.calls), name, set()
+        self.given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self.own = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        # as a message would be, since operations choose their way by strides
+        result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, module(*args, **kwargs))
+        self.alive.append(result)
+        slots = tree_map(self._slot, result) if name != "head" else None
+        self.flow.calls.append(Call(name, slots, self.reads))
+        self.call, self.name, self.reads, self.given, self.own = _BETWEEN, outside, set(), set(), set()
+        return result
+
+    def _slot(self, leaf: Any) -> Any:
+        """A value that a call returns; a tensor gets a number, unless an earlier call has returned the same one."""
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, _VALUES):
+                raise NotCarried(f"{self.name} returns a {type(leaf).__name__}; return tensors, in tuples, lists or dicts")
+            return leaf
+        storage = _storage(leaf)
+        if self.makers.get(storage) != self.call:
+            self._use(leaf, written=False)
+            if id(leaf) in self.objects:
+                return Slot(self.objects[id(leaf)])
+        number = len(self.flow.tensors)
+        self.flow.tensors.append(torch.empty_like(leaf, requires_grad=leaf.requires_grad, memory_format=torch.contiguous_format))
+        self.flow.makers.append(self.call)
+        fresh = self.makers.get(storage) == self.call
+        self.makers[storage] = _BETWEEN
+        self.depends[storage] = {number} | (set() if fresh else self.depends.get(storage, set()))
+        self.returned.add(storage)
+        self.given.add(storage)  # it may return other views
+        self.objects[id(leaf)] = number
+        return Slot(number)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        written = _written(func, args, kwargs)
+        for tensor in used:
+            self._use(tensor, any(tensor is each for each in written))
+        result = func(*args, **kwargs)
+        depends = set().union(*(self.depends.get(_storage(each), ()) for each in used))
+        for tensor in (each for each in [*tree_leaves(result), *written] if isinstance(each, Tensor)):
+            self.alive.append(tensor)
+            storage = _storage(tensor)
+            if storage not in self.owned:
+                self.makers.setdefault(storage, self.call)
+            self.depends[storage] = self.depends.get(storage, set()) | depends
+        return result
+
+    def _use(self, tensor: Tensor, written: bool) -> None:
+        """Raises NotCarried unless what runs may use this tensor."""
+        storage = _storage(tensor)
+        maker = self.makers.get(storage)  # None: it was there before
+        if maker == self.call and storage not in self.returned:
+            return
+        if maker is not None and maker not in (_BETWEEN, self.call):
+            raise NotCarried(f"{self.name} uses a tensor that {self.flow.calls[maker].name} has made and not returned: {_REMEDY}")
+        if storage in self.owned and storage not in self.own:
+            raise NotCarried(f"{self.name} uses {self.owned[storage]}, which is not its own; register a module where it is used")
+        if self.call != _BETWEEN and maker == _BETWEEN and storage not in self.given:
+            raise NotCarried(f"{self.name} uses a tensor that is none of its arguments: {_REMEDY}")
+        if written and storage not in self.own:
+            raise NotCarried(f"{self.name} writes into a tensor that others use, in place; make a new one")
+        self.reads |= self.depends.get(storage, set())
+
+
+def _storage(tensor: Tensor) -> int:
+    """What a tensor shares with its views."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes into."""
+    names = [each.name for each in func._schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    into = [values.get(each.name) for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [each for each in tree_leaves(into) if isinstance(each, Tensor)]
+
+
+def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors in arguments, also in objects that PyTorch does not flatten."""
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, nn.Module | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple | set):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each, seen)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from _tensors(vars(value), seen)
+
+
+# -------------------------------------------------------------------------------------------------------- what a stage replays
+
+
+class Replay:
+    """The forward pass of a stage: its own calls are made, and those of other stages return what they did elsewhere."""
+
+    def __init__(self, model: Decoder, flow: Flow, calls: range, last: bool):
+        """model: whole; what is removed from it later is not called. calls: the numbers of the stage's own. last: with the head."""
+        self.flow, self.calls = flow, calls
+        self.received, self.sent = flow.crossing(calls.start), [] if last else flow.crossing(calls.stop)
+        self.view = through(model, self._run)
+        self.number = 0  # of the next call
+        self.values: dict[int, Tensor] = {}
+
+    def tensors(self, numbers: list[int]) -> tuple[Tensor, ...]:
+        """On the meta device."""
+        return tuple(self.flow.tensors[number] for number in numbers)
+
+    def __call__(self, received: tuple[Tensor, ...], tokens: Tensor, seq: SeqInfo) -> Tensor | tuple[Tensor, ...]:
+        """What later stages need, or on the last stage hidden states (batch, seq, dim). received: from earlier stages."""
+        self.number, self.device = 0, tokens.device
+        self.values = dict(zip(self.received, received, strict=False))  # the first stage ignores an argument
+        hidden = self.view(tokens, seq)
+        values, self.values = self.values, {}
+        return tuple(values[number].contiguous() for number in self.sent) or hidden
+
+    def _run(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number, self.number = self.number, self.number + 1
+        call = self.flow.calls[number]
+        if call.name != name:
+            raise NotCarried(f"forward calls {name}, and called {call.name} when it was traced: it depends on data")
+        if number not in self.calls:
+            return tree_map(self._elsewhere, call.result)
+        result = module(*args, **kwargs)
+        for slot, leaf in zip(tree_leaves(call.result), tree_leaves(result), strict=True):
+            if isinstance(slot, Slot):
+                self.values.setdefault(slot.number, leaf)
+                slot, leaf = ((*each.shape, each.dtype) for each in (self.flow.tensors[slot.number], leaf))
+            if slot != leaf:
+                raise NotCarried(f"{name} returns {leaf}, and returned {slot} when it was traced: it depends on data")
+        return result
+
+    def _elsewhere(self, value: Any) -> Any:
+        """What a call of another stage has returned, if it is used here; else zeros without memory."""
+        if not isinstance(value, Slot):
+            return value
+        if value.number in self.values:
+            return self.values[value.number]
+        known = self.flow.tensors[value.number]
+        return torch.zeros((), dtype=known.dtype, device=self.device).expand(known.shape)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the check
+
+
+def not_carried(family: Family) -> str:
+    """Why the blocks of a model cannot run on different ranks, with the line of its file; "" if they can.
+
+    After the trace, each block runs alone, the last one first, in a model of its own: what earlier ones have left behind in
+    Python is not there. It must do the same operations as in the whole model.
+    """
+    try:
+        model = family.on_meta()
+        if shared := _shared_parameters(model):
+            return shared
+        whole = _operations(model, lambda: trace(model, 1, 16))
+        flow, alone = trace(family.on_meta(), 1, 16), family.on_meta()
+        tokens = torch.zeros(1, 16, dtype=torch.int64, device="meta")
+        for name in reversed(["embed", *(f"layers.{name}" for name in model.layers)]):
+            stage = Replay(alone, flow, flow.calls_of({name}), last=False)
+            received = tuple(flow.tensors[number] for number in stage.received)
+            found = _operations(alone, lambda stage=stage, received=received: stage(received, tokens, SeqInfo(tokens)))
+            if found.get(name) != whole.get(name):
+                return f"{name} computes something else where earlier blocks run on another rank: {_REMEDY}"
+    except NotCarried as error:
+        return f"{error} ({place_of(error)})"
+    except Exception as error:  # the user's module can raise anything
+        reason = (str(error) or repr(error)).splitlines()[0]
+        return f"its forward pass cannot be traced without data: {reason} ({place_of(error)})"
+    return ""
+
+
+def _shared_parameters(model: Decoder) -> str:
+    """That blocks share parameters; embedding and head may."""
+    places: dict[int, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+        places.setdefault(id(parameter), {})[part] = name
+    for parts in places.values():
+        if len(parts) > 1 and set(parts) != {"embed", "head"}:
+            return f"{' and '.join(parts.values())} are one parameter, which several ranks would train apart: give each its own"
+    return ""
+
+
+def _operations(model: Decoder, run: Callable[[], Any]) -> dict[str, list[str]]:
+    """What each block, and the embedding, does while `run` runs: operations with their arguments, tensors by shape."""
+    found: dict[str, list[str]] = {}
+    log: list[list[str]] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if log and func is not torch.ops.aten.detach.default:  # autograd's own
+                leaves = tree_leaves((args, kwargs or {}))
+                log[-1].append(f"{func} {[(*each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]}")
+            return func(*args, **(kwargs or {}))
+
+    parts = {"embed": model.embed, **{f"layers.{name}": block for name, block in model.layers.items()}}
+    handles = []
+    for name, part in parts.items():
+        assert part is not None
+        handles.append(part.register_forward_pre_hook(lambda *_, name=name: log.append(found.setdefault(name, []))))
+        handles.append(part.register_forward_hook(lambda *_: log.clear()))
+    with Log():
+        run()
+    for handle in handles:
+        handle.remove()
+    return found
