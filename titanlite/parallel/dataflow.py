@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
@@ -133,17 +133,34 @@ class _Tracer(TorchDispatchMode):
         """Calls a block and notes what it uses and returns."""
         if self.flow.calls and self.places[name] < self.places[before := self.flow.calls[-1].name]:
             raise NotCarried(f"{name} runs again after {before}; a stage runs once, so call a block twice in a row at most")
-        outside = self.name
+        # Copies, since what it finds by another way is then no argument, even if it is the same tensor.
+        outside, (args, kwargs) = self.name, tree_map(self._copied, (args, kwargs))
         self.call, self.name, self.reads = len(self.flow.calls), name, set()
-        self.given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        arguments, structure = tree_flatten((args, kwargs))
+        self.given = {_storage(tensor) for tensor in _tensors(arguments)}
         self.own = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         # as a message would be, since operations choose their way by strides
         result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, module(*args, **kwargs))
         self.alive.append(result)
+        after, structure_after = tree_flatten((args, kwargs))
+        if structure != structure_after or any(one is not other for one, other in zip(arguments, after, strict=True)):
+            raise NotCarried(f"{name} changes a list or a dict among its arguments; return what is new")
         slots = tree_map(self._slot, result) if name != "head" else None
         self.flow.calls.append(Call(name, slots, self.reads))
         self.call, self.name, self.reads, self.given, self.own = _BETWEEN, outside, set(), set(), set()
         return result
+
+    def _copied(self, leaf: Any) -> Any:
+        """An argument; a copy of a tensor that an earlier call has returned has its number."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copied = leaf.clone()
+        if copied.stride() != leaf.stride():  # of an expanded tensor
+            copied = copied.as_strided(leaf.size(), leaf.stride())
+        self.alive.append(copied)
+        if id(leaf) in self.objects:
+            self.objects[id(copied)] = self.objects[id(leaf)]
+        return copied
 
     def _slot(self, leaf: Any) -> Any:
         """A value that a call returns; a tensor gets a number, unless an earlier call has returned the same one."""
@@ -151,15 +168,13 @@ class _Tracer(TorchDispatchMode):
             if not isinstance(leaf, _VALUES):
                 raise NotCarried(f"{self.name} returns a {type(leaf).__name__}; return tensors, in tuples, lists or dicts")
             return leaf
-        storage = _storage(leaf)
-        if self.makers.get(storage) != self.call:
+        if id(leaf) in self.objects:
+            return Slot(self.objects[id(leaf)])
+        number, storage = len(self.flow.tensors), _storage(leaf)
+        if not (fresh := self.makers.get(storage) == self.call):
             self._use(leaf, written=False)
-            if id(leaf) in self.objects:
-                return Slot(self.objects[id(leaf)])
-        number = len(self.flow.tensors)
         self.flow.tensors.append(torch.empty_like(leaf, requires_grad=leaf.requires_grad, memory_format=torch.contiguous_format))
         self.flow.makers.append(self.call)
-        fresh = self.makers.get(storage) == self.call
         self.makers[storage] = _BETWEEN
         self.depends[storage] = {number} | (set() if fresh else self.depends.get(storage, set()))
         self.returned.add(storage)
@@ -289,6 +304,7 @@ def not_carried(family: Family) -> str:
     After the trace, each block runs alone, the last one first, in a model of its own: what earlier ones have left behind in
     Python is not there. It must do the same operations as in the whole model.
     """
+    name = ""
     try:
         model = family.on_meta()
         if shared := _shared_parameters(model):
@@ -298,15 +314,15 @@ def not_carried(family: Family) -> str:
         tokens = torch.zeros(1, 16, dtype=torch.int64, device="meta")
         for name in reversed(["embed", *(f"layers.{name}" for name in model.layers)]):
             stage = Replay(alone, flow, flow.calls_of({name}), last=False)
-            received = tuple(flow.tensors[number] for number in stage.received)
+            received = stage.tensors(stage.received)
             found = _operations(alone, lambda stage=stage, received=received: stage(received, tokens, SeqInfo(tokens)))
             if found.get(name) != whole.get(name):
-                return f"{name} computes something else where earlier blocks run on another rank: {_REMEDY}"
-    except NotCarried as error:
-        return f"{error} ({place_of(error)})"
+                raise NotCarried("it computes something else")
     except Exception as error:  # the user's module can raise anything
-        reason = (str(error) or repr(error)).splitlines()[0]
-        return f"its forward pass cannot be traced without data: {reason} ({place_of(error)})"
+        reason, place = (str(error) or repr(error)).splitlines()[0], place_of(error)
+        if name:  # alone
+            return f"{name} does not find what earlier blocks have left in Python ({reason}): {_REMEDY}"
+        return f"{reason} ({place})" if isinstance(error, NotCarried) else f"forward needs data to be traced: {reason} ({place})"
     return ""
 
 
