@@ -55,15 +55,25 @@ class Block(llama3.Block):
         for way, maker in self.uses:
             x = x + 0.1 * self.used(x, way, states.get(maker), total, left, self.others.blocks[maker])
         x = super().forward(x, rope, seq)
-        made = torch.tanh(self.attention_norm(x))
+        made = torch.tanh(x)
         half = made.unflatten(-1, (2, -1))  # (batch, seq, 2, dim / 2)
-        self.others.count += "counter" in self.serves
-        self.others.made[self.number] = self.made = made if {"attribute", "object"} & {*self.serves} else None
-        left.extend([made] * ("list" in self.serves))
-        if "head" in self.serves:
-            self.others.of_head.append(made)
+        for way in self.serves:
+            self.leave(way, made, left)
         numbers = made[..., 0].abs().mul(50).long()  # (batch, seq)
         return x, {"made": (made, half[:, :, 0], half[:, :, 1]), "numbers": numbers, "number": self.number + 2, "total": total}
+
+    def leave(self, way: str, made: Tensor, left: list[Tensor]) -> None:
+        match way:
+            case "attribute":
+                self.made = made
+            case "object":
+                self.others.made[self.number] = made
+            case "list":
+                left.append(made)
+            case "counter":
+                self.others.count += 1
+            case "head":
+                self.others.of_head.append(made)
 
     def used(self, x: Tensor, way: str, state: Any, total: Tensor, left: list[Tensor], maker: "Block") -> Tensor:
         match way:
