@@ -143,6 +143,12 @@ def flow_of(config: Config, family: Family, tp: DeviceMesh) -> Flow:
     return trace(model, training.local_batch_size, training.seq_len // config.parallelism.context_parallel_degree)
 
 
+def received_by_stages(flow: Flow, layers: list[list[str]]) -> list[list[Tensor]]:
+    """What each stage receives for a microbatch, on the meta device. layers: the names of the blocks of each stage."""
+    first = [flow.calls_of({f"layers.{name}" for name in names}).start for names in layers[1:]]
+    return [[], *([flow.tensors[number] for number in flow.crossing(call)] for call in first)]
+
+
 def cut(model: Decoder, share: Share, flow: Flow) -> list["Stage"]:
     """Removes all but a rank's share from a whole model on the meta device; returns its stages.
 
