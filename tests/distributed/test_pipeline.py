@@ -226,7 +226,9 @@ SENT = {
 }
 
 
-@pytest.mark.parametrize("cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved", "pp 2 x tp 2, values of the first block"], SENT))
+@pytest.mark.parametrize(
+    "cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved", "pp 2 x tp 2, values of the first block"], SENT)
+)
 def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
     degrees, changes = SENT[cell]
     config = config_of_cell(degrees, changes)

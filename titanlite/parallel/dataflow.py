@@ -1,15 +1,16 @@
 """What the stages of a pipeline hand on: found by tracing the model on the meta device, block by block.
 
-A stage runs the model's own `forward`. Blocks of other stages are not run: earlier ones return what was received from them, and
-later ones return zeros, which nothing uses. So a stage must receive every tensor that an earlier block has returned and that its
-own blocks, later ones or the head use, directly or through code between the blocks. All else that one block could leave for
-another (an attribute, a closure, a list, another block's parameter) stays behind on its rank, and is refused.
+A stage runs the model's own `forward`. Blocks of other stages are not run: earlier ones return what was received from them,
+and later ones return zeros, which nothing uses. So a stage must receive every tensor that an earlier block has returned and
+that its own blocks, later ones or the head use, directly or through code between the blocks. All else that a block could leave
+for another (an attribute, a closure, a list, a parameter) stays behind on its rank, and is refused.
 """
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,9 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, model: Decoder):
         super().__init__()
         self.flow = Flow([], [], [])
-        self.places = {name: place for place, name in enumerate(["embed", *(f"layers.{name}" for name in model.layers), "head"])}
+        self.places = {
+            name: place for place, name in enumerate(["embed", *(f"layers.{name}" for name in model.layers), "head"])
+        }
         named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         self.owned = {_storage(tensor): name for name, tensor in named}
         self.makers: dict[int, int] = {}  # storage -> the call that has made it; _BETWEEN once it was returned
@@ -173,7 +176,9 @@ class _Tracer(TorchDispatchMode):
         number, storage = len(self.flow.tensors), _storage(leaf)
         if not (fresh := self.makers.get(storage) == self.call):
             self._use(leaf, written=False)
-        self.flow.tensors.append(torch.empty_like(leaf, requires_grad=leaf.requires_grad, memory_format=torch.contiguous_format))
+        self.flow.tensors.append(
+            torch.empty_like(leaf, requires_grad=leaf.requires_grad, memory_format=torch.contiguous_format)
+        )
         self.flow.makers.append(self.call)
         self.makers[storage] = _BETWEEN
         self.depends[storage] = {number} | (set() if fresh else self.depends.get(storage, set()))
@@ -205,9 +210,13 @@ class _Tracer(TorchDispatchMode):
         if maker == self.call and storage not in self.returned:
             return
         if maker is not None and maker not in (_BETWEEN, self.call):
-            raise NotCarried(f"{self.name} uses a tensor that {self.flow.calls[maker].name} has made and not returned: {_REMEDY}")
+            raise NotCarried(
+                f"{self.name} uses a tensor that {self.flow.calls[maker].name} has made and not returned: {_REMEDY}"
+            )
         if storage in self.owned and storage not in self.own:
-            raise NotCarried(f"{self.name} uses {self.owned[storage]}, which is not its own; register a module where it is used")
+            raise NotCarried(
+                f"{self.name} uses {self.owned[storage]}, which is not its own; register a module where it is used"
+            )
         if self.call != _BETWEEN and maker == _BETWEEN and storage not in self.given:
             raise NotCarried(f"{self.name} uses a tensor that is none of its arguments: {_REMEDY}")
         if written and storage not in self.own:
@@ -224,7 +233,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     """The arguments that an operation writes into."""
     names = [each.name for each in func._schema.arguments]
     values = {**dict(zip(names, args, strict=False)), **kwargs}
-    into = [values.get(each.name) for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    into = [
+        values.get(each.name) for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
     return [each for each in tree_leaves(into) if isinstance(each, Tensor)]
 
 
@@ -250,7 +261,7 @@ class Replay:
     """The forward pass of a stage: its own calls are made, and those of other stages return what they did elsewhere."""
 
     def __init__(self, model: Decoder, flow: Flow, calls: range, last: bool):
-        """model: whole; what is removed from it later is not called. calls: the numbers of the stage's own. last: with the head."""
+        """model: whole; of what is removed later, only attributes are read. calls: the stage's own. last: with the head."""
         self.flow, self.calls = flow, calls
         self.received, self.sent = flow.crossing(calls.start), [] if last else flow.crossing(calls.stop)
         self.view = through(model, self._run)
@@ -315,14 +326,16 @@ def not_carried(family: Family) -> str:
         for name in reversed(["embed", *(f"layers.{name}" for name in model.layers)]):
             stage = Replay(alone, flow, flow.calls_of({name}), last=False)
             received = stage.tensors(stage.received)
-            found = _operations(alone, lambda stage=stage, received=received: stage(received, tokens, SeqInfo(tokens)))
+            found = _operations(alone, partial(stage, received, tokens, SeqInfo(tokens)))
             if found.get(name) != whole.get(name):
                 raise NotCarried("it computes something else")
     except Exception as error:  # the user's module can raise anything
         reason, place = (str(error) or repr(error)).splitlines()[0], place_of(error)
         if name:  # alone
             return f"{name} does not find what earlier blocks have left in Python ({reason}): {_REMEDY}"
-        return f"{reason} ({place})" if isinstance(error, NotCarried) else f"forward needs data to be traced: {reason} ({place})"
+        return (
+            f"{reason} ({place})" if isinstance(error, NotCarried) else f"forward needs data to be traced: {reason} ({place})"
+        )
     return ""
 
 

@@ -342,12 +342,12 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             'pipeline keeps what it has gathered; use "default"'
         )
     if schedule in SPLIT:
-        yield from _split_faults(config, model)
+        yield from _split_faults(config, family, model)
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
 
 
-def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
+def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """What cannot run a backward pass in two parts."""
     cfg, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
@@ -360,6 +360,9 @@ def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
+    calls = [call.name for call in trace(family.on_meta(), 1, 16).calls]
+    if again := [name for name in dict.fromkeys(calls) if calls.count(name) > 1]:  # PyTorch frees what the second use needs
+        yield f"{twice}; {', '.join(again)} is called twice: use another schedule"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:

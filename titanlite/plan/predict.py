@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
 from titanlite.errors import phase
+from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.pipeline import Share, flow_of, received_by_stages, shares, split_layers, stage_costs
 from titanlite.plan import pipeline
 from titanlite.plan.layers import Layers
@@ -155,9 +155,7 @@ def in_a_pipeline(microbatches: int) -> list[int]:
     return [1, microbatches - 2, 1] if microbatches > 2 else [1] * microbatches
 
 
-def of_worst_rank(
-    config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part], flow: Flow
-) -> Prediction:
+def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part], flow: Flow) -> Prediction:
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)

@@ -1,4 +1,4 @@
-"""Every block is applied twice in a row, with the same weights (immediate block-wise sharing, arXiv:2402.14905, section 2.3)."""
+"""Every block is applied twice in a row (immediate block-wise weight sharing, arXiv:2402.14905, section 2.3)."""
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
 
 class Model(llama3.Model):
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
+        if seq.cache is not None:
+            raise NotImplementedError("a block that is applied twice needs two caches")
         c = self.config
         x, seq = self.embed(x), with_mask(seq)
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)

@@ -8,7 +8,8 @@ from models.attention import SeqInfo, with_mask
 from models.blocks import Distribution, Flops, Normal, local_weight
 from models.rope import rotation
 from tests.forks.right import dense_mixture
-from tests.forks.right.dense_mixture import EXPERTS, sharding as sharding_of_mixture
+from tests.forks.right.dense_mixture import EXPERTS
+from tests.forks.right.dense_mixture import sharding as sharding_of_mixture
 from tests.tiny import FLAVORS, Config
 
 __all__ = ["FLAVORS", "Config", "Model", "flops", "initial", "sharding"]
