@@ -51,7 +51,7 @@ def test_what_a_block_leaves_in_python_is_refused_with_the_line(way):
             assert line in file.read().splitlines()[number - 1]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_random_graph_is_refused_if_and_only_if_a_use_is_hidden(seed):
     numbers = random.Random(seed)
     uses = drawn(numbers, EXPLICIT if seed % 2 else EXPLICIT + HIDDEN)
@@ -67,7 +67,7 @@ def test_families_hand_on_hidden_states_alone(name):
 
 
 def test_tensors_cross_as_long_as_a_later_block_uses_them():
-    assert crossings(graph("2 value 0")) == [2, 2, 1][: len(crossings(graph("2 value 0")))]
+    assert crossings(graph("2 value 0")) == [2, 2, 1]
     assert crossings(load_family("tests.forks.right.value_residual", "deep")) == [2, 2, 2]
 
 
@@ -75,9 +75,7 @@ def test_a_start_refuses_what_is_left_in_python(tmp_path):
     model = {"name": "tests.block_graphs", "overrides": {"graph": "3 attribute 0"}}
     batch = {"global_batch_size": 8, "local_batch_size": 1}
     config = config_of({"pp": 2}, "deep", model=model, training=batch, job={"dump_folder": str(tmp_path)})
-    with pytest.raises(
-        ValueError, match="pipeline_parallel_degree = 2: in tests.block_graphs, layers.3 uses a tensor"
-    ) as error:
+    with pytest.raises(ValueError, match=r"layers\.3 uses a tensor that is none") as error:
         check(config, "my.toml", 2, open_files=False)
     assert "block_graphs.py, line " in str(error.value)
 
@@ -89,5 +87,5 @@ def test_a_forward_pass_that_depends_on_data_is_an_error_while_it_runs():
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     assert len(stage((), tokens, SeqInfo(tokens))) == 1
     model.layers["1"].number = 7
-    with pytest.raises(dataflow.NotCarried, match="layers.1 returns 9, and returned 3 when it was traced"):
+    with pytest.raises(dataflow.NotCarried, match=r"layers\.1 returns 9, and returned 3 when"):
         stage((), tokens, SeqInfo(tokens))

@@ -54,6 +54,7 @@ class Flow(NamedTuple):
     calls: list[Call]  # the last one is the head's
     tensors: list[Tensor]  # on the meta device; what counts are shape, dtype and requires_grad
     makers: list[int]  # the call that returned each
+    hidden: Tensor = torch.empty(0, device="meta")  # what the head reads
 
     def crossing(self, call: int) -> list[int]:
         """The tensors from before a call that it, or a later one, uses."""
@@ -109,7 +110,7 @@ def trace(model: Decoder, batch: int, seq_len: int) -> Flow:
     with tracer:
         hidden = through(model, tracer.run)(tokens, SeqInfo(tokens))
         tracer.run("head", nn.Flatten() if split else head, (hidden,) if split else (hidden, tokens), {})
-    return tracer.flow
+    return tracer.flow._replace(hidden=torch.empty_like(hidden))
 
 
 class _Tracer(TorchDispatchMode):
@@ -268,9 +269,10 @@ class Replay:
         self.number = 0  # of the next call
         self.values: dict[int, Tensor] = {}
 
-    def tensors(self, numbers: list[int]) -> tuple[Tensor, ...]:
-        """On the meta device."""
-        return tuple(self.flow.tensors[number] for number in numbers)
+    def interface(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What it takes and what it returns, on the meta device."""
+        takes, gives = ([self.flow.tensors[number] for number in numbers] for numbers in (self.received, self.sent))
+        return tuple(takes), tuple(gives) or (self.flow.hidden,)
 
     def __call__(self, received: tuple[Tensor, ...], tokens: Tensor, seq: SeqInfo) -> Tensor | tuple[Tensor, ...]:
         """What later stages need, or on the last stage hidden states (batch, seq, dim). received: from earlier stages."""
@@ -325,7 +327,7 @@ def not_carried(family: Family) -> str:
         tokens = torch.zeros(1, 16, dtype=torch.int64, device="meta")
         for name in reversed(["embed", *(f"layers.{name}" for name in model.layers)]):
             stage = Replay(alone, flow, flow.calls_of({name}), last=False)
-            received = stage.tensors(stage.received)
+            received, _ = stage.interface()
             found = _operations(alone, partial(stage, received, tokens, SeqInfo(tokens)))
             if found.get(name) != whole.get(name):
                 raise NotCarried("it computes something else")

@@ -209,18 +209,19 @@ class Pipeline:
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
             self.head.split_backward = self.schedule_name in SPLIT
-        ignored = torch.empty(1, device="meta")  # by stage 0, and of the last stage, which sends nothing
+        interfaces = [stage.replay.interface() for stage in stages]
+        ignored = (torch.empty(1, device="meta"),)  # by stage 0
         self._parts = [
             LateStage(
                 stage,
                 stage.number,
                 count,
                 device,
-                input_args=stage.replay.tensors(stage.replay.received) or ignored,
-                output_args=stage.replay.tensors(stage.replay.sent) or ignored,
+                input_args=takes or ignored,
+                output_args=gives,
                 group=self.group,
             )
-            for stage in stages
+            for stage, (takes, gives) in zip(stages, interfaces, strict=True)
         ]
         kind = get_schedule_class(self.schedule_name)
         several: Any = self._parts if issubclass(kind, PipelineScheduleMulti) else self._parts[0]
@@ -361,8 +362,8 @@ def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[st
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
     calls = [call.name for call in trace(family.on_meta(), 1, 16).calls]
-    if again := [name for name in dict.fromkeys(calls) if calls.count(name) > 1]:  # PyTorch frees what the second use needs
-        yield f"{twice}; {', '.join(again)} is called twice: use another schedule"
+    if len(set(calls)) < len(calls):  # PyTorch frees after the first use what the second one needs
+        yield f"{twice}, of blocks that {config.model.name} applies once; use another schedule"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
@@ -373,7 +374,11 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
-    stages = len(layers)
+    stages, flow = len(layers), trace(family.on_meta(), 1, 16)
+    if torch.__version__ < "2.13" and not all(
+        each.is_floating_point() for part in received_by_stages(flow, layers) for each in part
+    ):
+        yield f"{key}: blocks of {config.model.name} use whole numbers of earlier stages, which needs PyTorch 2.13; set it to 1"
     yield from (f"{key}: {fault}" for fault in _frozen(layers, model))
     of_a_rank = STAGES_OF_A_RANK[schedule]
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:
