@@ -21,7 +21,7 @@ REFUSED = {
     "list": ("layers.1 changes a list or a dict among its arguments", "layer(x, rope, seq"),
     "counter": ("layers.2 does not find what earlier blocks have left in Python", ""),
     "parameter": ("layers.2 uses layers.1.ffn_norm.weight, which is not its own", "return x * maker.ffn_norm.weight"),
-    "module": ("layers.1.ffn_norm.weight and layers.2.lent.weight are one parameter", ""),
+    "module": ("layers.2 shares layers.1.ffn_norm.weight", "layer(x, rope, seq"),
     "in place": ("layers.2 writes into a tensor that others use", "return x.add_(1.0)"),
     "argument": ("layers.2 writes into a tensor that others use", ".mul_(2.0)"),
     "stash": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),

@@ -8,9 +8,8 @@ for another (an attribute, a closure, a list, a parameter) stays behind on its r
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +45,7 @@ class Call(NamedTuple):
     name: str  # "embed", "layers.3", "head"
     result: Any  # what it returned, with a Slot for each tensor
     reads: set[int]  # the tensors of earlier calls that it uses
+    operations: list[str]  # PyTorch's, with the shapes of their arguments
 
 
 class Flow(NamedTuple):
@@ -65,6 +65,10 @@ class Flow(NamedTuple):
         """The numbers of the calls of these; they are consecutive."""
         numbers = [number for number, call in enumerate(self.calls) if call.name in names]
         return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+    def example(self, value: Any) -> Any:
+        """The tensor of a Slot, on the meta device, and other values as they are."""
+        return self.tensors[value.number] if isinstance(value, Slot) else value
 
 
 Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -97,13 +101,14 @@ def through(model: Decoder, run: Run) -> Decoder:
 # ------------------------------------------------------------------------------------------------------------------ the trace
 
 
-def trace(model: Decoder, batch: int, seq_len: int) -> Flow:
+def trace(model: Decoder, batch: int = 1, seq_len: int = 16, alone: str = "", whole: Flow | None = None) -> Flow:
     """The flow of a forward pass. model: on the meta device. Raises NotCarried, and what the model's code raises.
 
-    A head that is split over ranks is not run, because its collectives need memory.
+    A head that is split over ranks is not run, because its collectives need memory. alone: the one block that is run; others
+    return what they did in `whole`.
     """
     tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device="meta")
-    tracer, head = _Tracer(model), model.head
+    tracer, head = _Tracer(model, alone, whole), model.head
     assert head is not None
     split = any(isinstance(parameter, DTensor) for parameter in head.parameters())
     tracer.makers[_storage(tokens)] = _BETWEEN
@@ -116,113 +121,104 @@ def trace(model: Decoder, batch: int, seq_len: int) -> Flow:
 class _Tracer(TorchDispatchMode):
     """Follows each tensor, by its storage, from the call that has made it to those that use it."""
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Decoder, alone: str, whole: Flow | None):
         super().__init__()
-        self.flow = Flow([], [], [])
-        self.places = {
-            name: place for place, name in enumerate(["embed", *(f"layers.{name}" for name in model.layers), "head"])
-        }
-        named = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        self.owned = {_storage(tensor): name for name, tensor in named}
+        self.flow, self.alone, self.whole = Flow([], [], []), alone, whole
+        self.order = ["embed", *(f"layers.{name}" for name in model.layers), "head"]
+        self.owned = {_storage(each): name for name, each in itertools.chain(model.named_parameters(), model.named_buffers())}
         self.makers: dict[int, int] = {}  # storage -> the call that has made it; _BETWEEN once it was returned
         self.depends: dict[int, set[int]] = {}  # storage -> the numbers that its values depend on
         self.returned: set[int] = set()  # storages of what calls have returned
-        self.objects: dict[int, int] = {}  # id of a returned tensor -> number
+        self.objects = {id(each): number for number, each in enumerate(whole.tensors if whole else ())}  # that calls return
         self.alive: list[Any] = []  # so that no storage and no id is used again
-        self.call, self.name, self.reads = _BETWEEN, "code between the blocks", set[int]()
-        self.given: set[int] = set()  # storages of the arguments
-        self.own: set[int] = set()  # storages of the module
+        self._begin(_BETWEEN, "code between the blocks", ())
+
+    def _begin(self, number: int, name: str, usable: Iterable[Tensor]) -> None:
+        self.number, self.call = number, Call(name, None, set(), [])
+        self.usable = {_storage(tensor) for tensor in usable}  # arguments, parameters and buffers
 
     def run(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a block and notes what it uses and returns."""
-        if self.flow.calls and self.places[name] < self.places[before := self.flow.calls[-1].name]:
-            raise NotCarried(f"{name} runs again after {before}; a stage runs once, so call a block twice in a row at most")
+        calls, number = self.flow.calls, len(self.flow.calls)
+        if self.whole is not None and name != self.alone:
+            calls.append(self.whole.calls[number])
+            return tree_map(self.whole.example, calls[-1].result)
+        if calls and self.order.index(name) < self.order.index(calls[-1].name):
+            raise NotCarried(
+                f"{name} runs again after {calls[-1].name}; a stage runs once, so call a block twice in a row at most"
+            )
+        own = [*module.parameters(), *module.buffers()]
+        for owner in (self.owned.get(_storage(each), name) for each in own):
+            if owner.split(".")[: 1 + name.count(".")] != name.split(".") and (name, owner[:6]) != ("head", "embed."):
+                raise NotCarried(f"{name} shares {owner}, which several ranks would train apart: give each block its own")
         # Copies, since what it finds by another way is then no argument, even if it is the same tensor.
-        outside, (args, kwargs) = self.name, tree_map(self._copied, (args, kwargs))
-        self.call, self.name, self.reads = len(self.flow.calls), name, set()
-        arguments, structure = tree_flatten((args, kwargs))
-        self.given = {_storage(tensor) for tensor in _tensors(arguments)}
-        self.own = {_storage(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        # as a message would be, since operations choose their way by strides
-        result = tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, module(*args, **kwargs))
-        self.alive.append(result)
+        args, kwargs = tree_map(self._copied, (args, kwargs))
+        before, structure = tree_flatten((args, kwargs))
+        self._begin(number, name, [*own, *(each for each in before if isinstance(each, Tensor))])
+        result = module(*args, **kwargs)
         after, structure_after = tree_flatten((args, kwargs))
-        if structure != structure_after or any(one is not other for one, other in zip(arguments, after, strict=True)):
+        if structure != structure_after or any(one is not other for one, other in zip(before, after, strict=True)):
             raise NotCarried(f"{name} changes a list or a dict among its arguments; return what is new")
-        slots = tree_map(self._slot, result) if name != "head" else None
-        self.flow.calls.append(Call(name, slots, self.reads))
-        self.call, self.name, self.reads, self.given, self.own = _BETWEEN, outside, set(), set(), set()
+        self.alive.append(result := tree_map(lambda leaf: leaf if id(leaf) in self.objects else self._copied(leaf), result))
+        calls.append(self.call._replace(result=tree_map(self._slot, result)))
+        self._begin(_BETWEEN, "code between the blocks", ())
         return result
 
     def _copied(self, leaf: Any) -> Any:
-        """An argument; a copy of a tensor that an earlier call has returned has its number."""
+        """A tensor with a storage of its own, and the number of the one that it is copied from, if a call has returned that."""
         if not isinstance(leaf, Tensor):
             return leaf
-        copied = leaf.clone()
-        if copied.stride() != leaf.stride():  # of an expanded tensor
-            copied = copied.as_strided(leaf.size(), leaf.stride())
-        self.alive.append(copied)
+        self.alive.append(copied := leaf.clone(memory_format=torch.contiguous_format))  # as messages are
         if id(leaf) in self.objects:
             self.objects[id(copied)] = self.objects[id(leaf)]
         return copied
 
     def _slot(self, leaf: Any) -> Any:
         """A value that a call returns; a tensor gets a number, unless an earlier call has returned the same one."""
+        if not isinstance(leaf, (Tensor, *_VALUES)):
+            raise NotCarried(f"{self.call.name} returns a {type(leaf).__name__}; return tensors, in tuples, lists or dicts")
         if not isinstance(leaf, Tensor):
-            if not isinstance(leaf, _VALUES):
-                raise NotCarried(f"{self.name} returns a {type(leaf).__name__}; return tensors, in tuples, lists or dicts")
             return leaf
         if id(leaf) in self.objects:
             return Slot(self.objects[id(leaf)])
         number, storage = len(self.flow.tensors), _storage(leaf)
-        if not (fresh := self.makers.get(storage) == self.call):
-            self._use(leaf, written=False)
-        self.flow.tensors.append(
-            torch.empty_like(leaf, requires_grad=leaf.requires_grad, memory_format=torch.contiguous_format)
-        )
-        self.flow.makers.append(self.call)
-        self.makers[storage] = _BETWEEN
-        self.depends[storage] = {number} | (set() if fresh else self.depends.get(storage, set()))
+        self.flow.tensors.append(torch.empty_like(leaf, requires_grad=leaf.requires_grad))
+        self.flow.makers.append(self.number)
+        self.makers[storage], self.depends[storage], self.objects[id(leaf)] = _BETWEEN, {number}, number
         self.returned.add(storage)
-        self.given.add(storage)  # it may return other views
-        self.objects[id(leaf)] = number
         return Slot(number)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        written = _written(func, args, kwargs)
+        leaves = tree_leaves((args, kwargs))
+        used, written = [each for each in leaves if isinstance(each, Tensor)], _written(func, args, kwargs)
+        if func is not torch.ops.aten.detach.default:  # autograd's own
+            shapes = [(*each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
+            self.call.operations.append(f"{func} {shapes}")
         for tensor in used:
             self._use(tensor, any(tensor is each for each in written))
         result = func(*args, **kwargs)
         depends = set().union(*(self.depends.get(_storage(each), ()) for each in used))
         for tensor in (each for each in [*tree_leaves(result), *written] if isinstance(each, Tensor)):
             self.alive.append(tensor)
-            storage = _storage(tensor)
-            if storage not in self.owned:
-                self.makers.setdefault(storage, self.call)
+            if (storage := _storage(tensor)) not in self.owned:
+                self.makers.setdefault(storage, self.number)
             self.depends[storage] = self.depends.get(storage, set()) | depends
         return result
 
     def _use(self, tensor: Tensor, written: bool) -> None:
         """Raises NotCarried unless what runs may use this tensor."""
-        storage = _storage(tensor)
-        maker = self.makers.get(storage)  # None: it was there before
-        if maker == self.call and storage not in self.returned:
+        storage, name = _storage(tensor), self.call.name
+        maker, owner = self.makers.get(storage), self.owned.get(storage)  # None: it was there before; no parameter or buffer
+        if maker == self.number and storage not in self.returned:
             return
-        if maker is not None and maker not in (_BETWEEN, self.call):
-            raise NotCarried(
-                f"{self.name} uses a tensor that {self.flow.calls[maker].name} has made and not returned: {_REMEDY}"
-            )
-        if storage in self.owned and storage not in self.own:
-            raise NotCarried(
-                f"{self.name} uses {self.owned[storage]}, which is not its own; register a module where it is used"
-            )
-        if self.call != _BETWEEN and maker == _BETWEEN and storage not in self.given:
-            raise NotCarried(f"{self.name} uses a tensor that is none of its arguments: {_REMEDY}")
-        if written and storage not in self.own:
-            raise NotCarried(f"{self.name} writes into a tensor that others use, in place; make a new one")
-        self.reads |= self.depends.get(storage, set())
+        if owner is not None and storage not in self.usable:
+            raise NotCarried(f"{name} uses {owner}, which is not its own; register a module where it is used")
+        if maker is not None and storage not in self.usable and (maker, self.number) != (_BETWEEN, _BETWEEN):
+            raise NotCarried(f"{name} uses a tensor that is none of its arguments: {_REMEDY}")
+        if written and owner is None:
+            raise NotCarried(f"{name} writes into a tensor that others use, in place; make a new one")
+        self.call.reads.update(self.depends.get(storage, ()))
 
 
 def _storage(tensor: Tensor) -> int:
@@ -232,27 +228,10 @@ def _storage(tensor: Tensor) -> int:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes into."""
-    names = [each.name for each in func._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    into = [
-        values.get(each.name) for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write
-    ]
+    arguments = func._schema.arguments
+    values = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+    into = [values.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
     return [each for each in tree_leaves(into) if isinstance(each, Tensor)]
-
-
-def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors in arguments, also in objects that PyTorch does not flatten."""
-    seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, nn.Module | type):
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple | set):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each, seen)
-    elif hasattr(value, "__dict__") and not callable(value):
-        yield from _tensors(vars(value), seen)
 
 
 # -------------------------------------------------------------------------------------------------------- what a stage replays
@@ -319,60 +298,18 @@ def not_carried(family: Family) -> str:
     """
     name = ""
     try:
-        model = family.on_meta()
-        if shared := _shared_parameters(model):
-            return shared
-        whole = _operations(model, lambda: trace(model, 1, 16))
-        flow, alone = trace(family.on_meta(), 1, 16), family.on_meta()
-        tokens = torch.zeros(1, 16, dtype=torch.int64, device="meta")
-        for name in reversed(["embed", *(f"layers.{name}" for name in model.layers)]):
-            stage = Replay(alone, flow, flow.calls_of({name}), last=False)
-            received, _ = stage.interface()
-            found = _operations(alone, partial(stage, received, tokens, SeqInfo(tokens)))
-            if found.get(name) != whole.get(name):
+        whole, model = trace(family.on_meta()), family.on_meta()
+        for name in dict.fromkeys(call.name for call in whole.calls[::-1]):
+            flow = trace(model, alone=name, whole=whole)
+            if any(
+                one.operations != other.operations
+                for one, other in zip(flow.calls, whole.calls, strict=True)
+                if one.name == name
+            ):
                 raise NotCarried("it computes something else")
     except Exception as error:  # the user's module can raise anything
         reason, place = (str(error) or repr(error)).splitlines()[0], place_of(error)
         if name:  # alone
             return f"{name} does not find what earlier blocks have left in Python ({reason}): {_REMEDY}"
-        return (
-            f"{reason} ({place})" if isinstance(error, NotCarried) else f"forward needs data to be traced: {reason} ({place})"
-        )
+        return ("" if isinstance(error, NotCarried) else "forward needs data to be traced: ") + f"{reason} ({place})"
     return ""
-
-
-def _shared_parameters(model: Decoder) -> str:
-    """That blocks share parameters; embedding and head may."""
-    places: dict[int, dict[str, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        part = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
-        places.setdefault(id(parameter), {})[part] = name
-    for parts in places.values():
-        if len(parts) > 1 and set(parts) != {"embed", "head"}:
-            return f"{' and '.join(parts.values())} are one parameter, which several ranks would train apart: give each its own"
-    return ""
-
-
-def _operations(model: Decoder, run: Callable[[], Any]) -> dict[str, list[str]]:
-    """What each block, and the embedding, does while `run` runs: operations with their arguments, tensors by shape."""
-    found: dict[str, list[str]] = {}
-    log: list[list[str]] = []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if log and func is not torch.ops.aten.detach.default:  # autograd's own
-                leaves = tree_leaves((args, kwargs or {}))
-                log[-1].append(f"{func} {[(*each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]}")
-            return func(*args, **(kwargs or {}))
-
-    parts = {"embed": model.embed, **{f"layers.{name}": block for name, block in model.layers.items()}}
-    handles = []
-    for name, part in parts.items():
-        assert part is not None
-        handles.append(part.register_forward_pre_hook(lambda *_, name=name: log.append(found.setdefault(name, []))))
-        handles.append(part.register_forward_hook(lambda *_: log.clear()))
-    with Log():
-        run()
-    for handle in handles:
-        handle.remove()
-    return found
