@@ -144,12 +144,10 @@ class _Tracer(TorchDispatchMode):
             calls.append(self.whole.calls[number])
             return tree_map(self.whole.example, calls[-1].result)
         if calls and self.order.index(name) < self.order.index(calls[-1].name):
-            raise NotCarried(
-                f"{name} runs again after {calls[-1].name}; a stage runs once, so call a block twice in a row at most"
-            )
+            raise NotCarried(f"{name} runs again after {calls[-1].name}; a block may run several times in a row only")
         own = [*module.parameters(), *module.buffers()]
-        for owner in (self.owned.get(_storage(each), name) for each in own):
-            if owner.split(".")[: 1 + name.count(".")] != name.split(".") and (name, owner[:6]) != ("head", "embed."):
+        for owner in (self.owned.get(_storage(each), f"{name}.") for each in own):
+            if not owner.startswith(("head.", "embed.") if name == "head" else f"{name}."):  # which may be tied
                 raise NotCarried(f"{name} shares {owner}, which several ranks would train apart: give each block its own")
         # Copies, since what it finds by another way is then no argument, even if it is the same tensor.
         args, kwargs = tree_map(self._copied, (args, kwargs))
