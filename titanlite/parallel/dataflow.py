@@ -309,5 +309,7 @@ def not_carried(family: Family) -> str:
         reason, place = (str(error) or repr(error)).splitlines()[0], place_of(error)
         if name:  # alone
             return f"{name} does not find what earlier blocks have left in Python ({reason}): {_REMEDY}"
-        return ("" if isinstance(error, NotCarried) else "forward needs data to be traced: ") + f"{reason} ({place})"
+        return (
+            "" if isinstance(error, NotCarried) else "stages need a forward pass that runs without data: "
+        ) + f"{reason} ({place})"
     return ""
