@@ -154,6 +154,7 @@ class _Tracer(TorchDispatchMode):
         before, structure = tree_flatten((args, kwargs))
         self._begin(number, name, [*own, *(each for each in before if isinstance(each, Tensor))])
         result = module(*args, **kwargs)
+        self._log("returns")
         after, structure_after = tree_flatten((args, kwargs))
         if structure != structure_after or any(one is not other for one, other in zip(before, after, strict=True)):
             raise NotCarried(f"{name} changes a list or a dict among its arguments; return what is new")
@@ -192,7 +193,7 @@ class _Tracer(TorchDispatchMode):
         used, written = [each for each in leaves if isinstance(each, Tensor)], _written(func, args, kwargs)
         if func is not torch.ops.aten.detach.default:  # autograd's own
             shapes = [(*each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves]
-            self.call.operations.append(f"{func} {shapes}")
+            self._log(f"{func} {shapes}")
         for tensor in used:
             self._use(tensor, any(tensor is each for each in written))
         result = func(*args, **kwargs)
@@ -203,6 +204,14 @@ class _Tracer(TorchDispatchMode):
                 self.makers.setdefault(storage, self.number)
             self.depends[storage] = self.depends.get(storage, set()) | depends
         return result
+
+    def _log(self, operation: str) -> None:
+        """Notes what runs; a block that is alone must do what it does in the whole model."""
+        done = self.call.operations
+        done.append(operation)
+        known = self.whole.calls[self.number].operations if self.whole is not None and self.number != _BETWEEN else done
+        if known[len(done) - 1 : len(done)] != done[-1:]:
+            raise NotCarried(f"{self.call.name} computes something else without what earlier blocks leave in Python: {_REMEDY}")
 
     def _use(self, tensor: Tensor, written: bool) -> None:
         """Raises NotCarried unless what runs may use this tensor."""
@@ -298,18 +307,12 @@ def not_carried(family: Family) -> str:
     try:
         whole, model = trace(family.on_meta()), family.on_meta()
         for name in dict.fromkeys(call.name for call in whole.calls[::-1]):
-            flow = trace(model, alone=name, whole=whole)
-            if any(
-                one.operations != other.operations
-                for one, other in zip(flow.calls, whole.calls, strict=True)
-                if one.name == name
-            ):
-                raise NotCarried("it computes something else")
+            trace(model, alone=name, whole=whole)
+    except NotCarried as error:
+        return f"{error} ({place_of(error)})"
     except Exception as error:  # the user's module can raise anything
-        reason, place = (str(error) or repr(error)).splitlines()[0], place_of(error)
-        if name:  # alone
-            return f"{name} does not find what earlier blocks have left in Python ({reason}): {_REMEDY}"
-        return (
-            "" if isinstance(error, NotCarried) else "stages need a forward pass that runs without data: "
-        ) + f"{reason} ({place})"
+        cause = f"{(str(error) or repr(error)).splitlines()[0]} ({place_of(error)})"
+        if name:
+            return f"{name} does not find what earlier blocks leave in Python: {_REMEDY}: {cause}"
+        return f"stages need a forward pass that runs without data: {cause}"
     return ""
