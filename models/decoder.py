@@ -20,12 +20,13 @@ class Limits(NamedTuple):
 class Decoder(nn.Module):
     """The base of every family's Model: the attributes that titanlite uses, and `model.head(model(tokens, seq), labels)`.
 
-    A pipeline stage has no `embed`, only some of the layers, or no `head`. A fork may use classes of its own: another embedding
-    module; a head that has `norm` and `output` and is called like `Head`; a Model that only has the attributes of a Decoder.
+    A fork may use classes of its own: another embedding module; a head that has `norm` and `output` and is called like `Head`;
+    a Model that only has the attributes of a Decoder. A rank of a pipeline has some of the layers, and perhaps no embed or
+    head. Its `forward` is still called with tokens, and finds something in the place of each block of another rank.
     """
 
     config: Any  # the family's Config
-    embed: nn.Embedding | None
+    embed: Any  # nn.Embedding, or None
     layers: nn.ModuleDict  # blocks by global index, "0", "1", ...; each block is one unit of FSDP, compile and recomputation
     head: Head | None
     context: tuple[DeviceMesh, Literal["gather", "ulysses"]] | None = None  # ranks that a sequence is split over, and how

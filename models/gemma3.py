@@ -152,7 +152,7 @@ class Block(nn.Module):
 
 
 class Model(Decoder):
-    """The whole decoder. A pipeline stage has no `embed`, some of the layers, or no `head`."""
+    """The whole decoder."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -164,11 +164,10 @@ class Model(Decoder):
         self.tie_weights()
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq); on later stages, hidden states."""
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq)."""
         c = self.config
-        if self.embed is not None:
-            x = self.embed(x)
-            x = x * x.new_full((), c.dim**0.5)  # the factor has x's precision, as in the training of the published weights
+        x = self.embed(x)
+        x = x * x.new_full((), c.dim**0.5)  # the factor has x's precision, as in the training of the published weights
         local_seq, global_seq = with_mask(seq, c.window), with_mask(seq)
         local_rope = rotation(seq, c.head_dim, c.local_rope_theta)
         global_rope = rotation(seq, c.head_dim, c.rope_theta, c.global_scaling)

@@ -27,6 +27,7 @@ SIZES = {
     # Not measured yet (benchmarks/head_chunks.py). Each chunk reads and writes the weight's gradient: for 8B, as long as the
     # products of 250 tokens. PyTorch for CUDA adds 16-bit products to a float32 matrix since 2.10 (its pull request 167931).
     "cuda": Sizes(logits=2**28, product=None),
+    "meta": Sizes(logits=2**28, product=None),
 }
 
 

@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class Model(Decoder):
-    """The whole decoder. A pipeline stage has no `embed`, some of the layers, or no `head`."""
+    """The whole decoder."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -105,10 +105,9 @@ class Model(Decoder):
         self.tie_weights()
 
     def forward(self, x: Tensor, seq: SeqInfo) -> Tensor:
-        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq); on later stages, hidden states."""
+        """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq)."""
         c = self.config
-        if self.embed is not None:
-            x = self.embed(x)
+        x = self.embed(x)
         seq = with_mask(seq)
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for layer in self.layers.values():

@@ -1,6 +1,7 @@
 """A pipeline's stages: the same weights, batches, losses, norms and gradients as on one process; checkpoints of any mesh."""
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.block_graphs import EXPLICIT, drawn
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches, trajectory
 from tests.distributed.test_resume import STEPS, Degrees, losses, run, stored
@@ -23,7 +25,7 @@ from titanlite.parallel.pipeline import STAGES_OF_A_RANK, Pipeline, Stage
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.step import pretended_ranks
-from titanlite.tools.compare import DEGREES, Trajectory, compare, replaced
+from titanlite.tools.compare import DEGREES, Comparison, Trajectory, compare, replaced
 from titanlite.transforms.registry import family_of
 
 HERE = "tests.distributed.test_pipeline"
@@ -43,6 +45,16 @@ THREE_EACH = {
     "model": {"overrides": {"n_layers": 6}},
     "parallelism": {"pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 1},
 }
+VALUES = {"model": {"name": "tests.forks.right.value_residual"}}
+
+
+def graph(uses: str) -> dict[str, Any]:
+    return {"model": {"name": "tests.block_graphs", "overrides": {"graph": uses}}}
+
+
+# Each way in which a block may use what an earlier one has returned, on the same stage and on another one.
+ALL_WAYS = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way in enumerate(EXPLICIT)))
+ALL_BUT_TWICE = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way in enumerate(EXPLICIT) if way != "twice"))
 # What every change must pass. test_cover.py has every pair of a mesh, a schedule, and what else changes what a stage does.
 CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
@@ -54,6 +66,19 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
     "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),
     "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
+    "pp 2, values of the first block": (TWO, (VALUES,)),
+    "pp 2, blocks applied twice": (TWO, ({"model": {"name": "tests.forks.right.looped"}},)),
+    "pp 2, routers that see a choice": (TWO, ({"model": {"name": "tests.forks.right.routed_by_choice"}},)),
+    "pp 2, every way, interleaved, recomputed": (TWO, (ALL_WAYS, INTERLEAVED, FULL)),
+}
+SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
+    "pp 4, every way, GPipe, per operation": (FOUR, (ALL_WAYS, FLAT, OPERATIONS)),
+    "pp 2, every way, LoopedBFS": (TWO, (ALL_WAYS, BFS)),
+    "pp 2, every way, zero bubble": (TWO, (ALL_BUT_TWICE, ZERO_BUBBLE)),
+    "pp 2, every way, compiled": (TWO, (ALL_WAYS, {"compile": {"enable": True, "backend": "aot_eager"}})),
+    "pp 2 x shard 2, every way": (SHARD, (ALL_WAYS,)),
+    "pp 2 x tp 2, every way": (TP, (ALL_WAYS,)),
+    "pp 2 x cp 2, every way": ({"pp": 2, "cp": 2}, (ALL_WAYS,)),
 }
 
 
@@ -71,19 +96,31 @@ def reference(pool: Pool, config: str) -> Trajectory:
     return pool.run("tests.distributed.scenarios:trajectory", degrees={}, config=Config.model_validate_json(config))[0][0]
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", slow_but([*CELLS], CELLS | SLOW))
 def test_gradients_are_those_of_one_process(pools, cell, record_property):
-    degrees, changes = CELLS[cell]
+    comparison = compared_with_one_process(pools, *(CELLS | SLOW)[cell])
+    record_property("worst", str(comparison))
+    assert [str(each) for each in comparison.excessive] == []
+    assert comparison.of("gradients")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_graph_of_blocks_gives_what_one_process_gives(pools, seed):
+    numbers = random.Random(seed)
+    schedule = numbers.choice([{}, INTERLEAVED, FLAT, BFS])
+    comparison = compared_with_one_process(pools, TWO, (graph(drawn(numbers, EXPLICIT)), schedule))
+    assert [str(each) for each in comparison.excessive] == []
+
+
+def compared_with_one_process(pools: dict[int, Pool], degrees: Degrees, changes: tuple[dict[str, Any], ...]) -> Comparison:
     there = config_of_cell(degrees, changes)
     alone = config_of_cell({}, tuple({key: change[key] for key in change if key != "parallelism"} for change in changes))
     alone = alone.model_copy(update={"compile": Config().compile, "activation_checkpoint": Config().activation_checkpoint})
     found, _ = pools[ranks_of(degrees)].run(
         "tests.distributed.scenarios:trajectory", timeout=300, degrees=degrees, config=there
     )[0]
-    comparison = compare(found, reference(pools[1], alone.model_dump_json()))
-    record_property("worst", str(comparison))
-    assert [str(each) for each in comparison.excessive] == []
-    assert comparison.of("gradients")
+    return compare(found, reference(pools[1], alone.model_dump_json()))
 
 
 @pytest.mark.parametrize("flavor", slow_but(["tied"], ["deep", "tied"]))
@@ -185,10 +222,13 @@ SENT = {
     "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
     "pp 2 x shard 2, interleaved, recomputed": (SHARD, (INTERLEAVED, FULL)),
     "pp 2 x replicate 2": ({"pp": 2, "dp_replicate": 2}, ()),
+    "pp 2 x tp 2, values of the first block": (TP, (VALUES,)),
 }
 
 
-@pytest.mark.parametrize("cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved"], SENT))
+@pytest.mark.parametrize(
+    "cell", slow_but(["pp 2 x shard 2", "pp 2 x tp 2, interleaved", "pp 2 x tp 2, values of the first block"], SENT)
+)
 def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
     degrees, changes = SENT[cell]
     config = config_of_cell(degrees, changes)
@@ -220,9 +260,9 @@ def _first_microbatches(run: Callable[..., Any]) -> Callable[..., Any]:
     return stale
 
 
-def _first_microbatch(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+def _first_microbatch(stage: Stage, *received: torch.Tensor) -> Any:
     stage.microbatch = 0
-    return forward_of(stage, x)
+    return forward_of(stage, *received)
 
 
 forward_of, loss_of, cut_of = Stage.forward, Pipeline._backward_loss, pipeline_module.split_layers

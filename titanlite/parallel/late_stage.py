@@ -54,6 +54,9 @@ class LateStage(PipelineStage):
                 (hidden,), _ = self.fwd_cache[bwd_chunk_id]
                 loss = self.loss_of(hidden, bwd_chunk_id)
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if self.has_backward and not self.is_first:
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(_message(grad, info.buffer) for grad, info in pairs)
         if self.has_backward:
             _replace([*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]], _META)
 
@@ -85,12 +88,19 @@ class LateStage(PipelineStage):
             self.device = device
 
 
+def _message(grad: Tensor | None, received: Tensor | None) -> Tensor | None:
+    """The gradient of what was received, as it is sent back: zeros where nothing used it, which PyTorch 2.11 would refuse."""
+    if grad is None:
+        return torch.zeros_like(received) if received is not None and received.requires_grad else None
+    return grad.contiguous()
+
+
 def _replace(infos: Iterable[Any], device: torch.device, requires_grad: bool = False) -> None:
     """Gives buffers on another device. Inputs of the first stage have none: None, and in PyTorch 2.11 no such attribute."""
     for info in infos:
         buffer = getattr(info, "buffer", None)
         if buffer is not None and buffer.device.type != device.type:
-            info.buffer = torch.empty_like(buffer, device=device, requires_grad=requires_grad)
+            info.buffer = torch.empty_like(buffer, device=device, requires_grad=requires_grad and buffer.is_floating_point())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from titanlite.parallel.context import apply_context_parallel
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
-from titanlite.parallel.pipeline import Pipeline, cut, shares
+from titanlite.parallel.pipeline import Pipeline, cut, flow_of, shares
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import float8
@@ -67,14 +67,15 @@ def parallelize(
     for name in set(model.layers).difference(layers) if layers is not None else ():
         del model.layers[name]
     # As late, since tables name all of a model.
-    dim = model.head.output.in_features if model.head is not None else 0
-    pp = mesh["pp"]
-    stages = cut(model, shares(config, family, model)[pp.get_local_rank()]) if pp.size() > 1 else []
+    pp, stages = mesh["pp"], []
+    if pp.size() > 1:
+        share = shares(config, family, model)[pp.get_local_rank()]
+        stages = cut(model, share, flow_of(config, family, mesh["tp"]))
     # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
     of_experts = experts.fsdp if experts else None
     for stage in stages:
         apply_fsdp(stage.part, config, mesh, of_experts, root=stage)
-    model.pipeline = Pipeline(stages, model, config, mesh, device, dim) if stages else None
+    model.pipeline = Pipeline(stages, model, config, mesh, device) if stages else None
     if sharded and not stages:
         apply_fsdp(model, config, mesh, of_experts)
     return model

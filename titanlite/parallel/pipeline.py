@@ -20,9 +20,11 @@ from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
-from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.meta import numbers_of_a_token
+from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.transforms.meta import numbers_of_a_token, on_meta
 from titanlite.transforms.registry import Family
 
 _T = TypeVar("_T")
@@ -133,15 +135,29 @@ def shares(config: Config, family: Family, model: Decoder) -> list[Share]:
     return [Share({n: layers[n] for n in mine}, 0 in mine, len(layers) - 1 in mine, tied) for mine in numbers]
 
 
-def cut(model: Decoder, share: Share) -> list["Stage"]:
+def flow_of(config: Config, family: Family, tp: DeviceMesh) -> Flow:
+    """What a rank's blocks return in a run: shapes are those of its part of the sequence, dtypes those that FSDP2 casts to."""
+    training = config.training.model_copy(update={"dtype": config.training.mixed_precision_param})
+    model = on_meta(family, config.model_copy(update={"training": training}))
+    apply_tensor_parallel(model, family, tp)
+    return trace(model, training.local_batch_size, training.seq_len // config.parallelism.context_parallel_degree)
+
+
+def received_by_stages(flow: Flow, layers: list[list[str]]) -> list[list[Tensor]]:
+    """What each stage receives for a microbatch, on the meta device. layers: the names of the blocks of each stage."""
+    first = [flow.calls_of({f"layers.{name}" for name in names}).start for names in layers[1:]]
+    return [[], *([flow.tensors[number] for number in flow.crossing(call)] for call in first)]
+
+
+def cut(model: Decoder, share: Share, flow: Flow) -> list["Stage"]:
     """Removes all but a rank's share from a whole model on the meta device; returns its stages.
 
     If embedding and head are one parameter, the rank with the head keeps it as `embed.weight`, its name in the whole model.
     """
+    last = max(share.stages)
+    stages = [Stage(model, number, blocks, share.head and number == last, flow) for number, blocks in share.stages.items()]
     for name in [name for name in model.layers if not share.has(f"layers.{name}")]:
         del model.layers[name]
-    last = max(share.stages)
-    stages = [Stage(model, number, blocks, share.head and number == last) for number, blocks in share.stages.items()]
     model.head = model.head if share.head else None
     model.embed = model.embed if share.has("embed.weight") else None
     return stages
@@ -153,22 +169,24 @@ class Stage(nn.Module):
     microbatches: Sequence[Microbatch] = ()  # of the step that runs
     microbatch = 0  # the number of the one that runs
 
-    def __init__(self, model: Decoder, number: int, layers: Sequence[str], last: bool):
+    def __init__(self, model: Decoder, number: int, layers: Sequence[str], last: bool, flow: Flow):
         super().__init__()
         self.number = number
+        calls = flow.calls_of({*(f"layers.{name}" for name in layers), *(["embed"] if number == 0 else [])})
+        self.replay = Replay(model, flow, calls, last)
         self.part = copy.copy(model)  # the same blocks and parameters, and other attributes
         ends = {"embed": model.embed if number == 0 else None, "head": model.head if last else None}
         blocks = nn.ModuleDict({name: model.layers[name] for name in layers})
         self.part._modules = {**model._modules, "layers": blocks, **ends}
         self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Hidden states (batch, seq, dim) of a microbatch. x: those of the stage before; stage 0 ignores it."""
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """What later stages use, or the last stage's hidden states (batch, seq, dim). Stage 0 ignores what it gets."""
         inputs, _, seq = self.microbatches[self.microbatch]
-        hidden = self.part(inputs if self.number == 0 else x, seq)
+        results = self.replay(received, inputs, seq)
         if self.after is not None:
             self.after(self.part)
-        return hidden
+        return results
 
 
 # ------------------------------------------------------------------------------------------------------------ running stages
@@ -177,14 +195,13 @@ class Stage(nn.Module):
 class Pipeline:
     """A rank's stages, and the schedule that runs them together with those of the other ranks of `pp`."""
 
-    def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device, dim: int):
-        """dim: the width of hidden states."""
+    def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device):
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
         from titanlite.parallel.late_stage import LateStage, bounded_waits
 
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
-        pp, training, cfg = mesh["pp"], config.training, config.parallelism
+        pp, cfg = mesh["pp"], config.parallelism
         self.stages, self.model, self.group, self.ranks = stages, model, pp.get_group(), pp.size()
         self.microbatches, self.schedule_name = config.microbatches(data_degree(mesh)), cfg.pipeline_parallel_schedule
         self.bounded_waits = functools.partial(bounded_waits, self.group, device)
@@ -192,22 +209,19 @@ class Pipeline:
         self.head = stages[-1].part.head
         if isinstance(self.head, Head):
             self.head.split_backward = self.schedule_name in SPLIT
-        seq = training.seq_len // (mesh["cp"].size() * mesh["tp"].size())
-        hidden = torch.empty(
-            training.local_batch_size, seq, dim, dtype=DTYPES[training.mixed_precision_param], device="meta", requires_grad=True
-        )
-        ignored = torch.empty(1, device="meta")
+        interfaces = [stage.replay.interface() for stage in stages]
+        ignored = (torch.empty(1, device="meta"),)  # by stage 0
         self._parts = [
             LateStage(
                 stage,
                 stage.number,
                 count,
                 device,
-                input_args=ignored if stage.number == 0 else hidden,
-                output_args=hidden,
+                input_args=takes or ignored,
+                output_args=gives,
                 group=self.group,
             )
-            for stage in stages
+            for stage, (takes, gives) in zip(stages, interfaces, strict=True)
         ]
         kind = get_schedule_class(self.schedule_name)
         several: Any = self._parts if issubclass(kind, PipelineScheduleMulti) else self._parts[0]
@@ -294,30 +308,16 @@ class Pipeline:
 # ------------------------------------------------------------------------------------------------------------------ the check
 
 
-def unsplittable(model: Decoder, degree: int) -> str:
+def unsplittable(family: Family, degree: int) -> str:
     """Why a model cannot be cut into stages for so many ranks; "" if it can."""
+    model = family.on_meta()
     others = [name for name, _ in model.named_children() if name not in ("embed", "layers", "head")]
     others += [name for name, _ in [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]]
     if others:
         return f"no stage has {', '.join(others)}, beside embed, layers and head"
     if len(model.layers) < degree:
         return f"{degree} ranks share {len(model.layers)} blocks"
-    return "" if _runs_without_embedding(model) else "forward calls self.embed, and later stages have None there; test it first"
-
-
-def _runs_without_embedding(model: Decoder) -> bool:
-    """Whether `forward` allows that embed is None, as models/llama3.py does. model: on the meta device."""
-    part = copy.copy(model)
-    part._modules = {**model._modules, "embed": None, "layers": nn.ModuleDict()}
-    width = model.head.output.in_features if model.head is not None else 1
-    hidden, positions = torch.empty(1, 2, width, device="meta"), torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    try:
-        part(hidden, SeqInfo(positions))
-    except TypeError as error:
-        return "NoneType" not in str(error)
-    except Exception:  # of a model that needs more than this to run
-        return True
-    return True
+    return not_carried(family)
 
 
 def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
@@ -331,7 +331,7 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
         known = ", ".join(f'"{name}"' for name in STAGES_OF_A_RANK)
         yield f'parallelism.pipeline_parallel_schedule = "{schedule}": {_REFUSED[schedule]}; use one of {known}'
         return
-    if reason := unsplittable(model, degree):
+    if reason := unsplittable(family, degree):
         yield f"{key}: in {config.model.name}, {reason}; set it to 1"
         return
     yield from _stage_faults(config, family, model, key)
@@ -343,12 +343,12 @@ def faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
             'pipeline keeps what it has gathered; use "default"'
         )
     if schedule in SPLIT:
-        yield from _split_faults(config, model)
+        yield from _split_faults(config, family, model)
     if cfg.cpu_offload:
         yield f"{key}: parallelism.cpu_offload = true is not supported with it; set one of them back"
 
 
-def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
+def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[str]:
     """What cannot run a backward pass in two parts."""
     cfg, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
@@ -361,6 +361,9 @@ def _split_faults(config: Config, model: Decoder) -> Iterator[str]:
         yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
+    calls = [call.name for call in trace(family.on_meta(), 1, 16).calls]
+    if len(set(calls)) < len(calls):  # PyTorch frees after the first use what the second one needs
+        yield f"{twice}, of blocks that {config.model.name} applies once; use another schedule"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
@@ -371,7 +374,11 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
-    stages = len(layers)
+    stages, flow = len(layers), trace(family.on_meta(), 1, 16)
+    if torch.__version__ < "2.13" and not all(
+        each.is_floating_point() for part in received_by_stages(flow, layers) for each in part
+    ):
+        yield f"{key}: blocks of {config.model.name} use whole numbers of earlier stages, which needs PyTorch 2.13; set it to 1"
     yield from (f"{key}: {fault}" for fault in _frozen(layers, model))
     of_a_rank = STAGES_OF_A_RANK[schedule]
     if stages % degree or (of_a_rank == 1 and stages != degree) or stages < of_a_rank * degree:

@@ -5,20 +5,22 @@ each layer that is equal to one of them. Only Muon updates the whole model.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
 from titanlite.errors import phase
+from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import Deferred, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import Share, shares, stage_costs
+from titanlite.parallel.pipeline import Share, flow_of, received_by_stages, shares, split_layers, stage_costs
 from titanlite.plan import pipeline
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
@@ -94,13 +96,14 @@ def predict(
         run = layers.each() if isinstance(routing, Trace) else layers  # with a trace no two layers do the same
         measured = Measured(model, layers, run, held, update, microbatches)
         if degree > 1:
+            flow = flow_of(whole, family_of(whole.model), mesh["tp"])
             setup = setup._replace(config=pipeline.flat(whole))
             parts = measure_work(setup, run, in_a_pipeline(microbatches), kept=True)
         else:
             # all microbatches but the last one are equal
             parts = measure_work(setup, run, [microbatches - 1, 1] if microbatches > 1 else [1])
     if degree > 1:
-        return of_worst_rank(whole, ranks, parameters, measured, parts)
+        return of_worst_rank(whole, ranks, parameters, measured, parts, flow)
     activations, working = whole_memory(layers, held)
     passes = sum_of(parts, lambda place: run.times(place) if place in run.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
@@ -152,33 +155,41 @@ def in_a_pipeline(microbatches: int) -> list[int]:
     return [1, microbatches - 2, 1] if microbatches > 2 else [1] * microbatches
 
 
-def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part]) -> Prediction:
-    """The prediction of the rank of a pipeline that holds the most. config: with the pipeline."""
+def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part], flow: Flow) -> Prediction:
+    """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)
     every, hidden = shares(config, family, whole), hidden_bytes(config, ranks, measured.model)
-    rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, hidden)
-    memories = [memory_of(share, config, whole, measured, hidden, rehearsal.kept[rank]) for rank, share in enumerate(every)]
+    received = received_by_stages(flow, split_layers(config, family, whole))
+    rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, hidden, received)
+    widest = max(map(size_of, received))
+    memories = [memory_of(share, config, whole, measured, widest, rehearsal.kept[rank]) for rank, share in enumerate(every)]
     rank = max(range(degree), key=lambda rank: memories[rank].total)
     text = f"rank {rank} of {degree} in the pipeline, which holds the most; ranks wait {rehearsal.idle:.1%} of a step"
-    return Prediction(parameters, memories[rank], work_of(every[rank], degree, measured, parts, hidden), 0, text)
+    return Prediction(parameters, memories[rank], work_of(every[rank], degree, measured, parts, received), 0, text)
+
+
+def size_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def hidden_bytes(config: Config, ranks: int, model: Decoder) -> int:
-    """Of the hidden states of a microbatch, as they travel between two ranks."""
+    """Of the hidden states of a microbatch on a rank."""
     training, degrees = config.training, resolve_degrees(config.parallelism, ranks)
     assert model.head is not None
     tokens = training.local_batch_size * training.seq_len // (degrees["cp"] * degrees["tp"])
     return tokens * model.head.output.in_features * DTYPES[training.mixed_precision_param].itemsize
 
 
-def rehearsed(config: Config, costs: list[float], every: list[Share], measured: Measured, hidden: int) -> pipeline.Rehearsal:
+def rehearsed(
+    config: Config, costs: list[float], every: list[Share], measured: Measured, hidden: int, received: list[list[Tensor]]
+) -> pipeline.Rehearsal:
     """A step of the schedule. costs: of the stages' forward passes."""
     kept, between, tp = [0] * len(costs), [0] * len(costs), config.parallelism.tensor_parallel_degree
     for share in every:
         for number, blocks in share.stages.items():
             of_blocks = sum(measured.held.kept[measured.layers.stands_for[name]] for name in blocks)
-            kept[number] = of_blocks + (hidden if number else 0)  # with what a later stage has received
+            kept[number] = of_blocks + size_of(received[number])
             with_head = share.head and number == len(costs) - 1
             between[number] = bytes_between(measured.model, blocks, with_head, hidden, tp)
     backward = 3 if config.activation_checkpoint.mode == "full" else 2
@@ -202,19 +213,19 @@ def bytes_between(model: Decoder, blocks: list[str], with_head: bool, hidden: in
     return hidden * numbers // dim + (4 * rows * dim // tp if with_head and output.requires_grad else 0)
 
 
-def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, hidden: int, kept: int) -> Memory:
+def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, received: int, kept: int) -> Memory:
     """What a rank of a pipeline holds. whole: the model on the meta device. kept: by its stages, for backward passes."""
     training, part = config.training, measured.part_of(share)
     masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.untied().has(name))
     gradients = DTYPES[training.mixed_precision_reduce].itemsize * unsharded(config, whole, share)
     gathered = DTYPES[training.mixed_precision_param].itemsize * unsharded(config, whole, share, frozen=True)
-    activations = kept + gathered + 2 * hidden  # what arrives and leaves meanwhile
+    activations = kept + gathered + 2 * received  # what arrives and leaves meanwhile
     _, working = whole_memory(part_of(measured.layers, share), measured.held, with_head=share.head)
     working = max(working, round(measured.update.working * part) - activations)
     return Memory(masters, gradients, round(measured.update.state * part), activations, working)
 
 
-def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], hidden: int) -> Work:
+def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], received: list[list[Tensor]]) -> Work:
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
     own, part = part_of(measured.run, share), measured.part_of(share)
     often = {"embed": int(share.embed), "head": int(share.head)}
@@ -223,9 +234,11 @@ def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], hi
         channel: Traffic(each.calls, round(each.size * part), round(each.sent * part))
         for channel, each in measured.update.work.traffic.items()
     }
-    # each stage but the last sends hidden states, and each but the first their gradients
-    messages = (2 * len(share.stages) - share.embed - share.head) * measured.microbatches
-    travels = {Channel("pipeline: hidden states", "send", ("pp",), degree): (messages, messages * hidden)}
+    # each stage sends what the next one receives, and the gradients of what it has received itself
+    onwards = [tensor for number in share.stages for tensor in ([*received, []][number + 1])]
+    back = [tensor for number in share.stages for tensor in received[number] if tensor.requires_grad]
+    messages, size = (measured.microbatches * each for each in (len(onwards + back), size_of(onwards + back)))
+    travels = {Channel("pipeline: hidden states", "send", ("pp",), degree): (messages, size)}
     if share.tied and (share.embed or share.head):
         size = local_bytes(dict(measured.model.named_parameters())["embed.weight"])
         travels[Channel("pipeline: gradient of the tied embedding", "send", ("pp",), degree)] = 1, size

@@ -271,7 +271,7 @@ def _checks_in_training(model: Model, family: Family, saves: Path, table: Table,
             raise NotRun(f"{reason}; context parallelism refuses this model")
         if "ep" in degrees and (reason := expert.unsplittable(whole, degrees["ep"])):
             raise NotRun(f"the model has {reason}; expert parallelism refuses it")
-        if "pp" in degrees and (reason := pipeline.unsplittable(whole, degrees["pp"])):
+        if "pp" in degrees and (reason := pipeline.unsplittable(family, degrees["pp"])):
             raise NotRun(f"{reason}; pipeline parallelism refuses this model")
         trained = run(train_small, {}, degrees, saves, step)
         faults = damage(trained, alone.stored)

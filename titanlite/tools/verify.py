@@ -165,14 +165,15 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
 
 def _default_meshes(config: Config) -> list[dict[str, int]]:
     """One process, and the meshes of check-model on which the model can run."""
-    model = family_of(config.model).on_meta()
+    family = family_of(config.model)
+    model = family.on_meta()
     refused = {*refused_dimensions(model.limits, dict.fromkeys(DEGREES, 2))}
     refused |= {"cp"} if context.unsplittable(model) else set()
     if expert.unsplittable(model, 2) or isinstance(config.parallelism.fsdp_reshard_after_forward, int):
         refused.add("ep")
     if config.activation_checkpoint.sequence_chunks > 1:
         refused.add("tp")
-    if pipeline.unsplittable(model, 2):
+    if pipeline.unsplittable(family, 2):
         refused.add("pp")
     return [{}, *(degrees for degrees in meshes_of(model).values() if refused.isdisjoint(degrees))]
 

@@ -1,0 +1,90 @@
+"""Which tensors stages hand on, and which models are refused, because one block leaves something for another."""
+
+import random
+
+import pytest
+import torch
+
+from models.attention import SeqInfo
+from tests import block_graphs
+from tests.block_graphs import EXPLICIT, HIDDEN, drawn
+from tests.distributed.scenarios import config_of
+from titanlite.loop.checks import check
+from titanlite.parallel import dataflow
+from titanlite.parallel.dataflow import Replay, not_carried, trace
+from titanlite.transforms.registry import Family, family_names, load_family, load_module
+
+# way: (a word of the reason, the line that it names, a part of that line's text)
+REFUSED = {
+    "attribute": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),
+    "object": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),
+    "list": ("layers.1 changes a list or a dict among its arguments", "layer(x, rope, seq"),
+    "counter": ("layers.2 computes something else without what earlier blocks leave in Python", "x * self.others.count"),
+    "parameter": ("layers.2 uses layers.1.ffn_norm.weight, which is not its own", "return x * maker.ffn_norm.weight"),
+    "module": ("layers.2 shares layers.1.ffn_norm.weight", "layer(x, rope, seq"),
+    "in place": ("layers.2 writes into a tensor that others use", "return x.add_(1.0)"),
+    "argument": ("layers.2 writes into a tensor that others use", ".mul_(2.0)"),
+    "stash": ("layers.2 uses a tensor that is none of its arguments", "x = x + 0.1 * self.used("),
+    "head": ("head uses a tensor that is none of its arguments", "hidden = hidden + 0.1 * made"),
+    "again": ("layers.0 runs again after layers.3", "layer(x, rope, seq"),
+}
+
+
+def graph(uses: str) -> Family:
+    return load_family("tests.block_graphs", "deep", overrides={"graph": uses})
+
+
+def crossings(family: Family) -> list[int]:
+    """How many tensors go from each of the blocks' stages to the next, if each block is one."""
+    flow = trace(family.on_meta(), 1, 16)
+    return [len(flow.crossing(call)) for call in range(2, len(flow.calls) - 1)]
+
+
+@pytest.mark.parametrize("way", HIDDEN)
+def test_what_a_block_leaves_in_python_is_refused_with_the_line(way):
+    reason, line = REFUSED[way]
+    found = not_carried(graph(f"2 {way} 1"))
+    assert found.startswith(reason)
+    number = int(found.rsplit("block_graphs.py, line ", 1)[1].rstrip(")"))
+    with open(block_graphs.__file__) as file:
+        assert line in file.read().splitlines()[number - 1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_random_graph_is_refused_if_and_only_if_a_use_is_hidden(seed):
+    numbers = random.Random(seed)
+    uses = drawn(numbers, EXPLICIT if seed % 2 else EXPLICIT + HIDDEN)
+    hidden = any(way in HIDDEN for _, way, _ in graph(uses).config.uses())
+    assert bool(not_carried(graph(uses))) == hidden, uses
+
+
+@pytest.mark.parametrize("name", [*family_names(), "tests.tiny_hybrid"])
+def test_families_hand_on_hidden_states_alone(name):
+    family = load_family(name, next(iter(load_module(name).FLAVORS)))
+    assert not_carried(family) == ""
+    assert set(crossings(family)) == {1}
+
+
+def test_tensors_cross_as_long_as_a_later_block_uses_them():
+    assert crossings(graph("2 value 0")) == [2, 2, 1]
+    assert crossings(load_family("tests.forks.right.value_residual", "deep")) == [2, 2, 2]
+
+
+def test_a_start_refuses_what_is_left_in_python(tmp_path):
+    model = {"name": "tests.block_graphs", "overrides": {"graph": "3 attribute 0"}}
+    batch = {"global_batch_size": 8, "local_batch_size": 1}
+    config = config_of({"pp": 2}, "deep", model=model, training=batch, job={"dump_folder": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"layers\.3 uses a tensor that is none") as error:
+        check(config, "my.toml", 2, open_files=False)
+    assert "block_graphs.py, line " in str(error.value)
+
+
+def test_a_forward_pass_that_depends_on_data_is_an_error_while_it_runs():
+    family = graph("2 number 1")
+    model, flow = family.on_meta().to_empty(device="cpu"), trace(family.on_meta(), 1, 16)
+    stage = Replay(model, flow, flow.calls_of({"embed", "layers.0", "layers.1"}), last=False)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    assert len(stage((), tokens, SeqInfo(tokens))) == 1
+    model.layers["1"].number = 7
+    with pytest.raises(dataflow.NotCarried, match=r"layers\.1 returns 9, and returned 3 when"):
+        stage((), tokens, SeqInfo(tokens))
