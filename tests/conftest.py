@@ -3,6 +3,7 @@
 import logging
 import multiprocessing.forkserver as forkserver
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,10 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from tests import disturbed
 from tests.distributed.pool import Pool
 from tests.guard import VARIABLE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time, each with ranks of its own
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each, in a random order")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (seed := config.getoption("shuffle")) is not None:
+        terminalreporter.write_line(f"this order again: --shuffle {seed}")
 
 
 def pytest_configure() -> None:
@@ -23,6 +34,7 @@ def pytest_configure() -> None:
 
     Give --basetemp=FOLDER to look at files that tests have written.
     """
+    disturbed.install()
     if "PYTEST_XDIST_WORKER" in os.environ:  # of a run that has done this
         return
     # A shell starts background jobs with these ignored, and so would be every command that a test sends Ctrl-C.
@@ -36,12 +48,16 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --dist loadgroup, pytest-xdist runs the tests of a group in one process, and any other where one is free.
 
     All tests that need ranks are a group: pools of ranks for every process would share the same few cores. So are the tests of
     a file that share what a fixture makes once for the file.
     """
+    if (seed := config.getoption("shuffle")) is not None:
+        draw = random.Random(seed)
+        places = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], draw.random()))  # a file's tests stay together: they share fixtures
     for item in items:
         assert isinstance(item, pytest.Function)
         if "pools" in item.fixturenames:

@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE
+
 _GRACE = 10.0  # seconds that the other ranks get after the first one has failed
 
 
@@ -41,7 +43,7 @@ class Pool:
         self.workers: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
+    def run(self, function: str, timeout: float = PATIENCE, **arguments: Any) -> list[Any]:
         """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
 
         gloo can abort a process by itself: where a rank has ended so, new ranks get a second try, with a warning.
@@ -169,12 +171,12 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     # gathering whole tensors for a comparison is slow on purpose
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _share_one_device()
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
     _share_groups_between_meshes()
     while True:
         try:

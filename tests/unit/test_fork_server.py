@@ -17,7 +17,10 @@ def answer(code):
 
 def sleep():
     print("sleeping", os.getpid(), flush=True)
-    time.sleep(60)
+    os.write(says[1], b"!")
+    time.sleep(600)
+
+says = os.pipe()
 
 def wait(child):
     while child.poll() is None:
@@ -92,8 +95,10 @@ while os.path.exists(path) and open(path).read():
 def test_signals_are_held_back_until_a_process_listens():
     then = """
 child = server.start(sleep)
+os.read(says[0], 1)
 os.kill(child.pid, signal.SIGTERM)
-time.sleep(0.3)
+(pending,) = (line for line in open(f"/proc/{child.pid}/status") if line.startswith("ShdPnd"))
+assert int(pending.split()[1], 16) >> signal.SIGTERM - 1 & 1
 assert child.poll() is None
 os.kill(child.pid, signal.SIGKILL)
 """
@@ -103,7 +108,7 @@ os.kill(child.pid, signal.SIGKILL)
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_the_launcher(end):
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\ntime.sleep(1)\n{end}")],
+        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\nos.read(says[0], 1)\n{end}")],
         stdout=subprocess.PIPE,
         text=True,
     )
