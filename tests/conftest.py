@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import disturbed
 from tests.distributed.pool import Pool
 from tests.guard import VARIABLE
 
@@ -34,7 +33,10 @@ def pytest_configure() -> None:
 
     Give --basetemp=FOLDER to look at files that tests have written.
     """
-    disturbed.install()
+    if "TITANLITE_TESTS_DISTURB" in os.environ:
+        from tests import disturbed  # imports PyTorch
+
+        disturbed.install()
     if "PYTEST_XDIST_WORKER" in os.environ:  # of a run that has done this
         return
     # A shell starts background jobs with these ignored, and so would be every command that a test sends Ctrl-C.
@@ -73,6 +75,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         groups = {item.nodeid: item.get_closest_marker("xdist_group") for item in session.items}
         lost = [name for name, group in groups.items() if group and not name.endswith(group.args[0])]
         assert not lost, f"several processes would start what {lost[0]} and {len(lost) - 1} other tests share with their groups"
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same whatever ran before it. Ranks of pools do so at each call."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -18,9 +18,9 @@ VARIABLE = "TITANLITE_TESTS_DISTURB"
 
 def install() -> None:
     """Once in a process, or in the one that it is a fork of."""
-    size, values_at = float(os.environ.get(VARIABLE, 0)), initialize._values_at
-    if not size:
+    if not (size := float(os.environ.get(VARIABLE, 0))):
         return
+    values_at = initialize._values_at
 
     def disturbed(distribution: Distribution, key: int, *where: Any) -> Callable[[Tensor], Tensor]:
         values = values_at(distribution, key, *where)
