@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 Event = TypeVar("Event")
-# Seconds after which a test counts as hung, below pytest's timeout of 300 for all of it. A loaded machine is slow; a test that
+# Seconds after which a test counts as hung, below pytest's timeout of 900 for all of it. A loaded machine is slow; a test that
 # passes never waits for this.
-PATIENCE = 240.0
+PATIENCE = 600.0
 
 
 def until(event: Callable[[], Event], alive: Callable[[], object] = lambda: True, patience: float = PATIENCE) -> Event:

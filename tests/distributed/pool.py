@@ -5,6 +5,7 @@ together. Importing PyTorch for every case would take longer than the cases, so 
 imported it; making groups again inside a process would leave DTensor's caches with names of groups that are gone.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import logging
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, until
 
 _GRACE = 10.0  # seconds that the other ranks get after the first one has failed
 
@@ -112,8 +113,10 @@ class Pool:
 
     def _stack(self, rank: int) -> str:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return (Path(self.folder.name) / f"stack-{rank}").read_text()
+        file = Path(self.folder.name) / f"stack-{rank}"
+        with contextlib.suppress(AssertionError):  # it may not answer this either
+            until(lambda: file.stat().st_size, patience=30)
+        return file.read_text()
 
 
 def _share_one_device() -> None:

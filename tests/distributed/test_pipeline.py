@@ -77,9 +77,7 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
     there = config_of_cell(degrees, changes)
     alone = config_of_cell({}, tuple({key: change[key] for key in change if key != "parallelism"} for change in changes))
     alone = alone.model_copy(update={"compile": Config().compile, "activation_checkpoint": Config().activation_checkpoint})
-    found, _ = pools[ranks_of(degrees)].run(
-        "tests.distributed.scenarios:trajectory", timeout=300, degrees=degrees, config=there
-    )[0]
+    found, _ = pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=there)[0]
     comparison = compare(found, reference(pools[1], alone.model_dump_json()))
     record_property("worst", str(comparison))
     assert [str(each) for each in comparison.excessive] == []

@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.launcher import Ended, Launch, finish, launch, run
 from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 
 ENDLESS = ("--training.steps", "1000000")
 
@@ -159,7 +159,7 @@ def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(fold
 def test_a_run_whose_output_nobody_reads_any_more_goes_on(folder):
     started = launch("run.toml", "--training.steps", "5", folder=folder, NGPU="2")
     started.process.stderr.close()
-    assert started.process.wait(60) == 0
+    assert started.process.wait(PATIENCE) == 0
     assert steps(folder) == [1, 2, 3, 4, 5]
 
 

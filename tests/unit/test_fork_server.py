@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 # A launcher, its fork server, and a function for new processes.
 SCRIPT = """
 import os, signal, sys, time
@@ -33,7 +35,7 @@ server = ForkServer("json")
 
 
 def run(then: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(then=then)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(then=then)], capture_output=True, text=True, timeout=PATIENCE)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
 
@@ -113,5 +115,5 @@ def test_no_process_outlives_the_launcher(end):
         text=True,
     )
     assert process.stdout is not None
-    output, _ = process.communicate(timeout=30)  # returns when the last process that holds the pipe has ended
+    output, _ = process.communicate(timeout=PATIENCE)  # returns when the last process that holds the pipe has ended
     assert output.startswith("sleeping ")

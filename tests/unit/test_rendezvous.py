@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 from titanlite.errors import UserError
 from titanlite.launch import rendezvous
 from titanlite.launch.layout import Layout
@@ -60,7 +60,7 @@ def meet(*launchers: Rendezvous) -> list[RendezvousInfo | Exception]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     return results
 
 
