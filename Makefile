@@ -22,8 +22,7 @@ train: .venv/installed
 	./run_train.sh train_configs/llama_debug.toml
 
 test: .venv/installed lint
-	$(TOGETHER) -m 'not slow and not alone'
-	$(PYTEST) -m 'alone and not slow' $$(grep -rl --include='test_*.py' mark.alone tests)
+	$(TOGETHER) -m 'not slow'
 
 test-all: test
 	$(TOGETHER) -m slow

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing.forkserver as forkserver
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -18,11 +19,24 @@ from tests.guard import VARIABLE
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time, each with ranks of its own
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each, in a random order")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (seed := config.getoption("shuffle")) is not None:
+        terminalreporter.write_line(f"this order again: --shuffle {seed}")
+
+
 def pytest_configure() -> None:
     """Gives the run a temporary folder and a mark, and starts what removes the one and ends all processes with the other.
 
     Give --basetemp=FOLDER to look at files that tests have written.
     """
+    if "TITANLITE_TESTS_DISTURB" in os.environ:
+        from tests import disturbed  # imports PyTorch
+
+        disturbed.install()
     if "PYTEST_XDIST_WORKER" in os.environ:  # of a run that has done this
         return
     # A shell starts background jobs with these ignored, and so would be every command that a test sends Ctrl-C.
@@ -36,12 +50,16 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --dist loadgroup, pytest-xdist runs the tests of a group in one process, and any other where one is free.
 
     All tests that need ranks are a group: pools of ranks for every process would share the same few cores. So are the tests of
     a file that share what a fixture makes once for the file.
     """
+    if (seed := config.getoption("shuffle")) is not None:
+        draw = random.Random(seed)
+        places = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: (places[item.path], draw.random()))  # a file's tests stay together: they share fixtures
     for item in items:
         assert isinstance(item, pytest.Function)
         if "pools" in item.fixturenames:
@@ -57,6 +75,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         groups = {item.nodeid: item.get_closest_marker("xdist_group") for item in session.items}
         lost = [name for name, group in groups.items() if group and not name.endswith(group.args[0])]
         assert not lost, f"several processes would start what {lost[0]} and {len(lost) - 1} other tests share with their groups"
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test draws the same whatever ran before it. Ranks of pools do so at each call."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -20,3 +20,6 @@ import titanlite.tools.import_hf
 import titanlite.tools.replay
 import titanlite.tools.verify
 import titanlite.train  # noqa: F401
+from tests import disturbed
+
+disturbed.install()

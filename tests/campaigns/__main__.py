@@ -8,6 +8,8 @@ PART is one of
   damage     runs that stop, get one damaged file, and go on; 240 times
   elastic    runs that go on with other numbers of ranks, and on other meshes
   two-hosts  two network namespaces and the cable between them
+  processors the tests under other kernels, threads, weights, orders, users, paths, locales and time zones (60 rows of 5 to 20
+             minutes; `--only sample`: a few tests under each, 3 minutes)
   mutants    faults in the code, each caught by some test: python -m tests.mutations.run
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign goes on where it was, as
@@ -30,7 +32,7 @@ from pathlib import Path
 
 import torch
 
-from tests.campaigns import Mesh, Report, damage, elastic, kill, mixtures, pipelines, two_hosts
+from tests.campaigns import Mesh, Report, damage, elastic, kill, mixtures, pipelines, processors, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
 from titanlite.tools.compare import compare
@@ -130,6 +132,7 @@ PARTS = {
     "damage": damage_items,
     "elastic": elastic_items,
     "two-hosts": host_items,
+    "processors": processors.items,
 }
 
 

@@ -204,7 +204,7 @@ def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
 def run(pools: dict[int, Pool], cell: Cell, backend: str = "aot_eager") -> tuple[Trajectory, int]:
     ranks = math.prod(MESHES[cell["mesh"]].values())  # those that split experts are among them
     config = config_of_cell(cell, backend)
-    results = pools[ranks].run("tests.distributed.cells:trajectory", timeout=300, cell=cell, config=config)
+    results = pools[ranks].run("tests.distributed.cells:trajectory", cell=cell, config=config)
     return results[0][0], results[-1][1]  # of a pipeline, the last rank has the head
 
 

@@ -111,7 +111,7 @@ def assert_as_on_one_process(
     config: Config,
     function: str = "tests.distributed.scenarios:trajectory",
 ) -> None:
-    found, graphs = pools[ranks_of(degrees)].run(function, timeout=300, degrees=degrees, config=config)[0]
+    found, graphs = pools[ranks_of(degrees)].run(function, degrees=degrees, config=config)[0]
     comparison = compare(found, reference(pools[1], flavor)[0])
     print(f"{flavor}, {degrees}: {comparison}")
     assert [str(each) for each in comparison.excessive] == []

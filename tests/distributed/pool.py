@@ -5,6 +5,7 @@ together. Importing PyTorch for every case would take longer than the cases, so 
 imported it; making groups again inside a process would leave DTensor's caches with names of groups that are gone.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import logging
@@ -19,6 +20,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import PATIENCE, until
 
 _GRACE = 10.0  # seconds that the other ranks get after the first one has failed
 
@@ -41,7 +44,7 @@ class Pool:
         self.workers: list[Any] = []
         self.pipes: list[Connection] = []
 
-    def run(self, function: str, timeout: float = 120.0, **arguments: Any) -> list[Any]:
+    def run(self, function: str, timeout: float = PATIENCE, **arguments: Any) -> list[Any]:
         """Calls "module:name"(**arguments) on every rank at once; the results by rank. Raises WorkerFailure.
 
         gloo can abort a process by itself: where a rank has ended so, new ranks get a second try, with a warning.
@@ -110,8 +113,10 @@ class Pool:
 
     def _stack(self, rank: int) -> str:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return (Path(self.folder.name) / f"stack-{rank}").read_text()
+        file = Path(self.folder.name) / f"stack-{rank}"
+        with contextlib.suppress(AssertionError):  # it may not answer this either
+            until(lambda: file.stat().st_size, patience=30)
+        return file.read_text()
 
 
 def _share_one_device() -> None:
@@ -169,12 +174,12 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     # gathering whole tensors for a comparison is slow on purpose
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _share_one_device()
     store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
     _share_groups_between_meshes()
     while True:
         try:
@@ -183,6 +188,7 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
             return
         module, name = function.split(":")
         groups = set(dist.distributed_c10d._world.pg_map)
+        torch.manual_seed(rank)
         try:
             answer = True, getattr(importlib.import_module(module), name)(**arguments)
             _end_groups(groups)

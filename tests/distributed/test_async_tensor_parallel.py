@@ -71,7 +71,7 @@ def run(pools: dict[int, Pool], overlap: bool) -> Any:
         parallelism={"tensor_parallel_degree": 2, "enable_async_tensor_parallel": overlap},
         compile={"enable": overlap, "components": ["model"]},
     )
-    return pools[2].run("tests.distributed.test_async_tensor_parallel:gradients", timeout=240.0, config=config)[0]
+    return pools[2].run("tests.distributed.test_async_tensor_parallel:gradients", config=config)[0]
 
 
 @pytest.mark.slow  # inductor

@@ -87,7 +87,7 @@ def test_counts_and_biases_are_exactly_those_of_one_process(pools, alone, cell):
     config = config_of_cell(degrees, sections, accumulation)
     expected = alone("balanced")
     assert expected.counts[0].sum(1).unique().tolist() == [8 * 32 * 2] and expected.biases[-1].unique().numel() > 2
-    for found in pools[ranks_of(degrees)].run(f"{HERE}:balanced", timeout=300, degrees=degrees, config=config):
+    for found in pools[ranks_of(degrees)].run(f"{HERE}:balanced", degrees=degrees, config=config):
         assert all(map(torch.equal, found.counts, expected.counts))
         assert all(map(torch.equal, found.biases, expected.biases))
 
@@ -105,7 +105,7 @@ def test_a_step_that_is_skipped_on_one_rank_moves_no_bias_on_any(pools, degrees)
 def test_gradients_with_the_routers_losses_are_those_of_one_process(pools, alone, cell):
     degrees, sections, accumulation = CELLS[cell]
     config = config_of_cell(degrees, sections, accumulation)
-    found = pools[ranks_of(degrees)].run(f"{HERE}:trained", timeout=300, degrees=degrees, config=config)[0]
+    found = pools[ranks_of(degrees)].run(f"{HERE}:trained", degrees=degrees, config=config)[0]
     comparison = compare(found, alone("trained"))
     print(f"{cell}: {comparison}")
     assert [str(each) for each in comparison.excessive] == []

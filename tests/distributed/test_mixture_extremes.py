@@ -59,6 +59,16 @@ def unused(found: Trajectory, name: str) -> torch.Tensor:
     return found.gradients[name].flatten(1).abs().amax(dim=1) == 0
 
 
+def decays(config: Config, run: Trajectory, name: str) -> torch.Tensor:
+    """Which values of a parameter have changed by weight decay alone, as its formula says, within one rounding of each step."""
+    schedule, steps, kept = build_schedule(config), range(1, config.training.steps + 1), 1.0
+    for step in steps:
+        kept *= 1 - schedule.at(step) * config.optimizer.weight_decay
+    weights = run.weights[name].double()
+    rounding = len(steps) * torch.finfo(torch.float32).eps * weights.abs()
+    return (run.updates[name] - weights * (kept - 1)).abs() <= rounding
+
+
 @pytest.mark.parametrize("name", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cell", CELLS)
 def test_split_experts_train_as_on_one_process(pools, cell, name):
@@ -75,10 +85,11 @@ def test_split_experts_train_as_on_one_process(pools, cell, name):
     stacks = [each for each in expected.gradients if ".experts." in each]
     assert all(torch.equal(unused(found, each), unused(expected, each)) for each in stacks)
     if "of a step" in cell:
-        assert all(unused(expected, each).float().mean() > 0.5 for each in stacks)
-        for each in stacks:  # weight decay alone, the same bit for bit
-            idle = (expected.gradients[each] == 0) & (expected.updates[each] == found.updates[each])
-            assert idle[unused(expected, each)].float().mean() > 0.5 and (expected.updates[each] != 0).all()
+        for each in stacks:
+            idle = unused(expected, each)
+            assert idle.float().mean() > 0.5
+            for run in (found, expected):  # some of these experts get tokens later
+                assert decays(config, run, each)[idle].float().mean() > 0.5
 
 
 # --------------------------------------------------------------------------------------------------- what else a model has

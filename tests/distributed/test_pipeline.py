@@ -117,9 +117,7 @@ def compared_with_one_process(pools: dict[int, Pool], degrees: Degrees, changes:
     there = config_of_cell(degrees, changes)
     alone = config_of_cell({}, tuple({key: change[key] for key in change if key != "parallelism"} for change in changes))
     alone = alone.model_copy(update={"compile": Config().compile, "activation_checkpoint": Config().activation_checkpoint})
-    found, _ = pools[ranks_of(degrees)].run(
-        "tests.distributed.scenarios:trajectory", timeout=300, degrees=degrees, config=there
-    )[0]
+    found, _ = pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=there)[0]
     return compare(found, reference(pools[1], alone.model_dump_json()))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.distributed.pool import context
+from tests.waiting import PATIENCE
 
 _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK")
 
@@ -40,7 +41,7 @@ class Command:
             self.processes.append(context().Process(target=_run, args=arguments))
             self.processes[-1].start()
 
-    def finish(self, timeout: float = 120.0) -> Done:
+    def finish(self, timeout: float = PATIENCE) -> Done:
         """Waits for the end. Kills what has not ended in time, and raises TimeoutError."""
         with self._output:
             for rank, process in enumerate(self.processes):
@@ -61,12 +62,12 @@ class Command:
         return path.read_text() if path.exists() else ""
 
 
-def titanlite(*words: object, folder: Path, timeout: float = 120.0, **variables: str) -> Done:
+def titanlite(*words: object, folder: Path, timeout: float = PATIENCE, **variables: str) -> Done:
     """`titanlite WORDS` in a folder."""
     return Command(*words, folder=folder, **variables).finish(timeout)
 
 
-def train(*words: object, folder: Path, ranks: int = 1, timeout: float = 120.0, **variables: str) -> Done:
+def train(*words: object, folder: Path, ranks: int = 1, timeout: float = PATIENCE, **variables: str) -> Done:
     """`titanlite train WORDS` in a folder, as so many ranks."""
     return Command("train", *words, folder=folder, ranks=ranks, **variables).finish(timeout)
 

@@ -1,13 +1,16 @@
 """Starts run_train.sh as a user does, and finds every process that it has started."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 _MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
@@ -39,6 +42,15 @@ class Launch(NamedTuple):
         names = {pid: _name(pid) for pid in self.pids()}
         return {int(name.removeprefix("rank ")): pid for pid, name in names.items() if name.startswith("rank ")}
 
+    def catches(self, sign: signal.Signals) -> bool:
+        """Whether what was started has a handler for a signal by now, such as a shell's trap."""
+        (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{self.process.pid}/status").read_text(), re.MULTILINE)
+        return bool(int(mask, 16) >> (sign - 1) & 1)
+
+    def has_loaded(self, library: str) -> bool:
+        """Whether what was started has mapped a file of this name by now; a shell has not before it becomes Python."""
+        return library in Path(f"/proc/{self.process.pid}/maps").read_text()
+
 
 class Ended(NamedTuple):
     """What a run left behind."""
@@ -67,13 +79,13 @@ def launch(*words: str, folder: Path, script: Path = ROOT / "run_train.sh", **va
     return Launch(process, mark)
 
 
-def finish(started: Launch, timeout: float = 60.0) -> Ended:
+def finish(started: Launch, timeout: float = PATIENCE) -> Ended:
     """Waits for the end; after that, or where the time is over, whatever is still there is killed."""
     try:
         out, err = started.process.communicate(timeout=timeout)
-        deadline = time.monotonic() + 3.0  # for processes that are on their way out
-        while (left := started.pids()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with suppress(AssertionError):  # what is on its way out needs its turn on a busy machine
+            until(lambda: not started.pids(), patience=60)
+        left = started.pids()
     finally:
         for pid in started.pids():
             os.kill(pid, signal.SIGKILL)
@@ -82,7 +94,7 @@ def finish(started: Launch, timeout: float = 60.0) -> Ended:
     return Ended(128 - code if code < 0 else code, out, err, left)
 
 
-def run(*words: str, folder: Path, timeout: float = 60.0, **variables: str) -> Ended:
+def run(*words: str, folder: Path, timeout: float = PATIENCE, **variables: str) -> Ended:
     return finish(launch(*words, folder=folder, **variables), timeout)
 
 

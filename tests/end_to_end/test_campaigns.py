@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.campaigns import Mesh, damage, elastic, kill, two_hosts
+from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
 from tests.campaigns import __main__ as campaign
 
 # a minute or two each on a machine that has nothing else to do
@@ -28,6 +28,19 @@ def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
     if reason := two_hosts.obstacle():
         pytest.skip(reason)
     assert two_hosts.campaign(tmp_path, ["plain", "cut"]).broken == []
+
+
+@pytest.mark.parametrize("variant", processors.VARIANTS)
+def test_a_sample_of_the_tests_has_the_same_verdicts_on_other_processors(tmp_path, variant):
+    report = processors.play(tmp_path, processors.VARIANTS[variant], processors.SAMPLE)
+    assert report.broken == [] and set(report.figures) == {"tests"}, report
+
+
+def test_a_test_that_hangs_on_the_variant_is_named(tmp_path):
+    """Whether the campaign can fail: a test of a folder of its own that passes in UTC only."""
+    (tmp_path / "test_zone.py").write_text("import time\n\ndef test_zone():\n    assert time.timezone == 0\n")
+    found = processors.play(tmp_path / "runs", processors.Variant({"TZ": "Pacific/Chatham"}), [str(tmp_path / "test_zone.py")])
+    assert len(found.broken) == 1 and found.broken[0].endswith("::test_zone fails, plainly: passed")
 
 
 def test_cells_of_dense_models_and_of_mixtures_are_as_on_one_process(tmp_path):

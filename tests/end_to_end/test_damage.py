@@ -22,7 +22,7 @@ WORDS = ["--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "0", "--lr_
 
 
 def start(folder: Path, steps: int, *words: str) -> Ended:
-    return run("run.toml", "--training.steps", str(steps), *WORDS, *words, folder=folder, NGPU="2", timeout=120.0)
+    return run("run.toml", "--training.steps", str(steps), *WORDS, *words, folder=folder, NGPU="2")
 
 
 def trained(folder: Path, steps: int) -> Done:
@@ -135,7 +135,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_one_unharmed(tmp_path
         assert_refused(second, "out: another run is training in it")
     finally:
         first.process.send_signal(signal.SIGTERM)
-    ended = finish(first, timeout=120.0)
+    ended = finish(first)
     assert (ended.code, ended.left) == (EXIT_CODE, []), ended.err
     steps = [step for step, _ in losses(folder)]
     assert steps == list(range(1, len(steps) + 1))

@@ -89,7 +89,7 @@ def train(folder: Path, out: str, *options: str, ranks: int = 1) -> Done:
 
 
 def run(folder: Path, out: str, *options: str, **variables: str) -> Ended:
-    return finish(launch("run.toml", "--job.dump_folder", out, *options, folder=folder, **variables), timeout=200)
+    return finish(launch("run.toml", "--job.dump_folder", out, *options, folder=folder, **variables))
 
 
 def reports(folder: Path, out: str) -> list[dict]:

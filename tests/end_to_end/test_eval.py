@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.forked import Done, titanlite, train
+from tests.waiting import PATIENCE
 
 RUN = """
 [job]
@@ -90,7 +91,7 @@ def evaluate(folder: Path, *words: str) -> Done:
         "--model",
         "tests.tiny_qwen3",
         folder=folder,
-        timeout=280,
+        timeout=PATIENCE,
         HF_HUB_OFFLINE="1",
         HF_HOME=str(folder / "cache"),
     )

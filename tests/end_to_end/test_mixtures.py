@@ -55,7 +55,7 @@ def trained(request, tmp_path_factory) -> tuple[Path, str]:
 
 def command(trained: tuple[Path, str], *words: object, **variables: str) -> Done:
     folder, family = trained
-    return titanlite(*words, "--model", family, folder=folder, timeout=280, **variables)
+    return titanlite(*words, "--model", family, folder=folder, **variables)
 
 
 def test_answers_are_scored_as_by_transformers_model_of_the_export(trained):
@@ -80,7 +80,7 @@ def test_a_checkpoint_continues_text(trained):
 def test_verify_compares_split_experts_and_estimate_predicts_them(trained):
     folder, _ = trained
     meshes = [word for mesh in ("1", "dp_shard=2,ep=2") for word in ("--mesh", mesh)]
-    ended = titanlite("verify", "run.toml", "--steps", "2", *meshes, folder=folder, timeout=280)
+    ended = titanlite("verify", "run.toml", "--steps", "2", *meshes, folder=folder)
     assert ended.code == 0, ended.err + ended.out
     estimated = [
         titanlite("estimate", "run.toml", "--ranks", "2", *SPLIT, "--routing", routing, folder=folder)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.end_to_end.launcher import ROOT
+from tests.waiting import PATIENCE, until
 from titanlite.errors import UserError
 from titanlite.tools.ranks import on_ranks
 
@@ -83,14 +84,9 @@ def test_no_rank_outlives_the_command(tmp_path, sign):
     stop = "signal.signal(signal.SIGINT, lambda *_: os._exit(130))"  # as titanlite.__main__ has it
     program = f"from {HERE} import *; {stop}; on_ranks(2, waiting, Path({str(tmp_path)!r}), use_gpus=False)"
     main = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 100
-    while len(list(tmp_path.glob("*.pid"))) < 2:
-        assert time.monotonic() < deadline and main.poll() is None
-        time.sleep(0.1)
+    until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, lambda: main.poll() is None)
     ranks = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert all(map(_alive, ranks))
     main.send_signal(sign)
-    main.wait(20)
-    while any(map(_alive, ranks)):
-        assert time.monotonic() < deadline + 20
-        time.sleep(0.1)
+    main.wait(PATIENCE)
+    until(lambda: not any(map(_alive, ranks)))

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.end_to_end.launcher import ROOT, Ended, Launch, finish, launch
 from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
+from tests.waiting import until
 
 PATIENCE = 120.0  # for a real run on a busy machine
 
@@ -91,20 +91,13 @@ class Job(NamedTuple):
 
     def srun(self) -> int:
         """The process of srun."""
-        _until((self.folder / "srun.pid").exists)
+        until((self.folder / "srun.pid").exists)
         return int((self.folder / "srun.pid").read_text())
 
     def requests(self) -> list[str]:
         """What scontrol was asked to do."""
         path = self.folder / "requests"
         return path.read_text().splitlines() if path.exists() else []
-
-
-def _until(condition) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def job_in(folder: Path, script: Path = ROOT / "run_slurm.sh") -> Job:
@@ -181,9 +174,9 @@ def test_only_a_run_that_ends_with_75_is_requeued(stubbed, codes, code, requests
 
 def _running_stubs(job: Job) -> Launch:
     started = job.start("run.toml", CODE_0="forever", CODE_1="forever")
-    _until(lambda: all((job.folder / f"waits-{node}").exists() for node in (0, 1)))
+    until(lambda: all((job.folder / f"waits-{node}").exists() for node in (0, 1)))
     job.srun()
-    time.sleep(0.2)  # for the shell to come from the start of srun to its traps
+    until(lambda: started.catches(signal.SIGTERM) and started.catches(signal.SIGUSR1))
     return started
 
 

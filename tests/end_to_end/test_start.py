@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.waiting import PATIENCE
+
 RECIPE = "train_configs/llama_debug.toml"
 HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "tensorboard", "transformers")
 
@@ -26,7 +28,7 @@ def imported(*words: str, folder: Path, modules: tuple[str, ...]) -> tuple[int, 
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": root, "TITANLITE_CACHE": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=root, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, *words], cwd=root, env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     label, *names = done.stderr.splitlines()[-1].split()
     assert label == "imported", done.stderr

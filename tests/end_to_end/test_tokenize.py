@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.launcher import Ended, Launch, finish, launch
+from tests.waiting import until
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.documents import stdlib_files
@@ -45,13 +46,6 @@ def _run(text: Path, output: Path, *options: str, data: str = "a.jsonl") -> Ende
 
 def _files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def _wait_for(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "this did not happen"
-        time.sleep(0.01)
 
 
 def _workers(started: Launch) -> list[int]:
@@ -149,13 +143,12 @@ def test_neither_the_command_nor_a_worker_waits_for_pytorch(tmp_path):
 
 def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_same_files(text, tmp_path):
     options = ("--append-eos", "--shard-tokens", "200000")
-    started = time.monotonic()
     assert _run(text, tmp_path / "whole", *options, "--workers", "2").code == 0
-    took = time.monotonic() - started
     kills = 0
     for attempt in range(6):
         process = _tokenize(text, tmp_path / "out", *options, "--workers", str(1 + attempt % 3))
-        time.sleep(random.uniform(0.25, 0.25 + took / 4))
+        until((tmp_path / "out.unfinished").exists, lambda process=process: process.process.poll() is None)
+        time.sleep(random.uniform(0, 0.5) if attempt else 0)  # the first one has all its work before it
         os.killpg(process.process.pid, signal.SIGKILL)
         kills += finish(process).code == 128 + signal.SIGKILL
         if (tmp_path / "out").exists():
@@ -169,7 +162,7 @@ def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_s
 
 def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
-    _wait_for(lambda: _units(tmp_path / "out"))
+    until(lambda: _units(tmp_path / "out"))
     os.killpg(process.process.pid, signal.SIGKILL)
     finish(process)
     times = {path: path.stat().st_mtime_ns for path in _units(tmp_path / "out")}
@@ -181,7 +174,7 @@ def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
 
 def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
-    _wait_for(lambda: len(_workers(process)) == 2)
+    until(lambda: len(_workers(process)) == 2)
     process.process.kill()
     ended = finish(process)
     assert ended.left == []
@@ -189,7 +182,7 @@ def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
 
 def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
-    _wait_for(lambda: len(_workers(process)) == 2)
+    until(lambda: len(_workers(process)) == 2)
     os.kill(_workers(process)[0], signal.SIGKILL)
     ended = finish(process)
     assert ended.code == 2
@@ -199,22 +192,20 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
     assert _run(text, tmp_path / "out", "--workers", "2").code == 0
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
     process = _tokenize(text, tmp_path / "out", "--workers", workers)
-    _wait_for(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
-    time.sleep(random.uniform(0, 0.3))
+    instants = [(tmp_path / "out.unfinished" / "plan.json").exists, lambda: _workers(process), lambda: _units(tmp_path / "out")]
+    until(random.choice(instants))
     os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
-    started = time.monotonic()
     ended = finish(process)
-    assert time.monotonic() - started < 3
+    assert not (tmp_path / "out").exists()
     assert (ended.code, ended.out, ended.err, ended.left) == (130, "", "", [])
 
 
 def test_another_command_is_refused_while_one_is_at_work_and_after_it_was_killed(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
-    _wait_for(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
+    until(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
     ended = _run(text, tmp_path / "out", "--workers", "2")
     assert ended.code == 2 and "another command is running" in ended.err
     os.killpg(process.process.pid, signal.SIGKILL)

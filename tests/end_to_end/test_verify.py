@@ -24,7 +24,7 @@ warmup_steps = 2
 def verify(folder: Path, name: str, *words: str, flavor: str = "large") -> Done:
     (folder / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
     (folder / "run.toml").write_text(TOML.format(name=name, flavor=flavor, data=folder / "data.txt"))
-    return titanlite("verify", "run.toml", *words, folder=folder, timeout=240)
+    return titanlite("verify", "run.toml", *words, folder=folder)
 
 
 def test_a_sound_model_is_equal_on_every_mesh(tmp_path):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 CONFIG = """
@@ -36,7 +38,7 @@ log_freq = 1
 def run(*command: str | Path, folder: Path) -> str:
     """Standard output of a command that must succeed; nothing in its environment points to the repository."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -197,7 +197,7 @@ def check(wrong: Case, folder: Path) -> Done:
     """The check that run_train.sh makes before it starts anything."""
     ranks = wrong.variables.get("NGPU", "1")
     words = [*shlex.split(wrong.words), "--ranks", ranks, "--local-ranks", ranks]
-    return titanlite("check", *words, folder=folder, timeout=60.0, PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1")
+    return titanlite("check", *words, folder=folder, PYTHONPATH=str(ROOT), PYTHONDONTWRITEBYTECODE="1")
 
 
 def assert_refused(wrong: Case, code: int, out: str, err: str) -> None:
@@ -225,7 +225,7 @@ def test_run_train_ends_with_that_message_and_starts_nothing(name, tmp_path):
     prepare(tmp_path)
     before = contents(tmp_path)
     variables = {"PYTHONDONTWRITEBYTECODE": "1", **CASES[name].variables}  # a cache beside own/half_a_model.py is no trace
-    ended = run(*shlex.split(CASES[name].words), folder=tmp_path, timeout=30.0, **variables)
+    ended = run(*shlex.split(CASES[name].words), folder=tmp_path, **variables)
     assert_refused(CASES[name], ended.code, ended.out, ended.err)
     assert ended.left == []
     assert contents(tmp_path) == before

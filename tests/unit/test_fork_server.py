@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE
+
 # A launcher, its fork server, and a function for new processes.
 SCRIPT = """
 import os, signal, sys, time
@@ -17,7 +19,10 @@ def answer(code):
 
 def sleep():
     print("sleeping", os.getpid(), flush=True)
-    time.sleep(60)
+    os.write(says[1], b"!")
+    time.sleep(600)
+
+says = os.pipe()
 
 def wait(child):
     while child.poll() is None:
@@ -30,7 +35,7 @@ server = ForkServer("json")
 
 
 def run(then: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT.format(then=then)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(then=then)], capture_output=True, text=True, timeout=PATIENCE)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout
 
@@ -92,8 +97,10 @@ while os.path.exists(path) and open(path).read():
 def test_signals_are_held_back_until_a_process_listens():
     then = """
 child = server.start(sleep)
+os.read(says[0], 1)
 os.kill(child.pid, signal.SIGTERM)
-time.sleep(0.3)
+(pending,) = (line for line in open(f"/proc/{child.pid}/status") if line.startswith("ShdPnd"))
+assert int(pending.split()[1], 16) >> signal.SIGTERM - 1 & 1
 assert child.poll() is None
 os.kill(child.pid, signal.SIGKILL)
 """
@@ -103,10 +110,10 @@ os.kill(child.pid, signal.SIGKILL)
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_the_launcher(end):
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\ntime.sleep(1)\n{end}")],
+        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\nos.read(says[0], 1)\n{end}")],
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    output, _ = process.communicate(timeout=30)  # returns when the last process that holds the pipe has ended
+    output, _ = process.communicate(timeout=PATIENCE)  # returns when the last process that holds the pipe has ended
     assert output.startswith("sleeping ")

@@ -16,6 +16,7 @@ from benchmarks.gpu import estimates, runs
 from benchmarks.gpu.page import lines, write_page
 from benchmarks.gpu.plan import GOALS, PARTS, Part, Run, named, options_of, training_runs, words_of
 from benchmarks.gpu.runs import Kind, Setting, read_tests, read_training
+from tests.waiting import until
 from titanlite.config.read import read_config
 
 ENDLESS = math.inf
@@ -102,15 +103,11 @@ def test_a_kill_loses_only_the_run_at_work_and_ends_its_processes(setting, tmp_p
     if (child := os.fork()) == 0:
         program.carry_on(parts, setting, tmp_path, ENDLESS, [])
         os._exit(0)
-    until = time.monotonic() + 30
-    while not pid_file.exists() and time.monotonic() < until:
-        time.sleep(0.02)
+    until(pid_file.exists)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert list(program.load_results(tmp_path, parts)["a"]) == ["first"]
-    while Path(f"/proc/{pid_file.read_text().strip()}").exists() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{pid_file.read_text().strip()}").exists()
+    until(lambda: not Path(f"/proc/{pid_file.read_text().strip()}").exists())
     assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
     assert attempts(setting) == ["first", "second", "second", "third"]
     assert all(result["status"] == "done" for result in program.load_results(tmp_path, parts)["a"].values())

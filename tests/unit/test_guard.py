@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import guard
+from tests.waiting import until
 
 # As conftest.py does it, with a process that has left for a session of its own.
 PARENT = f"""
@@ -33,13 +33,6 @@ def test_processes_and_files_are_gone_soon_after_the_tests(tmp_path, sign):
     parent.wait()
     until(lambda: not folder.exists() and not guard.marked(str(folder)))
     assert tmp_path.exists()
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_run_of_the_tests_puts_its_files_where_the_guard_removes_them(tmp_path_factory):

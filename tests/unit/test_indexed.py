@@ -5,7 +5,6 @@ import pickle
 import resource
 import struct
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -368,7 +367,7 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
         file.write(struct.pack("<q", 2 * tokens))
         file.seek(-16, 2)
         file.write(struct.pack("<2q", documents - 1, documents))
-    before, began = _resident(), time.monotonic()
+    before = _resident()
     opened = TokenFile(tmp_path / "a")
     assert opened.documents == documents
     assert opened.boundaries(documents - 1, documents).tolist() == [tokens, tokens]
@@ -376,7 +375,6 @@ def test_a_large_file_is_opened_and_looked_into_without_reading_it(tmp_path):
     assert opened.ids[tokens // 2 : tokens // 2 + 1] == 0
     assert pickle.loads(pickle.dumps(opened)).tokens == tokens
     assert _resident() - before < 20 * 10**6  # the smallest of the tables has 40
-    assert time.monotonic() - began < 5
 
 
 def test_a_pickled_file_is_mapped_in_the_other_process(tmp_path):

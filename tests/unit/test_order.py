@@ -48,12 +48,11 @@ def test_any_slice_equals_that_part_of_the_whole_run():
         assert np.array_equal(sample_at(np.arange(first, first + count), samples, seed=3), whole[first : first + count])
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("samples", [7, 1_000_003, 2**41 + 5])
 def test_far_positions_are_answered_at_once(samples):
-    begin = time.perf_counter()
+    begin = time.process_time()
     together = sample_at(np.arange(2**40, 2**40 + 64), samples, seed=0)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     one_by_one = [sample_at(np.array([position]), samples, seed=0)[0] for position in range(2**40, 2**40 + 64)]
     assert together.tolist() == one_by_one
     assert ((together >= 0) & (together < samples)).all()

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 
 from models.decoder import Decoder
 from tests import tiny, tiny_hybrid
@@ -13,7 +14,7 @@ from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS,
 from titanlite.config.schema import Config
 from titanlite.plan.layers import Layers
 from titanlite.plan.predict import Prediction, predict
-from titanlite.plan.record import Channel, ring_bytes
+from titanlite.plan.record import Allocations, Channel, ring_bytes
 from titanlite.plan.report import limits, traffic_table
 from titanlite.transforms.registry import Family, family_of
 
@@ -235,3 +236,16 @@ def test_what_is_left_out_is_named():
     for word in ("CPU's attention", "compilation", "enable_async_tensor_parallel", "memory_budget"):
         assert word in text
     assert len(limits(Case({}).config())) == 1
+
+
+def test_a_measured_size_does_not_hang_on_what_was_there_before():
+    """Garbage that is collected late, a tensor that a thread gives back late, and one whose memory FSDP2 allocates again."""
+    with Allocations() as watch:
+        late, again, kept = (torch.ones(1000) for _ in range(3))
+        again.untyped_storage().resize_(0)
+        watch.begin()
+        assert watch.live() == 0
+        del late
+        again.untyped_storage().resize_(4000)
+        new = kept + 1
+    assert watch.live() == 8000 and watch.peaks == {"": 8000}, new.shape

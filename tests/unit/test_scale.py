@@ -11,7 +11,7 @@ from titanlite.data.prepare.cache import train_tokenizer
 
 @pytest.mark.parametrize("mask", [False, True], ids=["pack", "document mask"])
 def test_a_trillion_tokens_open_and_a_far_step_is_found_in_bounded_memory(tmp_path, mask):
-    """Promised are 2 s, 1 s and 500 MB. Times are given ten times as much room here; benchmarks/data.py measures them."""
+    """Promised are 2 s, 1 s and 500 MB; benchmarks/data.py measures the times."""
     (tmp_path / "set").mkdir()
     (tmp_path / "assets").mkdir()
     sparse_set.write(tmp_path / "set")
@@ -19,6 +19,5 @@ def test_a_trillion_tokens_open_and_a_far_step_is_found_in_bounded_memory(tmp_pa
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # the memory of a rank, not of pytest
         found = pool.apply(sparse_set.measure, (tmp_path / "set", str(tmp_path / "assets"), mask))
     assert (found["tokens"], found["documents"]) == (10**12, 10**9)
-    assert found["open"] < 20 and found["seek"] < 10
     assert found["added_mb"] < 150
     assert found["resident_mb"] < 500 or torch.version.cuda, "of which a build for GPUs takes more by itself"

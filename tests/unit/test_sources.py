@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.token_files import TEXTS, write_file, write_jsonl
+from tests.waiting import PATIENCE
 from titanlite.config.schema import Config
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare import cache, prepare
@@ -316,7 +317,7 @@ def _open_slowly(path: Path, assets: Path, notes: Path, ready, answers) -> None:
         return make(*arguments, **options)
 
     cache.prepare = slowly
-    ready.wait(timeout=60)
+    ready.wait(timeout=PATIENCE)
     source = _open(path, assets)
     answers.put((source.fingerprint, _documents(source)))
 
@@ -328,9 +329,9 @@ def test_two_processes_at_once_make_tokens_once(tmp_path, assets, loaded):
     both = [context.Process(target=_open_slowly, args=arguments) for _ in range(2)]
     for process in both:
         process.start()
-    first, second = answers.get(timeout=60), answers.get(timeout=60)
+    first, second = answers.get(timeout=PATIENCE), answers.get(timeout=PATIENCE)
     for process in both:
-        process.join(timeout=60)
+        process.join(timeout=PATIENCE)
     assert [process.exitcode for process in both] == [0, 0]
     assert first == second
     assert first[1] == _expected(loaded)

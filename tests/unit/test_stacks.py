@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from titanlite import errors
 from titanlite.launch import stacks
 
@@ -48,7 +49,7 @@ def dump(folder: Path) -> str:
 
 
 def test_where_nothing_went_wrong_nothing_is_left(tmp_path):
-    assert start(tmp_path, "pass").wait(60) == 0
+    assert start(tmp_path, "pass").wait(PATIENCE) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,17 +66,17 @@ def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_pa
 
 
 def test_a_crash_leaves_the_stack_and_the_next_start_adds_to_it(tmp_path):
-    assert start(tmp_path, "os.abort()").wait(60) == -signal.SIGABRT
+    assert start(tmp_path, "os.abort()").wait(PATIENCE) == -signal.SIGABRT
     first = dump(tmp_path)
     assert first.startswith("Fatal Python error: Aborted") and "in somewhere_in_the_model" in first
-    assert start(tmp_path, "pass").wait(60) == 0
+    assert start(tmp_path, "pass").wait(PATIENCE) == 0
     assert dump(tmp_path) == first
 
 
 def test_a_report_says_where_and_what_in_the_log_and_all_the_rest_in_the_dump(tmp_path):
     deed = "try: 1 / 0\n    except ZeroDivisionError as error: stacks.report(error)"
     process = start(tmp_path, deed)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert "rank 3, step 37, forward and backward: ZeroDivisionError: division by zero; " in err and "Traceback" not in err
     assert f"traceback: {tmp_path / 'stacks/rank-3.txt'}" in err
     header, *rest = dump(tmp_path).splitlines()

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from tests.waiting import PATIENCE
 from titanlite.launch import stop
 
 # Gets signals from itself, one after the other, and says what it has heard if it is still there.
@@ -27,7 +28,7 @@ print(stop._received and signal.Signals(stop._received).name, "torch" in sys.mod
 def listen(*signals: str, before: str = "", after: str = "") -> tuple[int, str]:
     """(exit code, what it printed) of a process that gets these signals."""
     script = LISTENER.format(signals=signals, before=before, after=after)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stderr == ""
     return done.returncode, done.stdout.strip()
 
@@ -106,4 +107,4 @@ def test_one_process_answers_at_once_and_makes_no_group(group_of_one, monkeypatc
 
 def test_the_launcher_leaves_at_once_while_it_has_no_ranks():
     script = "import os, signal; from titanlite.launch import stop; stop.leave_at_once(); os.kill(os.getpid(), signal.SIGUSR1)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == stop.EXIT_CODE == os.EX_TEMPFAIL
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE).returncode == stop.EXIT_CODE == os.EX_TEMPFAIL

@@ -188,7 +188,8 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.place = ""
         self.peaks: dict[str, int] = {}  # place -> the most bytes while it was the current one
-        self._storages: dict[int, tuple[weakref.ref, str]] = {}  # with the place that allocated it
+        # with the place that allocated it, and the bytes that do not count
+        self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
@@ -198,10 +199,19 @@ class Allocations(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if self._storages.get(storage._cdata, (lambda: None, ""))[0]() is None:
-                    self._storages[storage._cdata] = weakref.ref(storage), self.place
+                if self._storages.get(storage._cdata, (lambda: None,))[0]() is None:
+                    self._storages[storage._cdata] = weakref.ref(storage), self.place, 0
         self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
         return result
+
+    def begin(self) -> None:
+        """Counts only what is allocated from here on, and not what is freed of before.
+
+        When Python collects garbage, and when a thread of gloo gives back a tensor, is chance.
+        """
+        alive = ((key, ref, place, ref()) for key, (ref, place, _) in self._storages.items())
+        self._storages = {key: (ref, place, storage.nbytes()) for key, ref, place, storage in alive if storage is not None}
+        self.peaks.clear()
 
     def enter(self, place: str) -> None:
         """What follows happens in `place`."""
@@ -212,15 +222,15 @@ class Allocations(TorchDispatchMode):
         self.peaks[self.place] = max(self.peaks.get(self.place, 0), self.live() + temporary)
 
     def live(self) -> int:
-        """Bytes that are allocated now."""
+        """Bytes that are allocated now, since `begin`."""
         return sum(self.live_by_place().values())
 
     def live_by_place(self) -> Counter[str]:
-        """Bytes that are allocated now, by the place that allocated them."""
+        """Bytes that are allocated now, since `begin`, by the place that allocated them."""
         sizes: Counter[str] = Counter()
-        for key, (ref, place) in list(self._storages.items()):
+        for key, (ref, place, before) in list(self._storages.items()):
             if (storage := ref()) is None:
                 del self._storages[key]
             else:
-                sizes[place] += storage.nbytes()
+                sizes[place] += storage.nbytes() - before
         return sizes

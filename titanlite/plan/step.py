@@ -76,12 +76,10 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
         _materialize(model)
         _forward_backward(model, setup, 1)
         held.clear()
-        allocations.peaks.clear()
+        allocations.begin()
         allocations.enter("between steps")
-        before = allocations.live_by_place()
         _forward_backward(model, setup, 1)
-    peaks = {place: peak - before.total() for place, peak in allocations.peaks.items()}
-    return Held({name: held[name] - before[name] for name in layers}, peaks)
+    return Held({name: held[name] for name in layers}, allocations.peaks)
 
 
 class Part(NamedTuple):

@@ -1,0 +1,126 @@
+"""The same tests on other kernels, threads, weights, orders, users, paths, locales and time zones: no verdict may change.
+
+    python -m tests.campaigns processors --only sample        each variant with a few tests, in minutes
+    python -m tests.campaigns processors --only "numbers, ATEN_CPU_CAPABILITY=avx2"
+
+A row is a part of the suite under one variant. What does not pass there is run once more, plainly; a row names each test that
+fails, and whether it fails plainly too. A variant changes what a machine of a user may be, never what titanlite is given.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests import disturbed
+from tests.campaigns import Report, verdicts
+
+ROOT = Path(__file__).parents[2]
+_NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
+_ORDINARY = ("unshare", "--user", "--map-user=1000", "--map-group=1000")  # whose files are those of the user outside
+
+
+class Variant(NamedTuple):
+    """What differs from a plain run."""
+
+    variables: Mapping[str, str] = {}
+    options: tuple[str, ...] = ()  # of pytest
+    busy: int = 0  # processes that compute beside the tests, for each core
+    through: tuple[str, ...] = ()  # a command that starts pytest
+    folder: str = ""  # of a copy of the tree, below a temporary one, where the tests also put their files
+
+
+VARIANTS = {
+    "plain": Variant(),
+    **{f"ATEN_CPU_CAPABILITY={name}": Variant({"ATEN_CPU_CAPABILITY": name}) for name in ("default", "avx2", "avx512")},
+    **{f"MKL_CBWR={name}": Variant({"MKL_CBWR": name}) for name in ("COMPATIBILITY", "AVX2")},
+    **{f"ONEDNN_MAX_CPU_ISA={name}": Variant({"ONEDNN_MAX_CPU_ISA": name}) for name in ("SSE41", "AVX2", "AVX512_CORE")},
+    **{f"{number} threads": Variant({"OMP_NUM_THREADS": str(number)}) for number in (1, 2, 4)},
+    "weights disturbed by 1e-7": Variant({disturbed.VARIABLE: "1e-7"}),
+    "full load": Variant(busy=2),
+    **{f"random order, seed {seed}": Variant(options=("--shuffle", str(seed))) for seed in (1, 2, 3)},
+    "an ordinary user": Variant(through=_ORDINARY),
+    "a deep path": Variant(folder="with a space/" + "/".join(f"deeper-{depth:02}" for depth in range(20))),
+    "a Turkish locale": Variant({"LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8"}),
+    "ASCII only": Variant({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+    "TZ=Pacific/Chatham": Variant({"TZ": "Pacific/Chatham"}),  # 12:45 or 13:45 hours before UTC
+}
+# What hangs on rounding, memory, order, paths and texts more than other tests do, and takes seconds.
+SAMPLE = (
+    "tests/distributed/test_mixture_extremes.py::test_split_experts_train_as_on_one_process"
+    "[most experts get no token of a step-AdamW]",
+    "tests/distributed/test_exchange.py::test_a_step_with_the_worst_routing_takes_no_more_memory_than_the_estimate_says[full]",
+    "tests/distributed/test_stop.py::test_a_rank_is_one_step_ahead_of_one_that_has_not_come_and_no_more",
+    "tests/unit/test_optimizer.py",
+    "tests/unit/test_order.py",
+    "tests/unit/test_rounding.py",
+    "tests/unit/test_run_folder.py",
+    "tests/unit/test_documents.py",
+)
+PARTS = {
+    "sample": SAMPLE,
+    "numbers": ("tests/unit", "tests/hostile"),
+    "ranks": ("tests/distributed",),
+    "commands": ("tests/end_to_end",),
+}
+# a disturbed weight is not the one that these compare with the formula
+_EXACT_WEIGHTS = "--ignore=tests/unit/test_initialize.py"
+
+
+def items() -> dict[str, Any]:
+    return {
+        f"{part}, {name}": lambda folder, part=part, name=name: play(folder, VARIANTS[name], PARTS[part])
+        for part in PARTS
+        for name in VARIANTS
+    }
+
+
+def play(folder: Path, variant: Variant, targets: Sequence[str]) -> Report:
+    """Runs these tests under a variant, and those that do not pass once more without it."""
+    code, said, found = run(folder / "variant", variant, targets)
+    others = [name for name, verdict in found.items() if verdict != "passed"]
+    plain = run(folder / "plain", Variant(), others)[2] if others and variant != Variant() else {}
+    plainly = {name: plain.get(name, "not run") for name in others}
+    broken = [f"{name} fails, plainly: {plainly[name]}" for name in others if found[name] == "failed"]
+    if code not in (0, 1) or not found:
+        broken.append(f"pytest ended with {code}: {said[-300:]}")
+    skipped = [name for name in others if found[name] == "skipped" and plainly[name] in ("passed", "failed")]
+    figures: dict[str, object] = {"tests": len(found)}
+    return Report(figures | ({"skipped only here": " ".join(skipped)} if skipped else {}), broken)
+
+
+def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, str, dict[str, str]]:
+    """-> (exit code of pytest, its output, verdict of each test). folder: does not exist."""
+    place = folder / variant.folder
+    place.mkdir(parents=True)
+    root = ROOT
+    if variant.folder:
+        root = place / "tree"
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        (root / ".venv").symlink_to(sys.prefix)  # where run_train.sh finds its interpreter
+    own = {"PYTHONPATH": str(root), "TMPDIR": str(place), verdicts.VARIABLE: str(place / "verdicts")}
+    dropped = {name for each in VARIANTS.values() for name in each.variables}
+    environment = {name: value for name, value in os.environ.items() if name not in dropped} | own | variant.variables
+    options = ["-q", "-m", "not slow", "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider", *variant.options]
+    if disturbed.VARIABLE in variant.variables:
+        options.append(_EXACT_WEIGHTS)
+    command = [*variant.through, sys.executable, "-m", "pytest", *options, *targets]
+    with busy(variant.busy * (os.cpu_count() or 1)):
+        done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout, verdicts.read(place / "verdicts")
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes compute beside what is done inside."""
+    started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

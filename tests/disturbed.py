@@ -1,0 +1,34 @@
+"""Initial weights that are off by a rounding, for `make campaign PART=processors`: no verdict may hang on the last bit.
+
+The environment's TITANLITE_TESTS_DISTURB is the relative size. Each value gets its own share of it, from its parameter and its
+position, so that all meshes still begin with the same weights. Ranks of pools are disturbed, and what pytest itself computes.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from models.blocks import Distribution
+from titanlite.transforms import initialize
+
+VARIABLE = "TITANLITE_TESTS_DISTURB"
+
+
+def install() -> None:
+    """Once in a process, or in the one that it is a fork of."""
+    if not (size := float(os.environ.get(VARIABLE, 0))):
+        return
+    values_at = initialize._values_at
+
+    def disturbed(distribution: Distribution, key: int, *where: Any) -> Callable[[Tensor], Tensor]:
+        values = values_at(distribution, key, *where)
+
+        def value(index: Tensor) -> Tensor:
+            share = 2 * initialize._fraction(initialize.splitmix64(index, key ^ 1)).double() - 1  # of [-1, 1)
+            return values(index) * (1 + size * share)
+
+        return value
+
+    initialize._values_at = disturbed
