@@ -20,7 +20,6 @@ from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
 from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
