@@ -56,6 +56,7 @@ ALLOWED = {
         "load_dataset_builder": "a data set that the user names; the package runs no code of it",
     },
     "data/prepare/documents.py": {"ParquetFile": "an opened file"},
+    "launch/agreement.py": {"read_bytes": "titanlite's own code", "loads": "what the other ranks of the run have sent"},
     "launch/run_folder.py": {"open": "the lock"},
     "launch/temporary.py": {"open": "folders, to lock them"},
     "launch/fork_server.py": {"import_module": "names of its callers"},

@@ -2,6 +2,8 @@
 
 launcher.py    torchrun with our signals, restarts and stack dumps
 process.py     this rank among the others: device, process group, timeouts, random seeds, logging
+addresses.py   stores at addresses, probed before anything waits for them
+agreement.py   whether all nodes are about to train the same
 stop.py        a request to stop, agreed by all ranks
 failure.py     the report of an exception that nobody has foreseen, in every command and rank
 stacks.py      the stacks of every rank when one fails
