@@ -71,14 +71,14 @@ BOMBS = {
     "a text of 4 MiB": START + pickle.BINUNICODE + (2**22).to_bytes(4, "little") + b"a" * 2**22 + b".",
     "bytes that are not there": START + pickle.BINBYTES8 + (2**62).to_bytes(8, "little") + b".",
     "a frame of 2^62 bytes": START + pickle.FRAME + (2**62).to_bytes(8, "little") + b"N.",
-    "a million lists": START + b"]" * 10**6 + b".",
-    "a list of a list of ...": START + b"]" * 10**6 + pickle.APPEND * (10**6 - 1) + b".",
-    "a million marks": START + pickle.MARK * 10**6 + b".",
-    "a million keys": START + b"}(" + b"".join(b"J" + n.to_bytes(4, "little") + b"N" for n in range(10**6)) + b"u.",
+    "a hundred thousand lists": START + b"]" * 10**5 + b".",
+    "a list of a list of ...": START + b"]" * 10**5 + pickle.APPEND * (10**5 - 1) + b".",
+    "a hundred thousand marks": START + pickle.MARK * 10**5 + b".",
+    "a hundred thousand keys": START + b"}(" + b"".join(b"J" + n.to_bytes(4, "little") + b"N" for n in range(10**5)) + b"u.",
     "keys of one hash": START + b"}(" + b"".join(
-        b"\x8a\x08" + (n * sys.hash_info.modulus).to_bytes(8, "little") + b"N" for n in range(4)) * 10**5 + b"u.",
+        b"\x8a\x08" + (n * sys.hash_info.modulus).to_bytes(8, "little") + b"N" for n in range(4)) * 10**4 + b"u.",
     "an object within an object of ...": START + INDEX + b"}" + (
-        b"h\x00)" + pickle.NEWOBJ + b"}" + _text("fqn")) * 10**5 + b"N" + b"sb" * 10**5 + b"Ns.",
+        b"h\x00)" + pickle.NEWOBJ + b"}" + _text("fqn")) * 10**4 + b"N" + b"sb" * 10**4 + b"Ns.",
     "attributes of a class": START + INDEX + b"}" + _text("__hash__") + b"Ns" + pickle.BUILD + b".",
 }  # fmt: skip
 

@@ -413,6 +413,15 @@ def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):
     assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning())
 
 
+def test_a_resumed_run_keeps_its_id_and_a_checkpoint_of_an_earlier_version_has_none(monkeypatch):
+    monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
+    found = stored()
+    assert load_run(SOURCE, found, setting(configuration()), {})[0].run == ""
+    found.numbers.update(run="8f0e")
+    progress, schedule = load_run(SOURCE, found, setting(configuration()), {})
+    assert numbers_of(setting(configuration()), schedule, progress)["run"] == "8f0e"
+
+
 def test_the_scale_of_version_0_1_which_was_for_the_divided_loss_begins_again(monkeypatch):
     monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
     found = stored()
