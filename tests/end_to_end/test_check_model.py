@@ -215,7 +215,7 @@ def test_selected_rows_are_those_of_the_whole_table_and_run_what_they_need_alone
     monkeypatch.setattr(check_model, "on_ranks", lambda *words, **more: started.append(words[3:5]) or on_ranks(*words, **more))
     assert command(monkeypatch, "tests.tiny:plain", "--rows", "Causality,tp2") == 0
     out = capsys.readouterr().out.splitlines()
-    assert [re.split(r"  +", line)[:2] for line in out[1:-1]] == [["causality", "passed"], ["tp 2", "passed"]]
+    assert [re.split(r"  +", line)[:2] for line in out[1:-2]] == [["causality", "passed"], ["tp 2", "passed"]]
     assert started == [({}, {}), ({}, {"tp": 2})]
     assert command(monkeypatch, "tests.tiny:plain", "--rows", "flops,generate,documents") == 0
     assert len(started) == 2, "nothing to train"
@@ -444,11 +444,11 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert command(monkeypatch, "tests.forks.missing_entry:tied") == 1
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "tests.forks.missing_entry: tied on meta; tied trained"
-    lines = [re.sub(r" +[\d.]+ s", "", line) for line in out]
+    lines = [re.sub(r" +[\d.]+ s *", " ", line) for line in out]
     assert "sharding             FAILED sharding: no pattern matches layers.*.ffn_norm" in lines
     assert "compile              not run needs sharding" in lines
     assert "tp 2                 not run needs loss and gradients" in lines
-    assert re.fullmatch(r"1 of 25 checks failed, \d+ s", out[-1])
+    assert out[-1] == "1 of 25 checks failed"
 
 
 def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):
@@ -486,7 +486,7 @@ def test_imports_of_optional_libraries_print_nothing_between_the_rows():
 def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):
     monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("sharding", "passed", []), Row("HF", "not run", ["x"])]))
     assert command(monkeypatch, "tests.tiny") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "all passed, 0 s"
+    assert capsys.readouterr().out.splitlines()[-1] == "all passed"
 
 
 @pytest.mark.parametrize(

@@ -427,8 +427,9 @@ def main() -> None:
     for row in rows_of(name, module, flavors, small, overrides, selected):
         verdicts.append(row.verdict)
         lines = [line for text in row.texts for line in text.splitlines()]
-        print(f"{row.name:<20} {row.verdict:<9} {row.seconds:5.1f} s  ".rstrip(), f"\n{'':<40}".join(lines), flush=True)
+        words = f"{row.name:<20} {row.verdict:<9} {row.seconds:5.1f} s", *lines[:1]
+        print("  ".join(words), *(f"{'':<40}{line}" for line in lines[1:]), sep="\n", flush=True)
     failed, undecided = verdicts.count("FAILED"), verdicts.count("undecided")
     result = f"{failed} of {len(verdicts)} checks failed" if failed else f"{undecided} undecided" if undecided else "all passed"
-    print(f"{result}, {time.monotonic() - begun:.0f} s")
+    print(f"{'total':<30} {time.monotonic() - begun:5.1f} s", result, sep="\n")
     sys.exit(1 if failed else 3 if undecided else 0)
