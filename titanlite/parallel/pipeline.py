@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks are cut into stages on different ranks, between which hidden states travel.
+"""Pipeline parallelism: the blocks are cut into stages on different ranks, between which hidden states are sent.
 
 PyTorch's schedules (torch.distributed.pipelining) run the stages; they accumulate the gradients of all microbatches, and FSDP2
 reduces them once a step. Each rank's model is a `Decoder` whose tensors have the names that they have in the whole model, so
@@ -37,7 +37,7 @@ _REFUSED = dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "has its first and its 
 
 
 class Microbatch(NamedTuple):
-    """What a forward pass needs. Every stage has it; only hidden states travel."""
+    """What a forward pass needs. Every stage has it."""
 
     inputs: Tensor  # (batch, seq), this rank's part of split sequences
     labels: Tensor  # (batch, seq)
