@@ -361,9 +361,11 @@ def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[st
         yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
-    calls = [call.name for call in trace(family.on_meta(), 1, 16).calls]
-    if len(set(calls)) < len(calls):  # PyTorch frees after the first use what the second one needs
-        yield f"{twice}, of blocks that {config.model.name} applies once; use another schedule"
+    flow = trace(family.on_meta())
+    names = [call.name for call in flow.calls]
+    # in some of these graphs PyTorch's first part frees what its second part needs
+    if len(set(names)) < len(names) or any(len(flow.crossing(call)) > 1 for call in range(1, len(names))):
+        yield f"{twice}; blocks of {config.model.name} hand on more than hidden states, or are applied twice: use another schedule"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
@@ -374,7 +376,7 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
-    stages, flow = len(layers), trace(family.on_meta(), 1, 16)
+    stages, flow = len(layers), trace(family.on_meta())
     if torch.__version__ < "2.13" and not all(
         each.is_floating_point() for part in received_by_stages(flow, layers) for each in part
     ):
