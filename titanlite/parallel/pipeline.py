@@ -365,7 +365,7 @@ def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[st
     names = [call.name for call in flow.calls]
     # in some of these graphs PyTorch's first part frees what its second part needs
     if len(set(names)) < len(names) or any(len(flow.crossing(call)) > 1 for call in range(1, len(names))):
-        yield f"{twice}; blocks of {config.model.name} hand on more than hidden states, or are applied twice: use another schedule"
+        yield f"{twice}; blocks of {config.model.name} hand on more than hidden states, or are applied twice: use another"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
