@@ -57,11 +57,13 @@ class Block(llama3.Block):
             x = x + 0.1 * self.used(x, way, states.get(maker), total, left, self.others.blocks[maker])
         x = super().forward(x, rope, seq)
         made = torch.tanh(x)
-        half = made.unflatten(-1, (2, -1))  # (batch, seq, 2, dim / 2)
+        first, second = made.unflatten(-1, (2, -1)).unbind(2)  # (batch, seq, dim / 2) each
+        if "view" not in self.serves:  # FSDP2 warns of views
+            first, second = first.clone(), second.clone()
         for way in self.serves:
             self.leave(way, made, left)
         numbers = made[..., 0].abs().mul(50).long()  # (batch, seq)
-        return x, {"made": (made, half[:, :, 0], half[:, :, 1]), "numbers": numbers, "number": self.number + 2, "total": total}
+        return x, {"made": (made, first, second), "numbers": numbers, "number": self.number + 2, "total": total}
 
     def leave(self, way: str, made: Tensor, left: list[Tensor]) -> None:
         match way:

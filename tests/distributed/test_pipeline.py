@@ -54,7 +54,6 @@ def graph(uses: str) -> dict[str, Any]:
 
 # Each way in which a block may use what an earlier one has returned, on the same stage and on another one.
 ALL_WAYS = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way in enumerate(EXPLICIT)))
-ALL_BUT_TWICE = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way in enumerate(EXPLICIT) if way != "twice"))
 # What every change must pass. test_cover.py has every pair of a mesh, a schedule, and what else changes what a stage does.
 CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
@@ -74,7 +73,6 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
 SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 4, every way, GPipe, per operation": (FOUR, (ALL_WAYS, FLAT, OPERATIONS)),
     "pp 2, every way, LoopedBFS": (TWO, (ALL_WAYS, BFS)),
-    "pp 2, every way, zero bubble": (TWO, (ALL_BUT_TWICE, ZERO_BUBBLE)),
     "pp 2, every way, compiled": (TWO, (ALL_WAYS, {"compile": {"enable": True, "backend": "aot_eager"}})),
     "pp 2 x shard 2, every way": (SHARD, (ALL_WAYS,)),
     "pp 2 x tp 2, every way": (TP, (ALL_WAYS,)),

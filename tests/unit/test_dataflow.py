@@ -85,6 +85,9 @@ def test_a_forward_pass_that_depends_on_data_is_an_error_while_it_runs():
     stage = Replay(model, flow, flow.calls_of({"embed", "layers.0", "layers.1"}), last=False)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     assert len(stage((), tokens, SeqInfo(tokens))) == 1
+    model.eval()
+    stage((), tokens, SeqInfo(tokens))
+    assert not stage.view.training
     model.layers["1"].number = 7
     with pytest.raises(dataflow.NotCarried, match=r"layers\.1 returns 9, and returned 3 when"):
         stage((), tokens, SeqInfo(tokens))

@@ -125,6 +125,14 @@ def test_a_schedule_that_stops_is_found():
             2,
             'activation_checkpoint.mode = "selective" keeps all that',
         ),
+        *(
+            (
+                replaced(pipelined(2, "InterleavedZeroBubble"), model={"name": f"tests.forks.right.{fork}"}),
+                2,
+                "hand on more than hidden states, or are applied twice",
+            )
+            for fork in ("value_residual", "looped")
+        ),
         (
             replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}),
             2,

@@ -251,7 +251,7 @@ class Replay:
         """model: whole; of what is removed later, only attributes are read. calls: the stage's own. last: with the head."""
         self.flow, self.calls = flow, calls
         self.received, self.sent = flow.crossing(calls.start), [] if last else flow.crossing(calls.stop)
-        self.view = through(model, self._run)
+        self.model, self.view = model, through(model, self._run)
         self.number = 0  # of the next call
         self.values: dict[int, Tensor] = {}
 
@@ -262,7 +262,7 @@ class Replay:
 
     def __call__(self, received: tuple[Tensor, ...], tokens: Tensor, seq: SeqInfo) -> Tensor | tuple[Tensor, ...]:
         """What later stages need, or on the last stage hidden states (batch, seq, dim). received: from earlier stages."""
-        self.number, self.device = 0, tokens.device
+        self.number, self.device, self.view.training = 0, tokens.device, self.model.training
         self.values = dict(zip(self.received, received, strict=False))  # the first stage ignores an argument
         hidden = self.view(tokens, seq)
         values, self.values = self.values, {}

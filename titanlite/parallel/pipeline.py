@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks are cut into stages on different ranks, between which hidden states travel.
+"""Pipeline parallelism: the blocks are cut into stages on different ranks, between which hidden states are sent.
 
 PyTorch's schedules (torch.distributed.pipelining) run the stages; they accumulate the gradients of all microbatches, and FSDP2
 reduces them once a step. Each rank's model is a `Decoder` whose tensors have the names that they have in the whole model, so
@@ -36,7 +36,7 @@ _REFUSED = dict.fromkeys(("ZBVZeroBubble", "DualPipeV"), "has its first and its 
 
 
 class Microbatch(NamedTuple):
-    """What a forward pass needs. Every stage has it; only hidden states travel."""
+    """What a forward pass needs. Every stage has it."""
 
     inputs: Tensor  # (batch, seq), this rank's part of split sequences
     labels: Tensor  # (batch, seq)
@@ -360,9 +360,11 @@ def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[st
         yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"
-    calls = [call.name for call in trace(family.on_meta(), 1, 16).calls]
-    if len(set(calls)) < len(calls):  # PyTorch frees after the first use what the second one needs
-        yield f"{twice}, of blocks that {config.model.name} applies once; use another schedule"
+    flow = trace(family.on_meta())
+    names = [call.name for call in flow.calls]
+    # in some of these graphs PyTorch's first part frees what its second part needs
+    if len(set(names)) < len(names) or any(len(flow.crossing(call)) > 1 for call in range(1, len(names))):
+        yield f"{twice}; blocks of {config.model.name} hand on more than hidden states, or are applied twice: use another"
 
 
 def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> Iterator[str]:
@@ -373,7 +375,7 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
     except ValueError as error:
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
-    stages, flow = len(layers), trace(family.on_meta(), 1, 16)
+    stages, flow = len(layers), trace(family.on_meta())
     if torch.__version__ < "2.13" and not all(
         each.is_floating_point() for part in received_by_stages(flow, layers) for each in part
     ):
