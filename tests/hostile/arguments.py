@@ -133,13 +133,17 @@ def _within(action: Callable[[], object]) -> Callable[[Path], Callable[[], objec
     return make
 
 
+def _shown(value: str) -> str:
+    return f"{value[:20]!a} of {len(value)}" if len(value) > 20 else f"{value!a}"
+
+
 def cases(seed: int) -> Iterator[Case]:
     """All of them, at every seed."""
     for before in with_configurations():
         for value in (*WRONG[existing_path], *TEXTS, "folder", "/dev/null/x", "--", "--ranks"):
             yield Case(
                 "arguments",
-                f"{' '.join(before)} {value[:20]!a} as configuration",
+                f"{' '.join(before)} {_shown(value)} as configuration",
                 _within(functools.partial(run_command, *before, value)),
                 "",
             )
@@ -154,7 +158,7 @@ def cases(seed: int) -> Iterator[Case]:
                 words = [*before, *words_of(parser, action, value)]
                 yield Case(
                     "arguments",
-                    f"{' '.join(before)} {label}={value[:20]!a}",
+                    f"{' '.join(before)} {label}={_shown(value)}",
                     _within(functools.partial(run_command, *words)),
                     re.escape(label),
                 )
