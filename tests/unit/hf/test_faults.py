@@ -21,7 +21,7 @@ COMMAND_FAULTS = {
     "no source": case("import-hf --source nowhere --output new", "nowhere: no such folder"),
     "no such model": case("import-hf --source source --output new --model llama9", "model.name = 'llama9'", "llama3"),
     "output is there": case("import-hf --source source --output weights", "weights: already exists"),
-    "no ranks": case("import-hf --source source --output new --ranks 0", "--ranks: 0: must be a whole number from 1 to "),
+    "no ranks": case("import-hf --source source --output new --ranks 0", "--ranks: 0: must be a whole number of at least 1"),
     "damaged": case("import-hf --source damaged --output new", "model.norm.weight (model.head.norm.weight): is missing"),
     "no checkpoint": case("export-hf --checkpoint nowhere --output new", "nowhere: no such folder"),
     "no size": case("export-hf --checkpoint weights --output new --shard-gib 0", "--shard-gib: 0: must be a number"),
