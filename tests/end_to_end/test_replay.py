@@ -117,7 +117,7 @@ def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_th
         (["out", "--step", "2", "--attempt", "2"], "--attempt 2: the run reached step 2 1 times"),
         (["out", "--step", "2", "--ranks", "6"], "--ranks 6: 3 data-parallel ranks cannot share a global batch of 4 equally"),
         (["out", "--step", "2", "--ranks", "3"], "does not divide the number of processes, 3"),
-        (["outt", "--step", "2"], "outt: there is no config.toml: not the folder of a run"),
+        (["outt", "--step", "2"], "argument run: outt: no such folder"),
         (["out/checkpoint", "--step", "2"], "out/checkpoint: there is no config.toml"),
         (["out", "--step", "2", "--training.steps", "3"], "unrecognized arguments: --training.steps 3"),
     ],

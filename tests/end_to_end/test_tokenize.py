@@ -121,9 +121,9 @@ def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_p
         (["--best-fit", "1"], "--best-fit: 1: must be a whole number of at least 2"),
         (["--on-error", "ignore"], "invalid choice: 'ignore'"),
         (["--append"], "unrecognized arguments: --append"),
-        (["--tokenizer", "none"], '--tokenizer "none": there is no tokenizer.json in it'),
+        (["--tokenizer", "none"], "--tokenizer: none: no such folder"),
         (["--input", "none*"], '--input "none*": no file matches this pattern'),
-        (["--output", "."], "already exists"),
+        (["--output", "."], "--output: .: must be the name of something new"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_naming_it(text, tmp_path, options, words):

@@ -109,7 +109,7 @@ def _right(action: argparse.Action) -> list[str]:
     return [action.option_strings[0], value] if action.option_strings else [value]
 
 
-def words_of(parser: argparse.ArgumentParser, tested: argparse.Action, value: str) -> list[str]:
+def words_of(parser: argparse.ArgumentParser, tested: argparse.Action | None, value: str) -> list[str]:
     """A value of one argument, and right ones of those that must be there."""
     words = [] if parser.add_help else ["run.toml"]  # a configuration comes first
     groups = [group._group_actions for group in parser._mutually_exclusive_groups if group.required]
@@ -122,31 +122,47 @@ def words_of(parser: argparse.ArgumentParser, tested: argparse.Action, value: st
     return words
 
 
-def _within(words: list[str]) -> Callable[[Path], Callable[[], object]]:
+def _within(action: Callable[[], object]) -> Callable[[Path], Callable[[], object]]:
     def make(folder: Path) -> Callable[[], object]:
         (folder / "run.toml").write_text("")
         (folder / "file.txt").write_text("")
         (folder / "folder").mkdir()
         (folder / "loop").symlink_to("loop")
-        return functools.partial(run_command, *words)
+        return action
 
     return make
+
+
+def _shown(value: str) -> str:
+    return f"{value[:20]!a} of {len(value)}" if len(value) > 20 else f"{value!a}"
 
 
 def cases(seed: int) -> Iterator[Case]:
     """All of them, at every seed."""
     for before in with_configurations():
         for value in (*WRONG[existing_path], *TEXTS, "folder", "/dev/null/x", "--", "--ranks"):
-            yield Case("arguments", f"{' '.join(before)} {value[:20]!a} as configuration", _within([*before, value]), "")
+            yield Case(
+                "arguments",
+                f"{' '.join(before)} {_shown(value)} as configuration",
+                _within(functools.partial(run_command, *before, value)),
+                "",
+            )
     for before, parser in parsers():
+        right = functools.partial(parser.parse_known_args, words_of(parser, None, ""))
+        yield Case("arguments", f"{' '.join(before)}: right ones", _within(right), "-", right=True)
         for action in arguments(parser):
             # a float, an int or a path without bounds is no kind
             assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
             label = action.option_strings[0] if action.option_strings else action.dest
             for value in wrong(action.type):
                 words = [*before, *words_of(parser, action, value)]
-                yield Case("arguments", f"{' '.join(before)} {label}={value[:20]!a}", _within(words), re.escape(label))
+                yield Case(
+                    "arguments",
+                    f"{' '.join(before)} {label}={_shown(value)}",
+                    _within(functools.partial(run_command, *words)),
+                    re.escape(label),
+                )
             for value in TEXTS if action.type in (nonempty, str) else ():
                 words = [*before, *words_of(parser, action, value)]
                 name = f"{' '.join(before)} {label}={value!a}, which is text"
-                yield Case("arguments", name, _within(words), "")
+                yield Case("arguments", name, _within(functools.partial(run_command, *words)), "")

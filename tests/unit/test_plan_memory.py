@@ -92,5 +92,8 @@ def test_a_start_reports_it_together_with_all_other_faults(gpus, tmp_path, monke
     check(llama_8b(), "run.toml", 1)  # of another machine
 
 
-def test_a_mesh_that_does_not_fit_the_ranks_is_a_fault_of_its_own(gpus):
-    assert refused(llama_8b(parallelism={"tensor_parallel_degree": 3}), 8, 8) == []
+def test_memory_is_not_measured_on_a_mesh_that_does_not_fit_the_ranks(gpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="does not divide the number of processes, 8") as caught:
+        check(llama_8b(parallelism={"tensor_parallel_degree": 3}), "run.toml", 8, more=[memory.check_of(8)])
+    assert "memory:" not in str(caught.value)

@@ -19,27 +19,27 @@ Seconds = Annotated[int, Field(ge=1, le=LONGEST_SECONDS)]
 SMALLEST, LARGEST = 1e-9, 1e9
 
 
-def _zero_or_normal(value: float) -> float:
-    if 0 < value < SMALLEST:
-        raise PydanticCustomError("too_small", f"Input should be 0 or at least {SMALLEST:g}")
-    return value
+def carried(least: float = SMALLEST, most: float = LARGEST, also: float | None = None) -> AfterValidator:
+    """Refuses what the arithmetic of float32 loses. also: a value beside these bounds that means something."""
+
+    def check(value: float) -> float:
+        if value != also and not least <= value <= most:
+            more = "" if also is None else f"{also:g}, or "
+            raise PydanticCustomError("not_carried", f"Input should be {more}from {least:g} to {most:g}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _large_or_infinite(value: float) -> float:
-    if LARGEST < value < math.inf:
-        raise PydanticCustomError("too_large", f"Input should be at most {LARGEST:g}, or inf")
-    return value
-
-
-Norm = Annotated[float, Field(ge=SMALLEST), AfterValidator(_large_or_infinite)]
-Positive = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False), AfterValidator(_zero_or_normal)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), AfterValidator(_zero_or_normal)]
-Beta = Annotated[float, Field(ge=0.0, le=1 - 1e-6, allow_inf_nan=False), AfterValidator(_zero_or_normal)]  # 1 - it too
-Rate = Annotated[float, Field(ge=1e-20, le=LARGEST, allow_inf_nan=False)]  # so small that nothing is learnt, for measurements
-Epsilon = Annotated[float, Field(ge=1e-30, le=LARGEST, allow_inf_nan=False)]  # added, never multiplied
+Positive = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried()]
+NonNegative = Annotated[float, Field(ge=0.0, le=LARGEST, allow_inf_nan=False), carried(also=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), carried(also=0.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), carried(most=1 - 1e-6, also=0.0)]  # 1 - beta is used too
+Rate = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-20)]  # also so small that nothing is learnt
+Epsilon = Annotated[float, Field(gt=0.0, le=LARGEST, allow_inf_nan=False), carried(1e-30)]  # added, never multiplied
+Norm = Annotated[float, Field(gt=0.0), carried(also=math.inf)]
+Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False), carried(also=0.0)]
 NO_NUL = r"^[^\x00]*$"  # which no path holds
 Name = Annotated[str, Field(min_length=1, max_length=1000, pattern=NO_NUL)]
 Text = Annotated[str, Field(max_length=1000, pattern=NO_NUL)]
-Minutes = Annotated[float, Field(ge=0.0, le=10_000_000.0, allow_inf_nan=False), AfterValidator(_zero_or_normal)]
 Reshard = Literal["default", "always", "never"] | Annotated[int, Field(ge=2, le=2**20)]

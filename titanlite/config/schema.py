@@ -146,7 +146,7 @@ class Dataloader(Section):
     """Processes per rank that read ahead. 0: the rank itself reads each batch when it needs it."""
     prefetch: Annotated[int, Field(ge=1, le=16), EffectiveWhen("dataloader.workers > 0")] = 2
     """Steps that each worker reads ahead."""
-    stall_seconds: Annotated[float, Field(ge=1e-3, le=bounds.LONGEST_SECONDS, allow_inf_nan=False), ALWAYS] = 20.0
+    stall_seconds: Annotated[bounds.Positive, Field(le=bounds.LONGEST_SECONDS), ALWAYS] = 20.0
     """When a step waits longer for data, a message names the source and file that are being read; it repeats after the same
     time."""
 

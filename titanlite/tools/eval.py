@@ -74,7 +74,7 @@ def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -
 
     from titanlite.tools.harness import Harness
 
-    opened = open_model(source, device, options.dtype, str(options.tokenizer), options.model)
+    opened = open_model(source, device, options.dtype, str(options.tokenizer or ""), options.model or "")
     model = Harness(opened, options.max_length or opened.seq_len, options.batch_size)
     quiet = contextlib.redirect_stderr(open(os.devnull, "w")) if torch.distributed.get_rank() else contextlib.nullcontext()
     with quiet:

@@ -18,11 +18,11 @@ from titanlite.transforms.dtypes import DTYPES
 def main() -> None:
     """Exit code 0, or 2 for a user error."""
     parser = export_parser("export-hf", __doc__)
-    parser.add_argument("--shard-gib", type=Real(2**-20, 1e6), default=5.0, help="maximum size of a file, in GiB (default: 5)")
+    parser.add_argument("--shard-gib", type=Real(1e-6, 1e6), default=5.0, help="maximum size of a file, in GiB (default: 5)")
     options = parser.parse_args()
     source = checkpoints(options.checkpoint)[-1]
     dtype, shard = DTYPES.get(options.dtype), int(options.shard_gib * 2**30)
-    files = export(source, options.output, dtype, shard, str(options.assets), named=options.model)
+    files = export(source, options.output, dtype, shard, str(options.assets or ""), named=options.model or "")
     size = sum(file.stat().st_size for file in files)
     print(f"{source} -> {options.output}: {len(files)} file{'s' if len(files) > 1 else ''}, {size / 2**30:.2f} GiB")
 
@@ -33,7 +33,7 @@ def export_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--checkpoint", type=existing_folder, required=True, help="such as outputs/run/checkpoint/step-00000100")
     add("--output", type=new_path, required=True, help="must not exist yet")
-    add("--assets", type=existing_folder, default="", help="folder of the tokenizer, if it has moved")
+    add("--assets", type=existing_folder, help="folder of the tokenizer, if it has moved")
     add("--dtype", choices=list(DTYPES), help="of the weights (default: as stored)")
-    add("--model", type=nonempty, default="", help="module of the model, if it is no family of models/")
+    add("--model", type=nonempty, help="module of the model, if it is no family of models/")
     return parser

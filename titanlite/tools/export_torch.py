@@ -24,7 +24,7 @@ def main() -> None:
     unfinished = start_output(options.output)
     with reporting(options.output):
         source = checkpoints(options.checkpoint)[-1]
-        exported = Exported(Stored(source), DTYPES.get(options.dtype), str(options.assets), options.model)
+        exported = Exported(Stored(source), DTYPES.get(options.dtype), str(options.assets or ""), options.model or "")
         tensors = {name: exported.read_tensor(name) for name in exported.shapes}
         # load_state_dict wants a tied parameter under each of its names; the file holds it once
         tensors |= {name: tensors[first] for name, first in tied_names(exported.model).items()}

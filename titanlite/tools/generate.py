@@ -38,10 +38,10 @@ def inference_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("dir", type=existing_folder, nargs="?")
     where.add_argument("--checkpoint", type=existing_folder)
-    parser.add_argument("--model", type=nonempty, default="")
+    parser.add_argument("--model", type=nonempty)
     parser.add_argument("--tp", type=LOCAL_RANKS, default=1)
     parser.add_argument("--dtype", choices=list(DTYPES))
-    parser.add_argument("--tokenizer", type=existing_folder, default="")
+    parser.add_argument("--tokenizer", type=existing_folder)
     return parser
 
 
@@ -52,7 +52,7 @@ def model_source(options: argparse.Namespace) -> Path:
     """
     folder = options.dir or options.checkpoint
     source = folder if is_hf_folder(folder) else checkpoints(folder)[-1]
-    family = family_at(source, options.model)
+    family = family_at(source, options.model or "")
     if reason := no_generation(family.limits):
         raise UserError(f"{source}: {family.module.__name__} cannot generate or score: it {reason}")
     if is_hf_folder(source):
@@ -76,6 +76,6 @@ def _parse() -> argparse.Namespace:
 
 def _continuations(device: torch.device, source: Path, options: argparse.Namespace) -> list[str]:
     """Each prompt with its continuation."""
-    opened = open_model(source, device, options.dtype, str(options.tokenizer), options.model)
+    opened = open_model(source, device, options.dtype, str(options.tokenizer or ""), options.model or "")
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     return continue_texts(opened.model, opened.tokenizer, options.prompt, options.max_new_tokens, sampling, opened.tp)

@@ -54,7 +54,7 @@ def main() -> None:
     parser = command_parser("import-hf", __doc__)
     parser.add_argument("--source", type=existing_folder, required=True, help="folder with config.json and safetensors")
     parser.add_argument("--output", type=new_path, required=True, help="the new checkpoint; must not exist yet")
-    parser.add_argument("--model", type=nonempty, default="", help="family or dotted module name (default: by config.json)")
+    parser.add_argument("--model", type=nonempty, help="family or dotted module name (default: by config.json)")
     parser.add_argument("--ranks", type=LOCAL_RANKS, default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument("--upcycle-experts", type=Whole(2, 2**14), metavar="N", help="make an MoE model of N experts")
     parser.add_argument(
@@ -63,8 +63,9 @@ def main() -> None:
     parser.add_argument("--seed", type=SEED, metavar="S", help="of the routers (default: 0); with --upcycle-experts")
     options = parser.parse_args()
     upcycling = _upcycling(options)
-    held = import_hf(options.source, options.output, options.model, options.ranks, upcycling)
-    model = target_of(options.source, options.model, upcycling)
+    name = options.model or ""
+    held = import_hf(options.source, options.output, name, options.ranks, upcycling)
+    model = target_of(options.source, name, upcycling)
     section = model_section(model, options.source)
     print(
         f"{options.source} -> {options.output}: {sum(rank.slices for rank in held):.2f} GiB; a rank held at most "

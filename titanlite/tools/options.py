@@ -29,7 +29,8 @@ class Whole:
         digits, given, exponent = word.partition("e")
         value, power = whole_number(digits, 0, self.most), whole_number(exponent if given else "0", 0, len(str(self.most)))
         if value is None or power is None or not self.least <= value * 10**power <= self.most:
-            raise _wrong(word, f"must be a whole number from {self.least} to {self.most}, such as {max(self.least, 8)} or 1e1")
+            within = f"of at least {self.least} and at most {self.most}"
+            raise _wrong(word, f"must be a whole number {within}, such as 10 or 1e1")
         return value * 10**power
 
 

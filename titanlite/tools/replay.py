@@ -332,11 +332,11 @@ def main() -> None:
     parser.add_argument("--step", type=STEPS, required=True)
     parser.add_argument("--ranks", type=LOCAL_RANKS, help="(default: one process without the mesh of the run)")
     parser.add_argument("--attempt", type=STEPS, help="(default: the last one)")
-    parser.add_argument("--model", type=nonempty, default="", help="module of the model, if it is no family of models/")
+    parser.add_argument("--model", type=nonempty, help="module of the model, if it is no family of models/")
     options = parser.parse_args()
     process.set_up_logging()
     run, step, ranks = options.run, options.step, options.ranks or 1
-    config, global_batch = setting_of(run, step, options.model)
+    config, global_batch = setting_of(run, step, options.model or "")
     entries = divergence.read_entries(run / INCIDENTS)
     if step > (last := furthest(run, config, entries)):
         raise UserError(f"--step {step}: the run in {run} reached step {last} at most")

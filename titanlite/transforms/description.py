@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
+from titanlite.config import bounds
 from titanlite.outside import MIB, Contents, Number, Positive, read_json
 
 _LIMIT = 16 * MIB  # one with a million labels
@@ -46,7 +47,7 @@ _Heads = Annotated[int, Field(gt=0, le=2**14)]
 _Experts = Annotated[int, Field(gt=0, le=2**14)]
 _Width = Annotated[int, Field(gt=0, le=2**22)]
 _Vocabulary = Annotated[int, Field(gt=0, le=2**24)]
-_Positive = Annotated[Number, Field(ge=1e-30, le=1e30)]  # what float32 can be multiplied with
+_Positive = Annotated[Number, Field(gt=0), bounds.carried(1e-30, 1e30)]
 _Factors = Annotated[list[_Positive], Field(max_length=2**21)]  # of a head of the largest width
 _UNSET: Any = None  # of a key that may be absent, and not null
 

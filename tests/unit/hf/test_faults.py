@@ -24,11 +24,12 @@ COMMAND_FAULTS = {
     "no ranks": case("import-hf --source source --output new --ranks 0", "--ranks: 0: must be a whole number of at least 1"),
     "damaged": case("import-hf --source damaged --output new", "model.norm.weight (model.head.norm.weight): is missing"),
     "no checkpoint": case("export-hf --checkpoint nowhere --output new", "nowhere: no such folder"),
-    "no size": case("export-hf --checkpoint weights --output new --shard-gib 0", "--shard-gib 0.0: must be above 0"),
+    "no size": case("export-hf --checkpoint weights --output new --shard-gib 0", "--shard-gib: 0: must be a number"),
     "export is there": case("export-hf --checkpoint weights --output source --model tests.tiny", "source: already exists"),
     "no dtype": case("export-hf --checkpoint weights --output new --dtype int8 --model tests.tiny", "'int8'", "bfloat16"),
     "no place": case(
-        "export-torch --checkpoint weights --output weights/manifest.json/new --model tests.tiny", "cannot be written"
+        "export-torch --checkpoint weights --output weights/manifest.json/new --model tests.tiny",
+        "new: cannot be created: Not a dir",
     ),
 }
 HF = "checkpoint.enable=true checkpoint.initial_load_path=source checkpoint.initial_load_in_hf=true"
