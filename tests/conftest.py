@@ -42,7 +42,9 @@ def pytest_configure() -> None:
     # A shell starts background jobs with these ignored, and so would be every command that a test sends Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    folder = Path(tempfile.mkdtemp(prefix="titanlite-tests-"))
+    # a socket's path has at most 107 characters, and most of them are what Python, pytest and titanlite append
+    deep = len(tempfile.gettempdir()) > 40
+    folder = Path(tempfile.mkdtemp(prefix="titanlite-tests-", dir="/tmp" if deep else None))
     os.environ |= {"TMPDIR": str(folder), VARIABLE: folder.name}
     tempfile.tempdir = None  # computed again
     words = [str(Path(__file__).with_name("guard.py")), str(os.getpid()), str(folder), folder.name]

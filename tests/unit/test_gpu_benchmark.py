@@ -80,7 +80,7 @@ def test_every_goal_is_of_runs_in_the_plan_and_every_run_fits_its_part():
 def test_a_run_that_fails_or_hangs_and_a_part_out_of_time_stop_nothing_else(setting, tmp_path):
     parts = (
         Part("a", "", 60, (shell("good", GOOD), shell("bad", "echo torch.OutOfMemoryError: CUDA out of memory >&2; exit 3"))),
-        Part("b", "", 1, (shell("hangs", f"{GOOD}; sleep 60", 1), shell("late", GOOD))),
+        Part("b", "", 3, (shell("hangs", f"{GOOD}; sleep 60", 3), shell("late", GOOD))),
         Part("c", "", 60, (shell("without-figures", "true"), shell("absent", GOOD)._replace(needs=("no_such_package",)))),
     )
     assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
@@ -115,7 +115,7 @@ def test_a_kill_loses_only_the_run_at_work_and_ends_its_processes(setting, tmp_p
 
 def test_the_end_of_the_minutes_cuts_a_run_off_which_the_next_start_repeats(setting, tmp_path):
     parts = (Part("a", "", 60, (shell("slow", f"sleep 60; {GOOD}", 2),)),)
-    assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 1.5, [])  # of its 2 seconds
+    assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 1.9, [])  # of its 2 seconds
     assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 0.5, [])  # too late to begin
     assert attempts(setting) == ["slow"] and not program.load_results(tmp_path, parts)
     assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
