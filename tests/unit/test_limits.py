@@ -1,146 +1,237 @@
-"""What a family's LIMITS declares is refused where a run or a command asks for it, and nothing else is."""
+"""A document that a tokenizer or template from elsewhere never finishes is named, and the others are tokenized."""
 
-import itertools
-import random
-from types import SimpleNamespace
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from models.decoder import Limits
-from tests import tiny
-from titanlite.config.read import Faults
-from titanlite.config.schema import Config, Model
-from titanlite.inference.generate import Sampling, generate, score
-from titanlite.loop.checks import check
-from titanlite.tools import generate as command
-from titanlite.tools import model_limits, verify
-from titanlite.tools.model_limits import refused_generation, refused_mesh
-from titanlite.transforms import limits
-from titanlite.transforms.registry import BrokenModule, limits_of, load_family
+from titanlite.data.prepare import limited, limits
+from titanlite.data.prepare.chat import load_template
+from titanlite.data.prepare.limited import LimitedTokenizer
+from titanlite.data.prepare.limits import Limits
+from titanlite.data.prepare.prepare import prepare
+from titanlite.data.prepare.readers import BadDocument
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.errors import UserError
+from titanlite.inference.generate import Sampling, continue_texts
 
-_PROMPT = {"validation": {"enable": True, "sample_prompts": ["Once"]}}
-# what a run asks for -> its keys, its ranks, and which declarations refuse it
-ASKS: dict[str, tuple[dict[str, Any], int, Any]] = {
-    "parallelism.pipeline_parallel_degree": ({"pipeline_parallel_degree": 2}, 2, lambda stages, **_: not stages),
-    "parallelism.context_parallel_degree": ({"context_parallel_degree": 2}, 2, lambda causal, **_: not causal),
-    "parallelism.tensor_parallel_degree = 2": (
-        {"tensor_parallel_degree": 2},
-        2,
-        lambda tensor_parallel, **_: tensor_parallel == 1,
-    ),
-    "parallelism.tensor_parallel_degree = 4": (
-        {"tensor_parallel_degree": 4},
-        4,
-        lambda tensor_parallel, **_: tensor_parallel in (1, 2, 3),
-    ),
-    "validation.sample_prompts": (_PROMPT, 1, lambda generates, causal, **_: not (generates and causal)),
-    'training.document_policy = "truncate"': (
-        {"training": {"document_policy": "truncate"}},
-        1,
-        lambda causal, **_: not causal,
-    ),
-    'training.document_policy = "best_fit"': (
-        {"training": {"document_policy": "best_fit"}},
-        1,
-        lambda causal, **_: not causal,
-    ),
-    "nothing": ({"training": {"document_policy": "best_fit", "document_mask": True}}, 1, lambda **_: False),
+# What a template computes for the message "go" alone.
+EXPLODING = {
+    "a loop without end": "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}",
+    "a power": "{{ 2**3000000000 }}",
+    "a product": "{{ 'x' * 100000000000 }}",
+    "a filter": "{{ 'x'|center(100000000000) }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 }
-EVERY = [
-    dict(zip(Limits._fields, values, strict=True))
-    for values in itertools.product((True, False), (True, False), (True, False), (None, 1, 2, 3, 4))
-]
+TEMPLATE = "{%% for m in messages %%}{%% if m.content == 'go' %%}%s{%% endif %%}{{ m.content }}<eos>{%% endfor %%}"
 
 
-def declared(monkeypatch: pytest.MonkeyPatch, **of_family: Any) -> None:
-    given = {name: value for name, value in of_family.items() if value is not None}
-    monkeypatch.setattr(tiny, "LIMITS", given, raising=False)
+def assets(folder: Path, pattern: str = r"\s", template: str | None = None) -> str:
+    """A tokenizer's folder: it splits text by a pattern."""
+    letters = {letter: number for number, letter in enumerate(["<eos>", *map(chr, range(32, 127))])}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.add_special_tokens(["<eos>"])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
+    return str(folder)
 
 
-def refusals(keys: dict[str, Any], ranks: int) -> list[str]:
-    """The faults at a start that come from LIMITS."""
-    sections = keys if "validation" in keys or "training" in keys else {"parallelism": keys}
-    config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "plain"}, **sections})
-    with pytest.raises(Faults) as caught:  # no data, in any case
-        check(config, "run.toml", ranks)
-    return [fault for fault in caught.value.faults if "LIMITS" in fault]
+def tokenize(folder: Path, tokenizer: str, entries: list[dict[str, Any]], on_error: str = "fail") -> dict[str, Any]:
+    (folder / "a.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return prepare(
+        [str(folder / "a.jsonl")], folder / "out", load_tokenizer(tokenizer), append_eos=True, workers=1, shard_tokens=10**9,
+        on_error=on_error, chat=load_template(tokenizer),
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_start_is_refused_exactly_where_it_asks_for_what_the_family_declares_out_of_reach(monkeypatch, seed):
-    for of_family in random.Random(seed).sample(EVERY, 4):
-        declared(monkeypatch, **of_family)
-        for key, (keys, ranks, refuses) in ASKS.items():
-            found = refusals(keys, ranks)
-            assert bool(found) == bool(refuses(**of_family)), (of_family, key, found)
-            assert all(fault.startswith(key) and " tests.tiny declares " in fault for fault in found), found
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
 
 
-@pytest.mark.parametrize(
-    ("given", "fault"),
-    [
-        ({"generate": False}, "LIMITS has no 'generate'; did you mean generates?"),
-        ({"moe": 1}, "LIMITS has no 'moe'; there are: causal, generates, stages, tensor_parallel"),
-        ({"stages": 0}, r"LIMITS\['stages'\] = 0: must be True or False"),
-        ({"tensor_parallel": 0}, r"LIMITS\['tensor_parallel'\] = 0: must be a whole number of ranks, at least 1"),
-        ({"tensor_parallel": True}, "must be a whole number of ranks"),
-        (("generates",), r"LIMITS = \('generates',\): must be a dict"),
-    ],
-)
-def test_a_wrong_declaration_is_named_when_the_family_is_loaded(monkeypatch, given, fault):
-    monkeypatch.setattr(tiny, "LIMITS", given, raising=False)
-    with pytest.raises(BrokenModule, match=f"tests.tiny: .*{fault}"):
-        load_family("tests.tiny", "plain")
+@pytest.fixture(autouse=True)
+def strict(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(limits, "DOCUMENT", Limits(seconds=1.0, bytes=2**28))
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
 
 
-def test_an_attribute_that_has_no_effect_is_named():
-    module = SimpleNamespace(__name__="mine", Model=type("Model", (tiny.Model,), {"generates": False}))
-    with pytest.raises(BrokenModule, match=r'mine: Model.generates has no effect; write LIMITS = {"generates": False}'):
-        limits_of(module)
+@pytest.mark.parametrize("name", EXPLODING)
+def test_a_template_that_takes_all_time_or_memory_is_loaded_at_once_and_its_document_is_named(tmp_path, name):
+    folder = assets(tmp_path / "assets", template=TEMPLATE % EXPLODING[name])
+    begun = time.process_time()
+    assert load_template(folder) is not None
+    assert time.process_time() - begun < 1.0
+    with pytest.raises(BadDocument, match=r"a\.jsonl, line 2: ") as raised:
+        tokenize(tmp_path, folder, [chat("stay"), chat("go")])
+    assert "template" in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["generates", "causal"])
-def test_generation_is_refused_by_what_the_commands_call_and_by_the_commands_before_they_start_ranks(
-    monkeypatch, tmp_path, name
-):
-    declared(monkeypatch, **{name: False})
-    model = load_family("tests.tiny", "plain").on_meta()
-    for call in (
-        lambda: generate(model, [[1]], 2, None, Sampling()),
-        lambda: score(model, [([1], [2])]),
-        lambda: command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, model="tests.tiny")),
-    ):
-        monkeypatch.setattr(command, "checkpoints", lambda folder: [folder])
-        monkeypatch.setattr(command, "family_at", lambda _source, model: load_family(model, "plain"))
-        with pytest.raises(ValueError, match=f'cannot generate or score: it declares LIMITS\\["{name}"\\] = False'):
-            call()
+def test_documents_that_explode_are_skipped_and_listed_and_the_others_are_tokenized(tmp_path):
+    folder = assets(tmp_path / "assets", template=TEMPLATE % EXPLODING["a loop without end"])
+    entries = [chat("a"), chat("go"), {"text": "b"}, chat("go"), chat("c")]
+    manifest = tokenize(tmp_path, folder, entries, on_error="skip")
+    listed = [json.loads(line) for line in (tmp_path / "out/skipped.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in listed] == [2, 4] and manifest["documents"] == 3
+    assert all("1 s of processor time" in entry["reason"] and "tokenizer.json" in entry["reason"] for entry in listed)
 
 
-def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkeypatch):
-    declared(monkeypatch, stages=False, generates=False)
-    model, family = Model(name="tests.tiny", flavor="plain"), load_family("tests.tiny", "plain")
-    for refused in (refused_mesh(model, family, {"pp": 2}), refused_generation(model, family)):
-        assert refused.startswith("refused, as checked: ")
-    assert refused_mesh(model, family, {"tp": 2}) == ""
-    monkeypatch.setattr(limits, "faults", lambda _config, _model: [])
-    with pytest.raises(ValueError, match=r'tests.tiny declares LIMITS.*"stages".* and a run that needs it is not refused'):
-        refused_mesh(model, family, {"pp": 2})
-    with pytest.raises(ValueError, match=r'"generates".* is not refused'):
-        refused_generation(model, family)
-    monkeypatch.undo()
-    declared(monkeypatch, generates=False)
-
-    def scores(*_arguments: Any) -> list[tuple[float, bool]]:
-        return [(0.0, True)]
-
-    monkeypatch.setattr(model_limits, "score", scores)
-    with pytest.raises(ValueError, match=r'"generates".* and scores does not refuse it'):
-        refused_generation(model, load_family("tests.tiny", "plain"))
+def test_a_regular_expression_that_explodes_is_a_message_with_file_and_line(tmp_path):
+    with pytest.raises(BadDocument, match=r"a\.jsonl, line 2: the tokenizer cannot encode it: .*retry-limit"):
+        tokenize(tmp_path, assets(tmp_path / "assets", "(a+)+$"), [{"text": "b"}, {"text": "a" * 60 + "!"}])
 
 
-def test_verify_leaves_out_the_meshes_that_the_family_declares_out_of_reach(monkeypatch):
-    config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "plain"}})
-    every = verify._default_meshes(config)
-    declared(monkeypatch, stages=False, causal=False, tensor_parallel=1)
-    assert verify._default_meshes(config) == [mesh for mesh in every if not {"pp", "cp", "tp"} & {*mesh}] != every
+def test_a_tokenizer_that_explodes_while_it_is_loaded_is_a_message_with_the_file(tmp_path):
+    folder = Path(assets(tmp_path / "assets"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Replace(Regex("(a+)+$"), "b")
+    saved = json.loads(tokenizer.to_str())
+    saved["added_tokens"].append({**saved["added_tokens"][0], "id": 200, "content": "a" * 60 + "!", "normalized": True})
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer: .*retry-limit"):
+        load_tokenizer(str(folder))
+
+
+# --------------------------------------------------------------------------- outside of the data preparation: limited.py
+
+_GROWS = normalizers.Sequence([normalizers.Replace("b", "b" * 1000)] * 5)  # one letter becomes 10^15
+_NEARLY = "a" * 20 + "!"  # some 10 ms for "(a+)+$"
+
+
+def _huge(folder: Path) -> None:
+    """A tokenizer that grows a text without end, when it normalises a "b"."""
+    _change(folder, lambda saved: saved.update(normalizer=json.loads(_GROWS.__getstate__())))
+
+
+def _change(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    change(saved)
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+
+
+def _adds(folder: Path, tokens: Iterable[str]) -> None:
+    """More tokens, which the library normalises when it loads the file."""
+
+    def change(saved: dict[str, Any]) -> None:
+        common = {**saved["added_tokens"][0], "normalized": True, "special": False}
+        saved["added_tokens"] += [{**common, "id": 200 + number, "content": token} for number, token in enumerate(tokens)]
+
+    _change(folder, change)
+
+
+def huge_at_load(folder: Path) -> None:
+    assets(folder)
+    _huge(folder)
+    _adds(folder, ["b"])
+
+
+def slow_at_load(folder: Path) -> None:
+    assets(folder)
+    pattern = normalizers.Replace(Regex("(a+)+$"), "b").__getstate__()
+    _change(folder, lambda saved: saved.update(normalizer=json.loads(pattern)))
+    _adds(folder, (f"{number}{_NEARLY}" for number in range(500)))
+
+
+def huge_vocabulary(folder: Path) -> None:
+    assets(folder)
+    steps = [{"type": "Replace", "pattern": {"String": "b"}, "content": "b" * 1000}] * 5
+    _change(folder, lambda saved: saved.update(decoder={"type": "Sequence", "decoders": steps}))
+
+
+def slow_template(folder: Path) -> None:
+    assets(folder, template="{{a}}" * 100_000)
+
+
+EXCESS = r"takes more than 0\.\d+ (GiB of memory|s of processor time)"  # where memory fills slowly, the time ends first
+# what writes a tokenizer that takes all time or memory when it is loaded
+AT_LOAD: dict[str, Callable[[Path], None]] = {
+    "memory for an added token": huge_at_load,
+    "time for many added tokens": slow_at_load,
+    "memory for its vocabulary": huge_vocabulary,
+    "time for its template": slow_template,
+}
+# name: (writes a tokenizer that loads, a text that it never encodes, what the message says)
+AT_USE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "memory": (lambda folder: (assets(folder), _huge(folder)), "b", EXCESS),
+    "time": (lambda folder: assets(folder, "(a+)+$|!"), f"{_NEARLY} " * 200, EXCESS),
+    "a regular expression that gives up": (lambda folder: assets(folder, "(a+)+$"), "a" * 60 + "!", "retry-limit"),
+}
+
+
+@pytest.fixture
+def fast(strict, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "DOCUMENT", Limits(seconds=0.3, bytes=2**28))
+
+
+@pytest.mark.parametrize("name", AT_LOAD)
+def test_a_tokenizer_or_template_that_never_loads_is_a_message_with_the_file(tmp_path, fast, name):
+    AT_LOAD[name](tmp_path / "assets")
+    with pytest.raises(UserError, match=rf"its loading: the tokenizer, or its chat template, {EXCESS}.*/assets/tokenizer"):
+        load_template(str(tmp_path / "assets"))
+
+
+@pytest.mark.parametrize("name", AT_USE)
+def test_a_prompt_that_a_tokenizer_never_encodes_is_a_message_with_text_and_file(tmp_path, fast, name):
+    write, text, says = AT_USE[name]
+    write(tmp_path / "assets")
+    loaded = load_tokenizer(str(tmp_path / "assets"))
+    with pytest.raises(UserError, match=rf"the text '{text[:5]}.*: the tokenizer.* {says}.*assets/tokenizer\.json"):
+        continue_texts(None, loaded, [text], 1, Sampling(), 1)  # type: ignore[arg-type]  # no model: it is not reached
+    assert loaded.tokenizer.encode("a") == [66]  # a new worker
+
+
+def test_ids_that_a_tokenizer_never_decodes_are_named(tmp_path, fast):
+    assets(tmp_path / "assets")
+    steps = [{"type": "Replace", "pattern": {"String": "z" * 10}, "content": "z" * 10**5}] * 3  # of no two entries
+    decoder = {"type": "Sequence", "decoders": [{"type": "Fuse"}, *steps]}
+    _change(tmp_path / "assets", lambda saved: saved.update(decoder=decoder))
+    loaded = load_tokenizer(str(tmp_path / "assets"))
+    with pytest.raises(UserError, match=rf"the ids \[91, 91, .*{EXCESS}.*tokenizer\.json"):
+        loaded.tokenizer.decode([91] * 100)
+
+
+def test_a_file_is_tried_out_once_and_again_when_its_contents_change(tmp_path, fast, monkeypatch):
+    started: list[str] = []
+    worker = limited._Worker
+    monkeypatch.setattr(limited, "_Worker", lambda source: started.append(source) or worker(source))
+    for folder, count in (("one", 1), ("one", 1), ("other", 1), ("third", 2)):
+        assets(tmp_path / folder, r"\d" if folder == "third" else r"\s", template="{{ messages }}")
+        load_tokenizer(str(tmp_path / folder))
+        assert len(started) == count, folder
+    load_template(str(tmp_path / "one"))
+    load_template(str(tmp_path / "third"))
+    assert len(started) == 3
+
+
+def test_a_worker_gives_the_ids_and_texts_of_the_library_and_ends_with_its_tokenizer(tmp_path, fast):
+    loaded = load_tokenizer(assets(tmp_path / "assets"))
+    inside = LimitedTokenizer(loaded.tokenizer.unlimited)
+    for text in ("some text", "<eos> spelled", "", "a\nb\u2028c", "\ud800"):
+        assert _result(loaded.tokenizer.encode, text) == _result(inside.encode, text), text
+    for ids in ([1, 2, 3], [0, 5], [], [10**6]):
+        assert _result(loaded.tokenizer.decode, ids) == _result(inside.decode, ids)
+        assert loaded.tokenizer.decode(ids, skip_special_tokens=False) == inside.decode(ids, skip_special_tokens=False)
+    assert loaded.tokenizer.encode("<eos>") == [0] and loaded.tokenizer.unlimited.encode("<eos>").ids != [0]
+    process = loaded.tokenizer._worker.process
+    del loaded
+    assert process.returncode is not None
+
+
+def _result(function: Callable[[Any], Any], argument: Any) -> Any:
+    try:
+        return function(argument)
+    except UserError as error:
+        return str(error).partition(" (")[0]
+
+
+def test_only_these_files_use_a_tokenizer_without_limits():
+    """And none of them for texts: for its tables, for workers that have limits, or after it was tried out."""
+    root = Path(limited.__file__).parents[2]
+    users = {str(path.relative_to(root)) for path in root.rglob("*.py") if ".unlimited" in path.read_text(encoding="utf-8")}
+    prepare = {"data/prepare/limited.py", "data/prepare/prepare.py", "data/prepare/chat.py"}
+    assert users == prepare | {"data/tokenizer.py", "hf/export.py"}

@@ -1,0 +1,146 @@
+"""What a family's LIMITS declares is refused where a run or a command asks for it, and nothing else is."""
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from models.decoder import Limits
+from tests import tiny
+from titanlite.config.read import Faults
+from titanlite.config.schema import Config, Model
+from titanlite.inference.generate import Sampling, generate, score
+from titanlite.loop.checks import check
+from titanlite.tools import generate as command
+from titanlite.tools import model_limits, verify
+from titanlite.tools.model_limits import refused_generation, refused_mesh
+from titanlite.transforms import limits
+from titanlite.transforms.registry import BrokenModule, limits_of, load_family
+
+_PROMPT = {"validation": {"enable": True, "sample_prompts": ["Once"]}}
+# what a run asks for -> its keys, its ranks, and which declarations refuse it
+ASKS: dict[str, tuple[dict[str, Any], int, Any]] = {
+    "parallelism.pipeline_parallel_degree": ({"pipeline_parallel_degree": 2}, 2, lambda stages, **_: not stages),
+    "parallelism.context_parallel_degree": ({"context_parallel_degree": 2}, 2, lambda causal, **_: not causal),
+    "parallelism.tensor_parallel_degree = 2": (
+        {"tensor_parallel_degree": 2},
+        2,
+        lambda tensor_parallel, **_: tensor_parallel == 1,
+    ),
+    "parallelism.tensor_parallel_degree = 4": (
+        {"tensor_parallel_degree": 4},
+        4,
+        lambda tensor_parallel, **_: tensor_parallel in (1, 2, 3),
+    ),
+    "validation.sample_prompts": (_PROMPT, 1, lambda generates, causal, **_: not (generates and causal)),
+    'training.document_policy = "truncate"': (
+        {"training": {"document_policy": "truncate"}},
+        1,
+        lambda causal, **_: not causal,
+    ),
+    'training.document_policy = "best_fit"': (
+        {"training": {"document_policy": "best_fit"}},
+        1,
+        lambda causal, **_: not causal,
+    ),
+    "nothing": ({"training": {"document_policy": "best_fit", "document_mask": True}}, 1, lambda **_: False),
+}
+EVERY = [
+    dict(zip(Limits._fields, values, strict=True))
+    for values in itertools.product((True, False), (True, False), (True, False), (None, 1, 2, 3, 4))
+]
+
+
+def declared(monkeypatch: pytest.MonkeyPatch, **of_family: Any) -> None:
+    given = {name: value for name, value in of_family.items() if value is not None}
+    monkeypatch.setattr(tiny, "LIMITS", given, raising=False)
+
+
+def refusals(keys: dict[str, Any], ranks: int) -> list[str]:
+    """The faults at a start that come from LIMITS."""
+    sections = keys if "validation" in keys or "training" in keys else {"parallelism": keys}
+    config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "plain"}, **sections})
+    with pytest.raises(Faults) as caught:  # no data, in any case
+        check(config, "run.toml", ranks)
+    return [fault for fault in caught.value.faults if "LIMITS" in fault]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_start_is_refused_exactly_where_it_asks_for_what_the_family_declares_out_of_reach(monkeypatch, seed):
+    for of_family in random.Random(seed).sample(EVERY, 4):
+        declared(monkeypatch, **of_family)
+        for key, (keys, ranks, refuses) in ASKS.items():
+            found = refusals(keys, ranks)
+            assert bool(found) == bool(refuses(**of_family)), (of_family, key, found)
+            assert all(fault.startswith(key) and " tests.tiny declares " in fault for fault in found), found
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"generate": False}, "LIMITS has no 'generate'; did you mean generates?"),
+        ({"moe": 1}, "LIMITS has no 'moe'; there are: causal, generates, stages, tensor_parallel"),
+        ({"stages": 0}, r"LIMITS\['stages'\] = 0: must be True or False"),
+        ({"tensor_parallel": 0}, r"LIMITS\['tensor_parallel'\] = 0: must be a whole number of ranks, at least 1"),
+        ({"tensor_parallel": True}, "must be a whole number of ranks"),
+        (("generates",), r"LIMITS = \('generates',\): must be a dict"),
+    ],
+)
+def test_a_wrong_declaration_is_named_when_the_family_is_loaded(monkeypatch, given, fault):
+    monkeypatch.setattr(tiny, "LIMITS", given, raising=False)
+    with pytest.raises(BrokenModule, match=f"tests.tiny: .*{fault}"):
+        load_family("tests.tiny", "plain")
+
+
+def test_an_attribute_that_has_no_effect_is_named():
+    module = SimpleNamespace(__name__="mine", Model=type("Model", (tiny.Model,), {"generates": False}))
+    with pytest.raises(BrokenModule, match=r'mine: Model.generates has no effect; write LIMITS = {"generates": False}'):
+        limits_of(module)
+
+
+@pytest.mark.parametrize("name", ["generates", "causal"])
+def test_generation_is_refused_by_what_the_commands_call_and_by_the_commands_before_they_start_ranks(
+    monkeypatch, tmp_path, name
+):
+    declared(monkeypatch, **{name: False})
+    model = load_family("tests.tiny", "plain").on_meta()
+    for call in (
+        lambda: generate(model, [[1]], 2, None, Sampling()),
+        lambda: score(model, [([1], [2])]),
+        lambda: command.model_source(SimpleNamespace(dir=tmp_path, checkpoint=None, model="tests.tiny")),
+    ):
+        monkeypatch.setattr(command, "checkpoints", lambda folder: [folder])
+        monkeypatch.setattr(command, "family_at", lambda _source, model: load_family(model, "plain"))
+        with pytest.raises(ValueError, match=f'cannot generate or score: it declares LIMITS\\["{name}"\\] = False'):
+            call()
+
+
+def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkeypatch):
+    declared(monkeypatch, stages=False, generates=False)
+    model, family = Model(name="tests.tiny", flavor="plain"), load_family("tests.tiny", "plain")
+    for refused in (refused_mesh(model, family, {"pp": 2}), refused_generation(model, family)):
+        assert refused.startswith("refused, as checked: ")
+    assert refused_mesh(model, family, {"tp": 2}) == ""
+    monkeypatch.setattr(limits, "faults", lambda _config, _model: [])
+    with pytest.raises(ValueError, match=r'tests.tiny declares LIMITS.*"stages".* and a run that needs it is not refused'):
+        refused_mesh(model, family, {"pp": 2})
+    with pytest.raises(ValueError, match=r'"generates".* is not refused'):
+        refused_generation(model, family)
+    monkeypatch.undo()
+    declared(monkeypatch, generates=False)
+
+    def scores(*_arguments: Any) -> list[tuple[float, bool]]:
+        return [(0.0, True)]
+
+    monkeypatch.setattr(model_limits, "score", scores)
+    with pytest.raises(ValueError, match=r'"generates".* and scores does not refuse it'):
+        refused_generation(model, load_family("tests.tiny", "plain"))
+
+
+def test_verify_leaves_out_the_meshes_that_the_family_declares_out_of_reach(monkeypatch):
+    config = Config.model_validate({"model": {"name": "tests.tiny", "flavor": "plain"}})
+    every = verify._default_meshes(config)
+    declared(monkeypatch, stages=False, causal=False, tensor_parallel=1)
+    assert verify._default_meshes(config) == [mesh for mesh in every if not {"pp", "cp", "tp"} & {*mesh}] != every
