@@ -305,35 +305,6 @@ def test_every_parameter_has_a_hugging_face_name_of_its_own(module, flavor):
 # ------------------------------------------------------------------------------------------------------------ the maths
 
 
-def _stage(module: ModuleType, first: int, last: int, embed: bool, head: bool) -> nn.Module:
-    """Layers first..last-1 of the whole model, under the keys they have there."""
-    model = _model(_untied(module), module)
-    if not embed:
-        model.embed = None
-    if not head:
-        model.head = None
-    for key in list(model.layers):
-        if not first <= int(key) < last:
-            del model.layers[key]
-    return model
-
-
-def _untied(module: ModuleType) -> llama3.Config:
-    return dataclasses.replace(module.FLAVORS["plain"], n_layers=4, tied_embeddings=False)
-
-
-@pytest.mark.parametrize("module", SMALL_FAMILIES)
-def test_two_stages_compose_to_the_whole_model(module):
-    whole, (tokens, seq) = _model(_untied(module), module), _tokens()
-    first, second = _stage(module, 0, 3, embed=True, head=False), _stage(module, 3, 4, embed=False, head=True)
-    hidden = second(first(tokens, seq), seq)
-    assert torch.equal(hidden, whole(tokens, seq))
-    assert torch.equal(second.head(hidden, tokens), whole.head(whole(tokens, seq), tokens))
-    names = [{name for name, _ in model.named_parameters()} for model in (first, second, whole)]
-    assert names[0] | names[1] == names[2]
-    assert not names[0] & names[1]
-
-
 def test_a_local_layer_sees_its_window_and_no_more():
     config = dataclasses.replace(tiny_gemma3.FLAVORS["plain"], n_layers=1, window=4)
     model, (tokens, seq) = _model(config, tiny_gemma3), _tokens()

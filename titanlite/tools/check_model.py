@@ -405,7 +405,7 @@ def main() -> None:
     """Exit code 0: all checks passed; 1: a check failed; 2: a user error; 3: none failed, and one is undecided."""
     parser = command_parser("check-model", __doc__)
     parser.add_argument("model", type=nonempty, help="such as llama3, llama3:8b or my_models.mine:debug")
-    parser.add_argument("--rows", help=", ".join(ROWS))
+    parser.add_argument("--rows", type=nonempty, help=", ".join(ROWS))
     known, options = parser.parse_known_args()
     _use_one_thread()
     model, overrides, selected = known.model, _overrides(options), _selected(known.rows)
