@@ -72,7 +72,9 @@ CASES = {
     "unknown key": case("unknown_key.toml", "optimizer.learning_rat = 0.001 (unknown_key.toml): no such key"),
     "key of another section": case("key_of_another_section.toml", "checkpoint.seq_len = 32", "did you mean training.seq_len?"),
     "misspelt section": case("misspelt_section.toml", "[paralelism]: no such section; did you mean parallelism?"),
-    "key without section": case("key_without_section.toml", "steps = 3: is in no section; did you mean training.steps or"),
+    "key without section": case(
+        "key_without_section.toml", "steps = 3 (key_without_section.toml): is in no section; did you mean training.steps or"
+    ),
     "text for a number": case("text_for_number.toml", 'optimizer.lr = "3e-4" (text_for_number.toml): must be a valid number'),
     "three faults at once": case(
         "three_faults.toml", "3 faults", "optimizer.lr = -1", 'optimizer.name = "SGD"', "metrics.log_frequency"
