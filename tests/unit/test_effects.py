@@ -32,7 +32,7 @@ def test_every_condition_can_be_evaluated_and_names_keys_that_exist():
         for field in schema.model_fields.values():
             for condition in effects.effective_when(field).conditions:
                 effects.EffectiveWhen(condition).failing(Config(), HERE)
-                assert all(key.split(".")[1] in SECTIONS[key.split(".")[0]].model_fields for key in effects._keys_of(condition))
+                assert all(key.split(".")[1] in SECTIONS[key.split(".")[0]].model_fields for key in effects.keys_of(condition))
 
 
 @pytest.mark.parametrize("place", [HERE, Place(True, 8), Place()])
