@@ -75,7 +75,7 @@ def build(job: Job) -> Callable[[Tensor], Tensor]:
     config = config_of(job)
     if job.batch % job.ranks:
         raise Unfit(f"cannot share {job.batch} sequences among {job.ranks} ranks")
-    device = process.start(config)
+    device = process.start(config, {})
     mesh = build_mesh(resolve_degrees(config.parallelism, job.ranks), device.type)
     family = family_of(config.model)
     model = (_with_fsdp if job.keys.get("fsdp") else build_model)(family, config, mesh, device)

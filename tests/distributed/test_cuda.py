@@ -62,7 +62,7 @@ def waiting_is_an_error(device: torch.device) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def group():
-    process.start(Config())
+    process.start(Config(), {})
     yield
     dist.destroy_process_group()
 
