@@ -46,7 +46,7 @@ def test_a_process_without_torchrun_is_a_group_of_one_with_the_configured_patien
         monkeypatch.delenv(name, raising=False)
     config = Config(comm=Comm(init_timeout_seconds=77), training=Training(deterministic=True))
     try:
-        device = start(config)
+        device = start(config, {})
         assert rank_and_world() == (0, 1)
         assert dist.get_world_size() == 1
         backend = dist.group.WORLD._get_backend(device)

@@ -150,7 +150,6 @@ def test_a_graph_break_is_told_with_the_line(pooled):
     rows = table("tests.forks.graph_break", COMPILED)
     assert list(failed(rows)) == ["compile"]
     assert rows["compile"].texts[0].startswith(line_of("graph_break", "        if x.abs().max() > 1e4:"))
-    assert not_run(rows) == ["pipeline 2"]  # what stages hand on is found without data
 
 
 def test_heads_that_two_ranks_cannot_share_are_named_and_only_meshes_with_tensor_parallelism_left_out(pooled):

@@ -36,7 +36,7 @@ class Model(Model):
     def forward(self, *args):
         import os, pathlib, signal, time
         self.calls += 1
-        way = os.environ.get("WAY_" + os.environ["RANK"])
+        way = os.environ.get("WAY_" + os.environ.get("RANK", ""))  # without a rank it is traced
         if self.calls == 3 and way == "is killed":
             pathlib.Path("killed.tmp").write_text(str(os.getpid()))
             os.rename("killed.tmp", "killed")

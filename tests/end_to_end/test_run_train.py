@@ -143,7 +143,7 @@ def test_the_run_folder_holds_what_the_run_was(finished):
         "tb",
         "checkpoint",
     }
-    assert [path.name for path in (folder / "out/checkpoint").iterdir()] == ["step-00000003"]
+    assert {path.name for path in (folder / "out/checkpoint").iterdir()} == {".lock", "step-00000003"}
     events = list((folder / "out/tb").glob("events.out.tfevents.*"))
     assert len(events) == 1 and events[0].stat().st_size > 0
 

@@ -83,7 +83,8 @@ def _parser_of(*words: str, skipped: int = 0) -> argparse.ArgumentParser | None:
 
     quiet = contextlib.redirect_stderr(None), contextlib.redirect_stdout(None)
     patched = mock.patch.object(options._Parser, "parse_known_args", parse)
-    with patched, quiet[0], quiet[1], contextlib.suppress(SystemExit, _Captured):
+    no_log = mock.patch("titanlite.launch.process.set_up_logging")  # it would stay: this runs while tests are collected
+    with patched, no_log, quiet[0], quiet[1], contextlib.suppress(SystemExit, _Captured):
         run_command(*words)
     return called[skipped] if len(called) > skipped else None
 

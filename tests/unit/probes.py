@@ -209,7 +209,9 @@ def run(config: Config, ranks: int, monkeypatch: pytest.MonkeyPatch, newest: int
     monkeypatch.setattr(loop.Stop, "agreed", lambda self: None)
     monkeypatch.setattr(loop.Stop, "close", lambda self: None)
     monkeypatch.setattr(
-        loop, "record_start", lambda config, facts: (seen.append(config.job.description), Path(config.job.dump_folder).mkdir())
+        loop,
+        "record_start",
+        lambda config, _: seen.append(config.job.description) or Path(config.job.dump_folder).mkdir() or [],
     )
     with pretended_ranks(1):
         mesh = build_mesh(resolve_degrees(config.parallelism, 1), "cpu")

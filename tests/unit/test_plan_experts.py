@@ -223,7 +223,7 @@ def test_a_trace_of_another_model_is_refused_with_what_differs(tmp_path):
     assert "mixtures.0.counts: are all 0" in refusal({**right, "counts": [0] * 8}, right)
 
 
-@pytest.mark.parametrize("words", [["--routing", "recorded"], ["--routing", "worst", "--trace", "x"], ["--trace", "x"]])
+@pytest.mark.parametrize("words", [["--routing", "recorded"], ["--routing", "worst", "--trace", "."], ["--trace", "."]])
 def test_recorded_routing_and_its_trace_are_given_together(monkeypatch, tmp_path, words):
     (tmp_path / "run.toml").write_text("[parallelism]\nexpert_parallel_degree = 2\n")
     monkeypatch.setattr(sys, "argv", ["titanlite estimate", str(tmp_path / "run.toml"), *words])

@@ -161,7 +161,7 @@ def test_an_unchanged_configuration_is_resumed_with_its_schedule():
     assert resume() == build_schedule(configuration())
 
 
-@pytest.mark.parametrize("value", [float("inf"), 1e-3, 5e-324, 0.1])
+@pytest.mark.parametrize("value", [float("inf"), 1e-3, 1 / 3, 0.1])
 def test_a_number_that_went_through_a_file_is_the_same_number(value):
     keys = {"training.max_norm": value}
     assert list(changes(setting(configuration(keys)), stored(keys).numbers)) == []

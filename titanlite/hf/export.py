@@ -259,7 +259,8 @@ def _read_keys(theirs: Description, family: Family) -> dict[str, Any]:
         same = described(family.module, theirs) == family.config
     except UserError:  # of another family
         return {}
-    return {key: theirs.get(key) for key in theirs.used & theirs.keys() - {"rope_parameters"}} if same else {}
+    keys = theirs.used - {"rope_parameters"}
+    return {key: value for key, value in theirs.items() if key in keys} if same else {}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ METRICS, INCIDENTS, STACKS, COLLECTIVES = "metrics.jsonl", "incidents.jsonl", "s
 ROUTING = "routing.json"
 _UNREADABLE = f"{PROVENANCE}.unreadable"
 _LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
-_PACKAGES = ("titanlite", "torch", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
+_PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
 PLACES = {  # names in the folder of a run -> what is there; a comment says what it holds, and who writes it
