@@ -26,7 +26,8 @@ from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop.divergence import Steps, read_entries
-from titanlite.loop.step import StepLoss, build_model, forward_backward, update
+from titanlite.loop.loss import StepLoss
+from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.optim.state import named_state

@@ -26,8 +26,8 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.files import replace_file, tolerated
 from titanlite.launch.run_folder import INCIDENTS, METRICS
+from titanlite.loop.loss import StepLoss
 from titanlite.loop.metrics import finite, read_history, read_reports
-from titanlite.loop.step import StepLoss
 from titanlite.optim.loss_scale import LEAST
 from titanlite.outside import Contents, Count, Pair
 from titanlite.parallel.mesh import loss_degree

@@ -6,6 +6,7 @@ that neither the mesh nor accumulation changes it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.parallel.mesh import DATA_DIMENSIONS, sum_over
 from titanlite.parallel.pipeline import Microbatch
+
+
+class StepLoss(NamedTuple):
+    """What a rank knows of a step's loss, on its device."""
+
+    share: Tensor  # () float32; the shares of all data-parallel ranks add up to the loss
+    labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
 
 
 def count_labels(batch: Batch, mesh: DeviceMesh) -> Tensor:

@@ -1,7 +1,6 @@
 """One optimizer step: the model, the gradients of a global batch, the update."""
 
 import logging
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from models.moe import routers_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.errors import at, phase
-from titanlite.loop.loss import arranged, count_labels, summed_loss
+from titanlite.loop.loss import StepLoss, arranged, count_labels, summed_loss
 from titanlite.optim import balance
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
@@ -50,13 +49,6 @@ def begin_training(
     if loss_scale is not None and isinstance(model.head, Head):
         model.head.scale = loss_scale.scale  # updated in place
     return model, optimizer, loss_scale
-
-
-class StepLoss(NamedTuple):
-    """What a rank knows of a step's loss, on its device."""
-
-    share: Tensor  # () float32; the shares of all data-parallel ranks add up to the loss
-    labels: Tensor | None  # () float32, the labels of the global batch; None: every token is one
 
 
 def forward_backward(
