@@ -69,9 +69,10 @@ def damage(folder: Path, draw: random.Random) -> tuple[Path, str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Checkpoints, tokens and reports."""
+    """Checkpoints, tokens and reports, without lock files, which each start writes."""
     files = [path for place in ("out/checkpoint", "tokens") for path in (folder / place).rglob("*") if path.is_file()]
-    return {str(path): path.read_bytes() for path in [*files, folder / "out/metrics.jsonl"] if path.exists()}
+    kept = [path for path in [*files, folder / "out/metrics.jsonl"] if path.exists() and path.name != ".lock"]
+    return {str(path): path.read_bytes() for path in kept}
 
 
 def fault(folder: Path, path: Path, before: dict[str, bytes], ended: Done, expected: dict[int, Step]) -> str:

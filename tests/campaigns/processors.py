@@ -105,6 +105,7 @@ def run(folder: Path, variant: Variant, targets: Sequence[str]) -> tuple[int, st
         (root / ".venv").symlink_to(sys.prefix)  # where run_train.sh finds its interpreter
     own = {"PYTHONPATH": str(root), "TMPDIR": str(place), verdicts.VARIABLE: str(place / "verdicts")}
     dropped = {name for each in VARIANTS.values() for name in each.variables}
+    dropped |= {name for name in os.environ if name.startswith("PYTEST_")}  # of a test that runs this
     environment = {name: value for name, value in os.environ.items() if name not in dropped} | own | variant.variables
     options = ["-q", "-m", "not slow", "-p", "tests.campaigns.verdicts", "-p", "no:cacheprovider", *variant.options]
     if disturbed.VARIABLE in variant.variables:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.block_graphs import EXPLICIT, drawn
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches, trajectory
 from tests.distributed.test_resume import STEPS, Degrees, losses, run, stored
 from tests.repetitions import slow_but
@@ -281,5 +281,9 @@ def with_fault(fault: str, config: Config) -> Trajectory | None:
 @pytest.mark.parametrize("fault", slow_but(["the tied gradient of one stage", "inputs of the step before"], FAULTS))
 def test_a_fault_of_stages_is_found(pools, fault):
     config = config_of_cell(TWO, ({"model": {"flavor": "tied"}},))
-    found = pools[2].run(f"{HERE}:with_fault", fault=fault, config=config)[0]
+    try:
+        found = pools[2].run(f"{HERE}:with_fault", fault=fault, config=config)[0]
+    except WorkerFailure as failure:  # a stage does not get what it needs
+        assert fault == "stages in another order" and "titanlite/parallel/dataflow.py" in str(failure)
+        return
     assert compare(found, reference(pools[1], config_of_cell({}, ({"model": {"flavor": "tied"}},)).model_dump_json())).excessive

@@ -36,7 +36,7 @@ def test_every_mesh_dimension_that_a_run_can_split_has_a_row():
 @pytest.mark.slow
 def test_a_right_fork_whose_gradients_cancel_passes_and_its_tolerances_are_printed(pooled):
     rows = table("tests.forks.cancelling", TRAINED, RECOMPUTED, COMPILED, *MESHES, BUFFERS)
-    assert failed(rows) == {} and {row.verdict for row in rows.values()} == {"passed", "not run"}
+    assert {row.verdict for row in rows.values()} == {"passed"}
     (text,) = rows[TRAINED].texts
     assert re.search(r"layers.\d.mix.weight \d\.\de-0[34] \(tolerance \d\.\de-03\)", text)
 

@@ -128,9 +128,7 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
         shutil.copy(trained / "run.toml", tmp_path)
         base = trained / "out" / "checkpoint" / "step-00000015"
         adapted = ["--lora.enable", "true", "--lora.rank", "4", "--checkpoint.initial_load_path", str(base)]
-        options = (
-            adapted if adapters else ["--model.overrides", "{ window = 5, ffn_dim = 80 }", "--model.overrides.n_layers", "3"]
-        )
+        options = adapted if adapters else ["--model.overrides", "{ window = 5, ffn_dim = 80, n_layers = 3 }"]
         ended = train("run.toml", *options, folder=tmp_path)
         assert ended.code == 0, ended.err
         source = tmp_path / "out"

@@ -44,7 +44,7 @@ def test_every_mesh_is_compared_by_default_and_noise_is_measured(tmp_path):
     assert ended.code == 0, ended.err
     assert "rounding alone changes the gradient of " in ended.out
     rows = [line.partition(" ")[0] for line in ended.out.splitlines()]
-    assert [row for row in rows if "=" in row] == ["dp_shard=2,tp=2", "tp=2", "dp_shard=2", "dp_replicate=2", "cp=2"]
+    assert [row for row in rows if "=" in row] == ["dp_shard=2,tp=2", "tp=2", "dp_shard=2", "dp_replicate=2", "cp=2", "pp=2"]
 
 
 def test_of_a_wrong_sharding_table_the_parameter_is_named(tmp_path):

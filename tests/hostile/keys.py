@@ -57,7 +57,11 @@ HOLDS: dict[str, dict[str, str]] = {
 FAILS: dict[str, dict[str, str]] = {
     "metrics.enable_tensorboard = true": {"metrics.enable_tensorboard": "false"},
     "metrics.spike_window > 0": {"metrics.spike_window": "0"},
-    "parallelism.pipeline_parallel_degree = 1": {"parallelism.pipeline_parallel_degree": "2"},
+    "parallelism.pipeline_parallel_degree = 1": {
+        "parallelism.pipeline_parallel_degree": "2",
+        "training.local_batch_size": "1",
+        "training.global_batch_size": "2",
+    },
     "checkpoint.keep_latest_k > 0": {"checkpoint.keep_latest_k": "0"},
     "optimizer.weight_decay > 0": {"optimizer.weight_decay": "0.0"},
     'training.document_policy != "truncate"': {"training.document_policy": '"truncate"'},
@@ -110,14 +114,14 @@ def _read(text: str, *options: str) -> Callable[[Path], Callable[[], object]]:
 
 
 def _check(text: str, *options: str, base: str = "", right: str = "") -> Callable[[Path], Callable[[], object]]:
-    """Reads and checks a run on one rank, as a rank does at its start.
+    """Reads and checks a run on one rank, or on two stages, as a rank does at its start.
 
     base: the text of base.toml. right: it is accepted, and the line on keys without effect has these words.
     """
 
     def action() -> None:
         config = read_config("run.toml", list(options))
-        check(config, "run.toml", 1, open_files=False)
+        check(config, "run.toml", 2 if config.parallelism.pipeline_parallel_degree == 2 else 1, open_files=False)
         note = effects.note(config.idle(effects.Place(False, 1)))
         assert not right or re.search(right, note), f"the line at the start does not name {right!r}: {note!r}"
 

@@ -74,9 +74,9 @@ WAYS = [
         "starting",
         ("titanlite.tools.verify.check", "titanlite.tools.verify.open_data"),
     ),
-    Way("tokenize --input x --output y --tokenizer z", "titanlite.tools.tokenize.load_tokenizer", "starting"),
+    Way("tokenize --input x --output y --tokenizer out", "titanlite.tools.tokenize.load_tokenizer", "starting"),
     Way(
-        "tokenize --input x --output y --tokenizer z",
+        "tokenize --input x --output y --tokenizer out",
         "titanlite.data.prepare.prepare._refuse_existing",
         "tokenizing",
         ("titanlite.tools.tokenize.load_tokenizer", "titanlite.tools.tokenize.load_template"),
