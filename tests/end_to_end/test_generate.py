@@ -137,7 +137,7 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     if kind == "overrides":
         assert (model.config.num_hidden_layers, model.config.sliding_window, model.config.intermediate_size) == (3, 5, 80)
-        refused = train("run.toml", *options[:2], folder=tmp_path)
+        refused = train("run.toml", "--model.overrides", "{ window = 5, ffn_dim = 80 }", folder=tmp_path)
         assert refused.code == 2 and "n_layers = " in refused.err and "another architecture" in refused.err
         resumed = train("run.toml", *options, folder=tmp_path)
         assert resumed.code == 0 and "nothing to do" in resumed.err
