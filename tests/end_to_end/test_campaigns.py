@@ -30,7 +30,12 @@ def test_two_hosts_train_as_one_and_survive_a_cable_that_is_cut(tmp_path):
     assert two_hosts.campaign(tmp_path, ["plain", "cut"]).broken == []
 
 
-@pytest.mark.parametrize("variant", processors.VARIANTS)
+# CI's own processor has AVX-512 and takes one thread: these variants are the plain run there. One random order is enough
+_PLAIN_IN_CI = ("plain", "ATEN_CPU_CAPABILITY=avx512", "ONEDNN_MAX_CPU_ISA=AVX512_CORE", "1 threads")
+_MORE_ORDERS = ("random order, seed 2", "random order, seed 3")
+
+
+@pytest.mark.parametrize("variant", [each for each in processors.VARIANTS if each not in (*_PLAIN_IN_CI, *_MORE_ORDERS)])
 def test_a_sample_of_the_tests_has_the_same_verdicts_on_other_processors(tmp_path, variant):
     report = processors.play(tmp_path, processors.VARIANTS[variant], processors.SAMPLE)
     assert report.broken == [] and set(report.figures) == {"tests"}, report
