@@ -72,7 +72,7 @@ def test_ranks_that_torchrun_starts_are_compared_too(folder, port, words, code):
     ("ranks", "said"),
     [
         ("1", "gloo has no address to listen at"),
-        pytest.param("2", "machine 0 does not reach itself at localhost", marks=pytest.mark.slow),
+        pytest.param("2", "node 0 does not reach itself at localhost", marks=pytest.mark.slow),
     ],
 )
 def test_without_a_loopback_interface_a_run_ends_with_the_remedy(folder, ranks, said):

@@ -138,7 +138,7 @@ class Damaged(UserError):
 
 @contextlib.contextmanager
 def damage(path: Path) -> Iterator[None]:
-    """Around reading a file of a checkpoint: raises Damaged where it is at fault, or Unread."""
+    """Around reading a file of a checkpoint: raises Damaged for a fault of the file, or Unread."""
     try:
         with outside.reading(path):
             yield

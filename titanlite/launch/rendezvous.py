@@ -36,7 +36,7 @@ _ANSWERED_WITHIN = 10.0  # seconds for one request
 _INTERVAL = 0.5  # seconds between two of them
 _REFUSED = 20  # such answers in a row mean that the launcher of machine 0 has ended, not its machine
 _LEAVING = 30.0  # seconds that this launcher may take to end by itself, when machine 0 is gone
-_LOCAL_ADDR = "set PET_LOCAL_ADDR to an address of machine 0 that leads to it, or unset it"
+_LOCAL_ADDR = "set PET_LOCAL_ADDR to an address of node 0 that leads to it, or unset it"
 _LINE = 2**20  # bytes of a request or an answer, which may list 100,000 missing machines
 
 _Number = Annotated[int, Field(ge=0, le=10**9)]
@@ -178,7 +178,7 @@ class Rendezvous(StaticTCPRendezvous):
                 self.store = serve(host)
             except ConnectionError as error:
                 remedy = f"; {_LOCAL_ADDR}" if layout.machines > 1 else ""
-                raise UserError(f"machine 0 does not reach itself at {host}: {error}{remedy}") from None
+                raise UserError(f"node 0 does not reach itself at {host}: {error}{remedy}") from None
             port = self.store.port
         if layout.machines > 1:
             self.request = self.request.model_copy(update={"round": number, "store": (host, port)})
@@ -190,7 +190,7 @@ class Rendezvous(StaticTCPRendezvous):
                 self.store = join(host, port, _ANSWERED_WITHIN)
             except ConnectionError as error:
                 raise RendezvousConnectionError(
-                    f"machine 0 is not reached at {host}:{port} ({error}); there, {_LOCAL_ADDR}"
+                    f"node 0 is not reached at {host}:{port} ({error}); there, {_LOCAL_ADDR}"
                 ) from None
         assert self.store is not None
         return RendezvousInfo(self.store, layout.machine, layout.machines, RendezvousStoreInfo(host, port))
