@@ -10,7 +10,7 @@ PART is one of
   two-hosts  two network namespaces and the cable between them
   processors the tests under other kernels, threads, weights, orders, users, paths, locales and time zones (60 rows of 5 to 20
              minutes; `--only sample`: a few tests under each, 3 minutes)
-  mutants    faults in the code, each caught by some test: python -m tests.mutations.run
+  mutants    faults in the code, each caught by some test: python -m tests.mutations.score --suite
 
 Each item is a row of tests/campaigns/results/PART.md as soon as it is done. An interrupted campaign goes on where it was, as
 long as the commit is the same; --again starts over, and so does another commit. With --only, the rows of another commit are a
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     words = parser.parse_args()
     if words.part == "mutants":
-        os.execv(sys.executable, [sys.executable, "-m", "tests.mutations.run", *["--again"] * words.again])
+        os.execv(sys.executable, [sys.executable, "-m", "tests.mutations.score", "--suite", *["--again"] * words.again])
     path, started, broken = RESULTS / f"{words.part}.md", time.monotonic(), 0
     done = begin(path, words.part, words.again, words.only)
     for name, play in PARTS[words.part]().items():

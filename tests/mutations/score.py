@@ -1,33 +1,32 @@
-"""How many of history.json's faults the two commands for authors of forks find: `titanlite verify` and `titanlite check-model`.
+"""What finds the faults of history.json: `titanlite verify` and `titanlite check-model`, for authors of forks, and the tests.
 
-    python -m tests.mutations.score                     every fault; it resumes after an interruption
-    python -m tests.mutations.score --fault h07         this one
-    python -m tests.mutations.score --suite             run the files of tests that each fault names instead
-    python -m tests.mutations.score --correct           run check-model on right models, none of which may fail
+    python -m tests.mutations.score                     the two commands, every fault; it resumes after an interruption
+    python -m tests.mutations.score --suite             the tests that each fault names instead
+    python -m tests.mutations.score --correct           check-model on right models, none of which may fail
+    python -m tests.mutations.score --fault h07         this one; with --suite or without
+    python -m tests.mutations.score --again             also what another commit has scored; with the others
     python -m tests.mutations.score --table             only write the tables of docs/verification.md
 
-Each fault of parallel training that other frameworks have had is one line of titanlite or of a model, in a private copy of the
-tree. A command finds it by an exit code other than 0; before, the same words must pass on the copy without the fault. It names
-the fault when its output has the pattern that history.json gives, which was written before the first score.
+Each fault is put into a private copy of the tree. A command finds it by an exit code other than 0; before, the same words must
+pass on the copy without the fault. It names the fault if its output has the pattern that history.json gives, which was written
+before the first score. A test finds a fault if it fails with it and passes without it.
 """
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tests.mutations.faults import Fault, with_fault
-from tests.mutations.run import HERE, ROOT, Copy, _read, judge
+from tests.mutations.faults import ROOT, Fault, read_faults
+from tests.mutations.private_copy import Answer, Copy
 
-HISTORY, SCORE = HERE / "history.json", HERE / "score.json"
+SCORE = Path(__file__).with_name("score.json")
+COMMANDS = ("verify", "check-model")
 _MESHES = ("1", "dp_shard=2", "tp=2", "cp=2", "dp_replicate=2", "dp_replicate=2,dp_shard=2")
 _VERIFY = {
     "--steps": "3",
@@ -37,7 +36,6 @@ _VERIFY = {
     "--training.local_batch_size": "2",
     "--training.global_batch_size": "8",
 }
-_SECONDS = 900  # for one command, on a busy machine
 DOCUMENT, _MARK = ROOT / "docs" / "verification.md", "<!-- made by: python -m tests.mutations.score --table -->\n"
 # Right models, each with something that a proof could take for a fault.
 CORRECT = {
@@ -68,106 +66,99 @@ CORRECT = {
 }
 
 
-class Past(NamedTuple):
-    """A fault that another framework has had.
-
-    source: where it was reported. named: a pattern of the part that a command should name, or of the number that is wrong
-    where the fault is in no part of a model. verify: options beyond those of `_VERIFY`, or in their place. model: the argument
-    of check-model.
-    """
-
-    fault: Fault
-    source: str
-    named: str
-    verify: str
-    model: str
-
-    def words(self) -> dict[str, list[str]]:
-        """The command lines, by name."""
-        given = shlex.split(self.verify)
-        options = _VERIFY | dict(zip(given[::2], given[1::2], strict=True))
-        pairs = [*options.items(), *(("--mesh", mesh) for mesh in _MESHES)]
-        verify = ["verify", "train_configs/llama_debug.toml", *(word for pair in pairs for word in pair)]
-        return {"verify": verify, "check-model": ["check-model", self.model]}
+Known = dict[str, dict[str, dict[str, Any]]]
 
 
-class Answer(NamedTuple):
-    """What a command said of a copy of the tree."""
-
-    code: int  # its exit code; 124: it did not end in time
-    output: str
-    seconds: float
-
-
-def read_history() -> list[Past]:
-    return list(_entries(json.loads(HISTORY.read_text(encoding="utf-8"))["faults"]))
+def words(fault: Fault) -> dict[str, list[str]]:
+    """The command lines that are to find a fault, by the command's name."""
+    given = shlex.split(fault.verify)
+    options = _VERIFY | dict(zip(given[::2], given[1::2], strict=True))
+    pairs = [*options.items(), *(("--mesh", mesh) for mesh in _MESHES)]
+    verify = ["verify", "train_configs/llama_debug.toml", *(word for pair in pairs for word in pair)]
+    return {"verify": verify, "check-model": ["check-model", fault.model]}
 
 
-def _entries(entries: list[dict[str, Any]]) -> Iterator[Past]:
-    for entry in entries:
-        of_fault = {key: entry[key] for key in ("id", "file", "line", "fault", "why", "tests", "scope", "nth") if key in entry}
-        yield Past(Fault(origin="", **of_fault), **{key: entry[key] for key in ("source", "named", "verify", "model")})
-
-
-def ask(copy: Copy, words: list[str]) -> Answer:
-    """Runs a command in the copy, as a user does."""
-    begun = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(copy.root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "titanlite", *words]
-    try:
-        done = subprocess.run(command, cwd=copy.root, env=environment, capture_output=True, text=True, timeout=_SECONDS)
-        code, output = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as ended:
-        code, output = 124, f"{ended.stdout!r}{ended.stderr!r}"
-    return Answer(code, output, time.monotonic() - begun)
-
-
-def score(copy: Copy, past: Past, passing: set[str]) -> dict[str, Any]:
-    """What each command says of a fault. passing: command lines that pass without one; added to here."""
-    result: dict[str, Any] = {}
-    source = (copy.root / past.fault.file).read_text(encoding="utf-8")
-    for name, words in past.words().items():
-        line = shlex.join(words)
+def by_commands(copy: Copy, fault: Fault, passing: set[str]) -> dict[str, str]:
+    """What each command says: missed, found or named. passing: command lines that pass without a fault; added to here."""
+    result = {}
+    for name, command in words(fault).items():
+        line = shlex.join(command)
         if line not in passing:
-            alarm = ask(copy, words)
+            alarm = copy.titanlite(command)
             if alarm.code:
                 raise SystemExit(f"fails without a fault: {line}\n{alarm.output[-3000:]}")
             passing.add(line)
-        copy.write(past.fault.file, with_fault(source, past.fault))
-        try:
-            answer = ask(copy, words)
-        finally:
-            copy.write(past.fault.file, source)
-        found, said = answer.code != 0, _said(answer)
-        named = found and re.search(past.named, said) is not None
-        result[name] = {"found": found, "named": named, "seconds": round(answer.seconds), "said": said.strip()[:160]}
+        with copy.fault(fault):
+            answer = copy.titanlite(command)
+        said = _said(answer)
+        if answer.code:
+            print(f"{fault.id} {name}, {answer.seconds:.0f} seconds: {said.strip()[:300]}", file=sys.stderr)
+        result[name] = "missed" if not answer.code else "named" if re.search(fault.named, said) else "found"
     return result
 
 
 def _said(answer: Answer) -> str:
     """What an output says of a failure: the message of a user error, or the lines that differ from those of a right model."""
-    output = re.sub(r"/\S*/(?=tree/|site-packages/)|/tmp/\w+/", "", answer.output)  # folders of the machine that scored
     if answer.code == 2:
-        return output
-    lines = [line for line in output.splitlines() if "passed" not in line and "not run" not in line]
+        return answer.output
+    lines = [line for line in answer.output.splitlines() if "passed" not in line and "not run" not in line]
     return "\n".join(line for line in lines if re.search(r"FAILED|differ|not equal|<-|Error|^ {20,}", line))
+
+
+def by_tests(copy: Copy, fault: Fault, sound: set[str]) -> str:
+    """The test that finds a fault, or "". sound: tests that pass without a fault; added to here."""
+    for target in fault.tests:
+        with copy.fault(fault):
+            failed = copy.failing([target])
+        if failed and not sound.issuperset(failed):
+            unsound = copy.failing(failed)
+            if unsound:
+                print(f"{fault.id}: fails without a fault too: {', '.join(unsound)}", file=sys.stderr)
+                continue
+            sound |= set(failed)
+        if failed:
+            return failed[0]
+    return ""
 
 
 def check_correct(copy: Copy, model: str) -> dict[str, Any]:
     """What check-model says of a right model."""
-    answer = ask(copy, ["check-model", model])
-    return {"passed": answer.code == 0, "seconds": round(answer.seconds), "said": _said(answer).strip()[:400]}
+    answer = copy.titanlite(["check-model", model])
+    if answer.code:
+        print(f"{model}: {_said(answer)}", file=sys.stderr)
+    return {"passed": answer.code == 0, "seconds": round(answer.seconds)}
 
 
-def document(text: str, history: list[Past], known: dict[str, Any]) -> str:
+def document(text: str, faults: list[Fault], known: Known) -> str:
     """docs/verification.md with new tables."""
     before, _, rest = text.partition(_MARK)
     _, _, after = rest.partition(_MARK)
-    tables = f"{table(history, known['faults'])}\n\n{correct_table(known.get('correct', {}))}"
+    tables = f"{table(faults, known['faults'])}\n\n{correct_table(known['correct'])}"
     return f"{before}{_MARK}\n{tables}\n\n{_MARK}{after}"
 
 
-def correct_table(known: dict[str, Any]) -> str:
+def table(faults: list[Fault], known: dict[str, dict[str, Any]]) -> str:
+    """A line for each fault, and the totals. Our own faults, without a report, are for the tests alone."""
+    lines, reported = [], [fault for fault in faults if fault.source]
+    for fault in faults:
+        result = known.get(fault.id, {})
+        cells = [result.get(name, "not run") if fault.source else "" for name in COMMANDS]
+        test = result.get("test")
+        cells.append("not run" if test is None else "found" if test else "**missed**")
+        report = f" [report]({fault.source})" if fault.source else ""
+        lines.append(f"| {fault.id} | {fault.why}{report} | {' | '.join(cells)} |")
+    answers = [{known.get(fault.id, {}).get(name) for name in COMMANDS} for fault in reported]
+    asked, found = sum(answer != {None} for answer in answers), sum(bool(answer & {"found", "named"}) for answer in answers)
+    named, tests = sum("named" in answer for answer in answers), [known.get(fault.id, {}).get("test") for fault in faults]
+    ran = sum(test is not None for test in tests)
+    total = (
+        f"Of {len(reported)} faults of other frameworks, {asked} were scored: {found} are found by one of the two commands, "
+        f"{named} of them named. The tests find {sum(map(bool, tests))} of the {ran} faults for which they have run."
+    )
+    return "\n".join([total, "", "| | fault | verify | check-model | tests |", "| - | - | - | - | - |", *lines])
+
+
+def correct_table(known: dict[str, dict[str, Any]]) -> str:
     """A line for each right model, with the seconds that check-model took."""
     lines = [
         f"| {model} | {what} | {'passed' if known[model]['passed'] else '**failed**'} | {known[model]['seconds']} |"
@@ -176,79 +167,65 @@ def correct_table(known: dict[str, Any]) -> str:
     ]
     alarms = sum(not known[model]["passed"] for model in known)
     total = f"{alarms} of {len(lines)} right models fail."
-    return "\n".join(
-        [total, "", "| model | what a proof could take for a fault | check-model | seconds |", "| - | - | - | - |", *lines]
-    )
+    head = ["| model | what a proof could take for a fault | check-model | seconds |", "| - | - | - | - |"]
+    return "\n".join([total, "", *head, *lines])
 
 
-def table(history: list[Past], known: dict[str, Any]) -> str:
-    """A line for each fault, and the totals."""
-    lines = ["| | fault | verify | check-model | tests |", "| - | - | - | - | - |"]
-    found = named = caught = ran = 0
-    for past in history:
-        result = known.get(past.fault.id, {})
-        cells = [_cell(result.get(name)) for name in ("verify", "check-model")]
-        tests = result.get("suite")
-        caught, ran = caught + bool(tests and tests["caught"]), ran + (tests is not None)
-        found += any(result.get(name, {}).get("found") for name in ("verify", "check-model"))
-        named += any(result.get(name, {}).get("named") for name in ("verify", "check-model"))
-        cells.append("not run" if tests is None else "found" if tests["caught"] else "**missed**")
-        lines.append(f"| {past.fault.id} | {past.fault.why} [report]({past.source}) | {' | '.join(cells)} |")
-    asked = sum("verify" in known.get(past.fault.id, {}) for past in history)
-    total = (
-        f"Of {len(history)} faults, {asked} were scored: {found} are found by one of the two commands, {named} of them named"
-    )
-    return "\n".join([f"{total}; the tests find {caught} of the {ran} for which they have run.", "", *lines])
+def read_score(path: Path = SCORE) -> Known:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"faults": {}, "correct": {}}
 
 
-def _cell(result: dict[str, Any] | None) -> str:
-    if result is None:
-        return "not run"
-    return "named" if result["named"] else "found" if result["found"] else "missed"
+def _write_score(path: Path, known: Known) -> None:
+    """One line for each result."""
+    parts = [
+        f" {json.dumps(kind)}: {{\n"
+        + ",\n".join(f"  {json.dumps(name)}: {json.dumps(of)}" for name, of in results.items())
+        + "\n }"
+        for kind, results in known.items()
+    ]
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    unfinished.rename(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fault", action="append", help="only this one, by its id; may be given several times")
-    parser.add_argument("--suite", action="store_true", help="run the tests that each fault names instead")
-    parser.add_argument("--results", type=Path, default=SCORE)
+    parser.add_argument("--suite", action="store_true", help="run the tests that each fault names")
     parser.add_argument("--correct", action="store_true", help="run check-model on the right models")
+    parser.add_argument("--again", action="store_true", help="also what another commit has scored")
+    parser.add_argument("--results", type=Path, default=SCORE)
     parser.add_argument("--table", action="store_true", help="write the tables of docs/verification.md")
     arguments = parser.parse_args()
-    history, known = read_history(), _read(arguments.results)
-    if unknown := set(arguments.fault or ()) - {past.fault.id for past in history}:
+    faults, known = read_faults(), read_score(arguments.results)
+    if unknown := set(arguments.fault or ()) - {fault.id for fault in faults}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     if arguments.table:
-        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8"), history, known), encoding="utf-8")
+        DOCUMENT.write_text(document(DOCUMENT.read_text(encoding="utf-8"), faults, known), encoding="utf-8")
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    passing: set[str] = set()
 
-    def keep(kind: str, name: str, result: dict[str, Any]) -> None:
-        known.setdefault(kind, {})[name] = result
-        unfinished = arguments.results.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(known, indent=1) + "\n")
-        unfinished.rename(arguments.results)
-        print(name, json.dumps(result), flush=True)
+    def score(kind: str, name: str, key: str, measure: Any) -> None:
+        """Keeps a new result, under the commit that it is of (`key`)."""
+        before = known[kind].get(name, {})
+        if not arguments.fault and key in before and not (arguments.again and before[key] != commit):
+            return
+        known[kind][name] = before | measure() | {key: commit}
+        _write_score(arguments.results, known)
+        print(name, json.dumps(known[kind][name]), flush=True)
 
     with tempfile.TemporaryDirectory(prefix="titanlite-score-") as folder:
         copy = Copy(Path(folder))
-        if arguments.correct:
-            for model in CORRECT:
-                if model not in known.get("correct", {}):
-                    keep("correct", model, {"commit": commit} | check_correct(copy, model))
-            return
-        passing: set[str] = set()
-        for past in history:
-            name = past.fault.id
-            before = known["faults"].get(name, {})
-            chosen = name in arguments.fault if arguments.fault else ("suite" if arguments.suite else "verify") not in before
-            if not chosen:
+        for model in CORRECT if arguments.correct else ():
+            score("correct", model, "commit", lambda model=model: check_correct(copy, model))
+        for fault in () if arguments.correct else faults:
+            if arguments.fault and fault.id not in arguments.fault:
                 continue
             if arguments.suite:
-                suite = judge(copy, past.fault, past.fault.tests, set(), 1)
-                keep("faults", name, before | {"suite": {"commit": commit} | suite})
-            else:
-                keep("faults", name, before | score(copy, past, passing) | {"commit": commit})
+                score("faults", fault.id, "test commit", lambda fault=fault: {"test": by_tests(copy, fault, passing)})
+            elif fault.source:
+                score("faults", fault.id, "commit", lambda fault=fault: by_commands(copy, fault, passing))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""A private copy of the tree, in which a fault stands while a command or some tests run."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutations.faults import ROOT, Fault, with_fault
+
+_NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
+# Seconds, on a busy machine. A fault makes some tests hang.
+_TITANLITE, _TEST, _TEST_FILE = 900, 600, 2400
+
+
+class Answer(NamedTuple):
+    """What a command said of the copy."""
+
+    code: int  # its exit code; 124: it did not end in time
+    output: str
+    seconds: float
+
+
+class Copy:
+    """The tree in a folder. No command in it finds what another one has left in titanlite's cache."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "tree"
+        self._cache, self._of_pytest = folder / "cache", folder / "pytest"
+        self._clock = int(time.time()) - 10**6
+        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        if sys.prefix != sys.base_prefix:
+            (self.root / ".venv").symlink_to(sys.prefix)  # where run_train.sh finds its interpreter
+
+    @contextlib.contextmanager
+    def fault(self, fault: Fault) -> Iterator[None]:
+        path, changed = with_fault(self.root, fault)
+        source = path.read_text(encoding="utf-8")
+        self._write(path, changed)
+        try:
+            yield
+        finally:
+            self._write(path, source)
+
+    def _write(self, path: Path, text: str) -> None:
+        """Each writing has a time of its own: Python takes a compiled file for right if its source has its time and size."""
+        self._clock += 1
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, (self._clock, self._clock))
+
+    def titanlite(self, words: Sequence[str]) -> Answer:
+        return self._python(["titanlite", *words], _TITANLITE)
+
+    def failing(self, targets: Sequence[str]) -> list[str]:
+        """The first test of files, or of tests, that fails. The targets themselves if pytest does not end, or cannot begin."""
+        shutil.rmtree(self._of_pytest, ignore_errors=True)
+        options = ["-x", "-q", f"--timeout={_TEST}", "-m", "not slow", "-o", f"cache_dir={self._of_pytest}"]
+        answer = self._python(["pytest", *options, *targets], _TEST_FILE)
+        failed = self._of_pytest / "v/cache/lastfailed"
+        if answer.code:
+            print(answer.output[-1500:], file=sys.stderr)
+            return list(json.loads(failed.read_text())) if failed.exists() else list(targets)
+        return []
+
+    def _python(self, words: Sequence[str], seconds: float) -> Answer:
+        """A module in a process group of its own, which ends with it."""
+        begun = time.monotonic()
+        shutil.rmtree(self._cache, ignore_errors=True)
+        own = {"PYTHONPATH": str(self.root), "TITANLITE_CACHE": str(self._cache), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=self.root,
+            env=os.environ | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            code, output = 124, f"{words[0]} did not end within {seconds:.0f} seconds"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return Answer(code, output, time.monotonic() - begun)
