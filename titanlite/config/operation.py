@@ -1,4 +1,4 @@
-"""The sections of the schema that keep and watch what a run computes: they change no number of it."""
+"""The sections of the schema that keep and watch what a run computes: a resume may change them."""
 
 from typing import Annotated, Literal
 
@@ -6,7 +6,7 @@ from pydantic import Field
 
 from titanlite.config import bounds
 from titanlite.config.effects import ALWAYS, CUDA, RANKS, EffectiveWhen
-from titanlite.config.tables import Section
+from titanlite.config.tables import MAY_CHANGE, Section
 
 _WITH_CHECKPOINTS = EffectiveWhen("checkpoint.enable = true")
 _WITH_INITIAL_LOAD = _WITH_CHECKPOINTS.and_when("checkpoint.initial_load_path is set")
@@ -17,6 +17,8 @@ _AMONG_RANKS = EffectiveWhen(RANKS)
 
 class Job(Section):
     """The run and its folder."""
+
+    ON_RESUME = MAY_CHANGE
 
     dump_folder: Annotated[bounds.Name, ALWAYS] = "./outputs"
     """The run directory, for the resolved configuration, provenance, metrics, TensorBoard logs and checkpoints. Relative to the
@@ -32,6 +34,8 @@ class Job(Section):
 
 class Checkpoint(Section):
     """Saving and resuming."""
+
+    ON_RESUME = MAY_CHANGE
 
     enable: Annotated[bool, ALWAYS] = False
     """Save checkpoints, and resume from the newest one in the folder."""
@@ -70,6 +74,8 @@ class Checkpoint(Section):
 class Metrics(Section):
     """What is reported, and how often."""
 
+    ON_RESUME = MAY_CHANGE
+
     log_freq: Annotated[bounds.Steps, ALWAYS] = 10
     """Steps between reports. Also reported are the first and the last step of a start, and steps with a validation.
     `loss_mean` is the mean of the finite losses since the last multiple of log_freq, `loss` the loss of the one step."""
@@ -87,6 +93,8 @@ class Metrics(Section):
 class Profiling(Section):
     """Traces of time and memory."""
 
+    ON_RESUME = MAY_CHANGE
+
     enable_profiling: Annotated[bool, ALWAYS] = False
     """Write a trace of one step every profile_freq steps, for chrome://tracing or Perfetto."""
     profile_freq: Annotated[int, Field(ge=3, le=bounds.MOST_STEPS), _WITH_PROFILES] = 10
@@ -101,6 +109,8 @@ class Profiling(Section):
 
 class Comm(Section):
     """Timeouts of collectives, and what is recorded of them."""
+
+    ON_RESUME = MAY_CHANGE
 
     init_timeout_seconds: Annotated[bounds.Seconds, _AMONG_RANKS] = 300
     """How long a rank waits for the others until the first step is done, including data, compilation and loading."""

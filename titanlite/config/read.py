@@ -19,10 +19,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from titanlite.config.effects import OPTION, Layer, Place
 from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
+from titanlite.config.tables import Section
 from titanlite.errors import HelpRequested, UserError, listed, phase
 from titanlite.outside import Absent, parse_toml, read_toml, validated
 
-SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
+SECTIONS: dict[str, type[Section]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 # "section.key" -> its type
 KEYS: dict[str, Any] = {
     f"{section}.{name}": field.annotation for section, schema in SECTIONS.items() for name, field in schema.model_fields.items()

@@ -1,4 +1,5 @@
-"""The schema: every TOML key is a field, with its type, its bounds, its default, its meaning and when it has an effect.
+"""The schema: every TOML key is a field, with its type, its bounds, its default, its meaning, when it has an effect, and
+whether a resumed run may change it (`OnResume`).
 
 Here are `Config` and the sections that say what is computed; operation.py has those that keep and watch it.
 `read.py` fills it from TOML files and the command line; `titanlite/loop/checks.py` lists the checks of several keys at once.
@@ -14,7 +15,7 @@ from pydantic import Field, JsonValue
 from titanlite.config import bounds, effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
 from titanlite.config.operation import Checkpoint, Comm, Job, Metrics, Profiling
-from titanlite.config.tables import KEYS, Section, Table
+from titanlite.config.tables import KEYS, MAY_CHANGE, OnResume, Section, Table
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
     f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"
@@ -37,6 +38,10 @@ _WITH_OVERLAP = EffectiveWhen(
     *("compile.enable = true", 'compile.components has "model"', 'compile.backend = "inductor"', CUDA),
 )
 _WITH_DECAY = EffectiveWhen(DECAY)
+_WITHOUT_PATHS = EffectiveWhen("training.dataset_path is not set", "training.sources is not set")
+# Keys that name a model or a text may change: resume.py compares the dimensions, the fingerprints and the shares of sources.
+_LENGTH_OF_SAMPLES = OnResume("a position in the data counts samples of that length")
+_OTHER_PARAMETERS = OnResume("the optimizer's state is that of other parameters")
 
 
 class Model(Section):
@@ -44,17 +49,17 @@ class Model(Section):
 
     name: Annotated[str, ALWAYS] = "llama3"
     """A model family in the folder models/ ("llama3" is models/llama3.py), or the dotted name of your own module."""
-    flavor: Annotated[str, ALWAYS] = "debug"
+    flavor: Annotated[str, ALWAYS, MAY_CHANGE] = "debug"
     """The size: a key of FLAVORS in the family's file. "hf": the dimensions in the config.json of hf_assets_path."""
-    overrides: Annotated[dict[str, JsonValue], ALWAYS] = {}
+    overrides: Annotated[dict[str, JsonValue], ALWAYS, MAY_CHANGE] = {}
     """Dimensions that differ from the flavor's, as a table: overrides = { dim = 512, n_layers = 8 }, or the option
     --model.overrides.dim 512. The names are the fields of Config in the family's file; a field with a table of its own takes
     one, such as rope_scaling = { rope_type = "linear", factor = 4.0 }, and "none" where it may be None. Without rope_type, the
     table changes the flavor's own scaling. All others keep the flavor's values."""
-    hf_assets_path: Annotated[bounds.Text, ALWAYS] = ""
+    hf_assets_path: Annotated[bounds.Text, ALWAYS, MAY_CHANGE] = ""
     """Folder with a tokenizer.json and, optionally, a tokenizer_config.json that names the end-of-text token. Empty: a
     byte-pair tokenizer of 4,096 entries, trained on the default data at first use."""
-    attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS] = "auto"
+    attention: Annotated[Literal["auto", "cudnn", "flash", "flash3", "efficient", "tiles", "math"], ALWAYS, MAY_CHANGE] = "auto"
     """The attention kernel in training. "auto": cuDNN on Hopper, FlashAttention on other GPUs, or the next best kernel that
     supports precision and head size; FlexAttention for document masks, windows, capped scores and sinks. Any other value forces
     that kernel for the whole model; a configuration that it does not support is refused. "efficient": PyTorch's
@@ -86,13 +91,13 @@ class Source(Table):
 class Training(Section):
     """Data, batch, length, precision."""
 
-    dataset: Annotated[bounds.Text, EffectiveWhen("training.dataset_path is not set", "training.sources is not set")] = "stdlib"
+    dataset: Annotated[bounds.Text, _WITHOUT_PATHS, MAY_CHANGE] = "stdlib"
     """"stdlib" (the Python sources of the running interpreter's standard library), or a path as dataset_path."""
-    dataset_path: Annotated[bounds.Text, EffectiveWhen("training.sources is not set")] = ""
+    dataset_path: Annotated[bounds.Text, EffectiveWhen("training.sources is not set"), MAY_CHANGE] = ""
     """Training data: a folder written by `titanlite tokenize`, a pair of .bin and .idx files in Megatron's format or a folder
     of such pairs, or text, which is tokenized at first use: a text file, a .jsonl, .json, .csv or .parquet file with "text" or
     chat "messages" in each entry, or a folder of these; docs/data.md lists all suffixes."""
-    sources: Annotated[list[Source], ALWAYS] = []
+    sources: Annotated[list[Source], ALWAYS, MAY_CHANGE] = []
     """Several data sources, each a table: [[training.sources]] with path, weight, epochs, name."""
     document_policy: Annotated[Literal["pack", "best_fit", "truncate"], ALWAYS] = "pack"
     """How documents become sequences. "pack": documents are concatenated and cut every seq_len tokens. "best_fit": documents
@@ -100,21 +105,21 @@ class Training(Section):
     a longer one is dropped."""
     document_mask: Annotated[bool, EffectiveWhen('training.document_policy != "truncate"')] = False
     """Attention stays inside a document, positions restart with each, and no document's first token is predicted."""
-    add_bos: Annotated[bool | None, EffectiveWhen("model.hf_assets_path is set")] = None
+    add_bos: Annotated[bool | None, EffectiveWhen("model.hf_assets_path is set"), MAY_CHANGE] = None
     """Every text begins with the tokenizer's beginning-of-text token, in training, validation, samples, generation and
     evaluation. Unset: as the tokenizer does it by itself. Token files that were made otherwise are refused."""
-    local_batch_size: Annotated[int, Field(ge=1, le=2**16), ALWAYS] = 8
+    local_batch_size: Annotated[int, Field(ge=1, le=2**16), ALWAYS, MAY_CHANGE] = 8
     """Sequences per forward and backward pass of one data-parallel rank."""
     global_batch_size: Annotated[Literal[-1] | bounds.Batch, ALWAYS] = -1
     """Sequences per optimizer step, over all ranks; more than one pass of every rank means gradient accumulation. -1:
     local_batch_size x data-parallel degree, no accumulation."""
-    seq_len: Annotated[int, Field(ge=1, le=2**24), ALWAYS] = 2048
+    seq_len: Annotated[int, Field(ge=1, le=2**24), ALWAYS, _LENGTH_OF_SAMPLES] = 2048
     """Tokens per sequence."""
-    steps: Annotated[bounds.Steps, ALWAYS] = 10_000
+    steps: Annotated[bounds.Steps, ALWAYS, MAY_CHANGE] = 10_000
     """Optimizer steps of the whole run, counted from its first start."""
     max_norm: Annotated[bounds.Norm, ALWAYS] = 1.0
     """Gradients are scaled down to this global L2 norm. inf: the norm is measured and nothing is clipped."""
-    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], ALWAYS] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], ALWAYS, MAY_CHANGE] = "stop"
     """What happens after a step whose loss or gradient norm is infinite or NaN. With the fused optimizer that step changes no
     weight. "stop": the run ends. "skip": training continues with the next batch, unless more than ten steps in a row are bad.
     "rollback": training continues from the newest checkpoint without the bad batch, at most three times from the same one.
@@ -131,16 +136,18 @@ class Training(Section):
     the loss so that small gradients do not underflow, and skips steps that overflow."""
     mixed_precision_reduce: Annotated[Literal["float32", "bfloat16"], _WITH_FSDP] = "float32"
     """Precision in which gradients are reduced over ranks."""
-    gc_freq: Annotated[bounds.Steps, ALWAYS] = 50
+    gc_freq: Annotated[bounds.Steps, ALWAYS, MAY_CHANGE] = 50
     """Python's garbage collector runs every gc_freq steps, at the same step on all ranks, and at no other time."""
     seed: Annotated[int, Field(ge=0, lt=2**63), ALWAYS] = 0
     """Determines the initial weights, the order of the data, and random numbers in the forward pass."""
-    deterministic: Annotated[bool, ALWAYS] = False
+    deterministic: Annotated[bool, ALWAYS, MAY_CHANGE] = False
     """Use deterministic kernels only: slower on CUDA; two runs on the same mesh are then equal bit for bit."""
 
 
 class Dataloader(Section):
     """How data is read. Nothing here changes what is read."""
+
+    ON_RESUME = MAY_CHANGE
 
     workers: Annotated[int, Field(ge=0, le=256), ALWAYS] = 0
     """Processes per rank that read ahead. 0: the rank itself reads each batch when it needs it."""
@@ -153,6 +160,8 @@ class Dataloader(Section):
 
 class Parallelism(Section):
     """How the ranks are arranged; the product of the degrees is the number of processes."""
+
+    ON_RESUME = MAY_CHANGE
 
     data_parallel_replicate_degree: Annotated[bounds.Count, ALWAYS] = 1
     """Replicas of the (sharded) model; gradients are all-reduced between them."""
@@ -203,7 +212,7 @@ class Parallelism(Section):
 class Moe(Section):
     """Mixtures of experts."""
 
-    max_tokens_factor: Annotated[float, Field(ge=0.01, le=1024.0, allow_inf_nan=False), _WITH_EXPERTS] = 1.5
+    max_tokens_factor: Annotated[float, Field(ge=0.01, le=1024.0, allow_inf_nan=False), _WITH_EXPERTS, MAY_CHANGE] = 1.5
     """How many rows of tokens a rank receives for its experts at a time, relative to what it receives when all experts get as
     many. Routing that sends it more takes further rounds, with the same results, so that memory is bounded under any routing.
     Higher values take memory for fewer rounds; from expert_parallel_degree on, one round is enough."""
@@ -221,14 +230,14 @@ class Moe(Section):
 class Lora(Section):
     """Training of low-rank adapters; the model's own weights are frozen (docs/lora.md)."""
 
-    enable: Annotated[bool, ALWAYS] = False
+    enable: Annotated[bool, ALWAYS, _OTHER_PARAMETERS] = False
     """Freeze every weight and train low-rank adapters of linear layers. checkpoint.initial_load_path loads the frozen weights;
     they are kept in training.mixed_precision_param."""
-    rank: Annotated[int, Field(ge=1, le=2**16), _WITH_LORA] = 16
+    rank: Annotated[int, Field(ge=1, le=2**16), _WITH_LORA, _OTHER_PARAMETERS] = 16
     """Rows of A and columns of B in W + alpha / rank * B A."""
     alpha: Annotated[bounds.Positive, _WITH_LORA] = 32.0
     """Scale of the adapters; divided by their rank."""
-    modules: Annotated[list[str], Field(min_length=1), _WITH_LORA] = ["layers.*"]
+    modules: Annotated[list[str], Field(min_length=1), _WITH_LORA, _OTHER_PARAMETERS] = ["layers.*"]
     """Patterns of the names of linear layers that get adapters, such as "layers.*.attention.w[qv]". A star also matches dots:
     "layers.*" is every linear layer of the blocks. Patterns that cover the experts of a mixture are refused."""
 
@@ -246,12 +255,14 @@ class Float8(Section):
     "layers.*.attention.w[kv]". The head always does."""
     enable_fsdp_float8_all_gather: Annotated[bool, _WITH_FLOAT8] = False
     """All-gather parameters in float8, which halves the communication. With "tensorwise" only."""
-    emulate: Annotated[bool, _WITH_FLOAT8] = False
+    emulate: Annotated[bool, _WITH_FLOAT8, MAY_CHANGE] = False
     """Cast to float8 and multiply the results in float32: slow; for devices without float8 products and for tests."""
 
 
 class ActivationCheckpoint(Section):
     """Which activations are recomputed in the backward pass instead of being kept."""
+
+    ON_RESUME = MAY_CHANGE
 
     mode: Annotated[Literal["none", "full", "selective", "memory_budget"], ALWAYS] = "none"
     """"full": only the input of each block is kept. "selective": see selective_ac_option. "memory_budget": the compiler chooses
@@ -273,6 +284,8 @@ class ActivationCheckpoint(Section):
 
 class Compile(Section):
     """torch.compile."""
+
+    ON_RESUME = MAY_CHANGE
 
     enable: Annotated[bool, ALWAYS] = False
     """Compile the components. Each block is one graph, and one compilation serves all blocks."""
@@ -309,7 +322,7 @@ class Optimizer(Section):
     decay_parameters: Annotated[str, EffectiveWhen("optimizer.weight_decay > 0")] = ""
     """A regular expression, searched in each parameter's name; the parameters that match are decayed. Empty: all parameters
     with two or more dimensions, that is matrices and embeddings, but no norm weights or biases."""
-    implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS] = "fused"
+    implementation: Annotated[Literal["fused", "foreach", "for-loop"], ALWAYS, MAY_CHANGE] = "fused"
     """"fused": one kernel for all parameters. "foreach": one kernel per operation. "for-loop": one kernel per operation and
     parameter. The mathematics is the same. With training.dtype = "bfloat16", "fused" is one compiled kernel per parameter and
     "foreach" does not exist."""
@@ -337,6 +350,8 @@ class LRScheduler(Section):
 
 class Validation(Section):
     """Loss on data that is not trained on."""
+
+    ON_RESUME = MAY_CHANGE
 
     enable: Annotated[bool, ALWAYS] = False
     """Measure the loss and bits per byte, on the same samples each time and on any mesh."""

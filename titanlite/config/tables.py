@@ -1,6 +1,6 @@
-"""What every table of the configuration does: refuse unknown keys, and note which key was read last."""
+"""What every table of the configuration does: refuse unknown keys, note which key was read last; what a resume may change."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,8 +24,28 @@ class Table(BaseModel):
             return super().__getattribute__(name)
 
 
+class OnResume(NamedTuple):
+    """Annotates a key: what happens if a run is resumed with another value than its checkpoint has.
+
+    A key without it changes the mathematics of later steps, and `checkpoint.allow_changes` must name it. refused: why the old
+    state cannot be combined with another value; "": the value changes no number of later steps, apart from rounding.
+    """
+
+    refused: str = ""
+
+
+MAY_CHANGE = OnResume()
+
+
 class Section(Table):
     """Of all sections: every key says when it has an effect."""
+
+    ON_RESUME: ClassVar[OnResume | None] = None  # of keys that have no annotation of their own
+
+    @classmethod
+    def on_resume(cls, name: str) -> OnResume | None:
+        """The annotation of a key."""
+        return next((rule for rule in cls.model_fields[name].metadata if isinstance(rule, OnResume)), cls.ON_RESUME)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -22,8 +22,9 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.operation import Checkpoint
-from titanlite.config.read import KEYS, suggest
+from titanlite.config.read import SECTIONS, suggest
 from titanlite.config.schema import Config
+from titanlite.config.tables import MAY_CHANGE
 from titanlite.data.mixture import Data
 from titanlite.data.origin import Origin, continued
 from titanlite.errors import UserError, listed
@@ -38,39 +39,9 @@ from titanlite.transforms.source import Source, changed_modules, diff, source_of
 
 log = logging.getLogger(__name__)
 
-# Keys that change no number of later steps, apart from rounding. Every other key changes the mathematics.
-HARMLESS = (
-    "job.*",
-    "model.flavor",  # the dimensions are compared
-    "model.overrides",
-    "model.attention",
-    "model.hf_assets_path",  # text and tokenizer are compared by fingerprint
-    "training.dataset",
-    "training.dataset_path",
-    "training.sources",  # weights are compared as shares of all samples
-    "training.add_bos",  # tokens are compared by fingerprint
-    "dataloader.*",
-    "training.local_batch_size",
-    "training.steps",
-    "training.on_nonfinite",
-    "training.gc_freq",
-    "training.deterministic",
-    "parallelism.*",
-    "moe.max_tokens_factor",
-    "activation_checkpoint.*",
-    "compile.*",
-    "optimizer.implementation",
-    "float8.emulate",
-    "checkpoint.*",
-    "metrics.*",
-    "profiling.*",
-    "comm.*",
-    "validation.*",
-)
-# Changes that the old state cannot be combined with, and why.
-IMPOSSIBLE = {
-    "training.seq_len": "a position in the data counts samples of that length",
-    **dict.fromkeys(("lora.enable", "lora.rank", "lora.modules"), "the optimizer's state is that of other parameters"),
+# What the schema says of each key that differs between a checkpoint and the run.
+_ON_RESUME = {
+    f"{section}.{name}": schema.on_resume(name) for section, schema in SECTIONS.items() for name in schema.model_fields
 }
 _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
 _SOURCE = "model.source"  # the code of the model, there
@@ -283,7 +254,8 @@ def check_changes(run: Setting, source: Path, found: Manifest) -> Schedule:
         title = f"{source}: has another architecture than {config.model.title}:"
         raise UserError(listed(title, reshaped, remedy))
     different = list(changes(run, numbers))
-    if impossible := [f"{change}: {IMPOSSIBLE[change.key]}" for change in different if change.key in IMPOSSIBLE]:
+    rules = [(change, _ON_RESUME.get(change.key)) for change in different]
+    if impossible := [f"{change}: {rule.refused}" for change, rule in rules if rule]:
         remedy = "Restore the old value, or begin another run from the weights alone: checkpoint.initial_load_path"
         raise UserError(listed(f"{source}: cannot be resumed with", impossible, remedy))
     if refused := [change for change in different if not _matches(change.key, config.checkpoint.allow_changes)]:
@@ -323,7 +295,7 @@ def changes(run: Setting, numbers: dict[str, Any]) -> Iterator[Change]:
     before["lr_scheduler.total_steps"] = planned
     now["lr_scheduler.total_steps"] = run.config.lr_scheduler.total_steps or planned
     for key, value in now.items():
-        if key in before and before[key] != value and not _matches(key, HARMLESS):
+        if key in before and before[key] != value and _ON_RESUME[key] != MAY_CHANGE:
             yield Change(key, before[key], value)
     yield from _data_changes(numbers["data"], run.data.describe())
     yield from _source_changes(numbers.get("model_source"), source_of(run.family.module))
@@ -361,7 +333,7 @@ def _source_sentence(source: dict[str, Any] | None, data: dict[str, Any]) -> str
 
 def changeable() -> list[str]:
     """The keys that checkpoint.allow_changes can name."""
-    return [*(key for key in KEYS if key not in IMPOSSIBLE and not _matches(key, HARMLESS)), _DATA, _SOURCE]
+    return [*(key for key, rule in _ON_RESUME.items() if rule is None), _DATA, _SOURCE]
 
 
 def _flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
