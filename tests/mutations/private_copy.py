@@ -16,7 +16,7 @@ from tests.mutations.faults import ROOT, Fault, with_fault
 
 _NOT_COPIED = (".git", ".venv", "__pycache__", "build", "outputs", "*.egg-info", ".*_cache")
 # Seconds, on a busy machine. A fault makes some tests hang.
-_TITANLITE, _TEST, _TEST_FILE = 900, 600, 2400
+_TITANLITE, _TEST, _TEST_FILE = 1800, 900, 3600
 
 
 class Answer(NamedTuple):
