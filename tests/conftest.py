@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -21,11 +22,27 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at a time, ea
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files, and the tests of each, in a random order")
+    parser.addoption("--minutes", type=Path, metavar="FILE", help="write how many minutes each file of tests has taken")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if (seed := config.getoption("shuffle")) is not None:
         terminalreporter.write_line(f"this order again: --shuffle {seed}")
+    if path := config.getoption("minutes"):
+        table = minutes_by_file(report for reports in terminalreporter.stats.values() for report in reports)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(table) + "\n")
+        terminalreporter.section(f"minutes of all processes together; more in {path}")
+        terminalreporter.write_line("\n".join(table[:11]))
+
+
+def minutes_by_file(reports: Iterable[object]) -> list[str]:
+    """The minutes that tests have taken with their fixtures: all together, then each file's, the longest first."""
+    minutes: Counter[str] = Counter()
+    for report in reports:
+        if isinstance(report, pytest.TestReport):  # of a fixture or of the test itself
+            minutes[report.nodeid.partition("::")[0]] += report.duration / 60
+    return [f"{spent:7.2f} {name}" for name, spent in [("all", sum(minutes.values())), *minutes.most_common()]]
 
 
 def pytest_configure() -> None:
