@@ -34,8 +34,9 @@ from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
 from titanlite.launch.run_folder import read_starts
 from titanlite.loop.divergence import read_entries, stretches
 from titanlite.loop.metrics import read_reports
-from titanlite.outside import MIB
+from titanlite.outside import MIB, read_toml
 from titanlite.plan.trace import read_trace
+from titanlite.tools.convert_config import convert
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
 
@@ -105,6 +106,9 @@ CONFIGURATIONS = [
     Kind(f"configuration {name}", name, _write_configuration, lambda: read_config("run.toml", []).model_dump(), MIB // 4,
          json=False, cut_is_right=True, empty_is_right=True, named=r"\.toml")
     for name in ("run.toml", "below.toml")
+] + [
+    Kind("configuration of torchtitan", "below.toml", _write_configuration, lambda: convert(read_toml("below.toml")), MIB // 4,
+         json=False, cut_is_right=True, empty_is_right=True, named=r"\.toml")
 ]  # fmt: skip
 
 

@@ -24,12 +24,13 @@ COMMANDS = {
     "replay": ("titanlite.tools.replay", "repeat one step of a run, and print its norms layer by layer"),
     "generate": ("titanlite.tools.generate", "continue prompts with a checkpoint"),
     "eval": ("titanlite.tools.eval", "evaluate a checkpoint on tasks of lm-eval"),
+    "convert-config": ("titanlite.tools.convert_config", "write a configuration of torchtitan with titanlite's keys"),
     "estimate": ("titanlite.tools.estimate", "predict memory, FLOPs and traffic for many ranks on one machine"),
 }
 # They run what the user's own configuration or word names. A command that opens a checkpoint finds such a module with --model.
 _RUN_OWN_CODE = ("launch", "train", "check", "data", "verify", "check-model", "estimate")
 USAGE = "usage: titanlite COMMAND ...; each command has --help\n\n" + "\n".join(
-    f"  {command:<12} {meaning}" for command, (_, meaning) in COMMANDS.items()
+    f"  {command:<14} {meaning}" for command, (_, meaning) in COMMANDS.items()
 )
 
 

@@ -46,6 +46,7 @@ def imported(*words: str, folder: Path, modules: tuple[str, ...]) -> tuple[int, 
         (["launch", RECIPE, "--training.step", "3"], 2),
         (["launch", RECIPE, "--help"], 0),
         (["tokenize", "--help"], 0),
+        (["convert-config", RECIPE], 0),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

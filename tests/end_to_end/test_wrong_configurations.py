@@ -80,7 +80,7 @@ CASES = {
         "three_faults.toml", "3 faults", "optimizer.lr = -1", 'optimizer.name = "SGD"', "metrics.log_frequency"
     ),
     "keys of torchtitan": case(
-        "torchtitan.toml", "2 faults", "[experimental]", "checkpoint.last_save_model_only", "not a key of titanlite"
+        "torchtitan.toml", "2 faults", "[experimental]: no such section", "checkpoint.last_save_model_only", "convert-config"
     ),
     # options
     "unknown option": case(

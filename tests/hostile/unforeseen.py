@@ -52,7 +52,7 @@ WAYS = [
         for command in ("check", "launch", "estimate", "data show", "data stats", "verify")
     ),
     *(
-        Way(f"{command} run.toml", "titanlite.config.read.take_foreign_keys", CONFIG[0])
+        Way(f"{command} run.toml", "titanlite.config.read._parse_options", CONFIG[0])
         for command in ("check", "launch", "estimate", "data show", "data stats", "verify")
     ),
     *(

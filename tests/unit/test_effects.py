@@ -75,14 +75,6 @@ def test_what_depends_on_machine_or_ranks_is_reported_from_a_file_and_refused_as
     assert (from_file.refused, as_option.refused) == (False, True)
 
 
-def test_a_file_of_torchtitan_may_hold_the_options_of_features_that_are_off(tmp_path):
-    text = "[validation]\nfreq = 7\n[metrics]\nenable_wandb = false\n"
-    (key,) = found(tmp_path, [text])
-    assert not key.refused
-    (key,) = found(tmp_path, [text.replace("freq = 7", "")], "--validation.freq", "7")
-    assert key.refused
-
-
 def test_a_settled_configuration_holds_no_value_without_effect():
     given = Config.model_validate({"lora": {"rank": 4}, "parallelism": {"cpu_offload": True}, "optimizer": {"lr": 0.5}})
     settled = given.settled(HERE)

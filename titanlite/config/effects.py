@@ -21,7 +21,6 @@ class Layer(NamedTuple):
 
     number: int  # bases have negative numbers, the file 0
     name: str = ""  # for messages
-    foreign: bool = False  # a file of torchtitan, which writes the options of features that are off
 
 
 FILE, OPTION, UNSET = Layer(0), Layer(1, "option"), Layer(-(2**63))
@@ -109,7 +108,7 @@ class Idle(NamedTuple):
     def refused(self) -> bool:
         """Whether who set the key could see that it has no effect. A file may go to another machine or number of ranks; a key
         at its default changes nothing."""
-        if self.layer.foreign or self.value == self.default:
+        if self.value == self.default:
             return False
         return self.layer.number >= (OPTION.number if _depends_on_place(self.condition) else self.off.number)
 

@@ -10,14 +10,12 @@ import json
 import os
 import re
 import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from titanlite.config.effects import OPTION, Layer, Place
-from titanlite.config.renamed_keys import INSTEAD, is_foreign, leaves, take_foreign_keys
 from titanlite.config.schema import Config
 from titanlite.config.tables import Section
 from titanlite.errors import HelpRequested, UserError, listed, phase
@@ -28,28 +26,27 @@ SECTIONS: dict[str, type[Section]] = {name: type(field.default) for name, field 
 KEYS: dict[str, Any] = {
     f"{section}.{name}": field.annotation for section, schema in SECTIONS.items() for name, field in schema.model_fields.items()
 }
+# Keys of earlier versions, and options of other commands: what to write instead.
+INSTEAD = {
+    "compile.unit": "each block is one graph; remove the key",
+    "ranks": "the environment says how many ranks there are: NGPU x NNODES",
+}
 
 
 class Faults(UserError):
-    """All faults of one configuration.
+    """All faults of one configuration. remedy: a line that concerns them all."""
 
-    rest: the configuration without its faulty keys, if all are keys of torchtitan that titanlite does not have; the faults of
-    the rest belong into the same message. A faulty value of a key of titanlite leaves no configuration to check.
-    """
-
-    def __init__(self, path: str, faults: list[str], rest: Config | None = None):
-        super().__init__(path, faults, rest)
-        self.path, self.faults, self.rest = path, faults, rest
+    def __init__(self, path: str, faults: list[str], remedy: str = ""):
+        super().__init__(path, faults, remedy)
+        self.path, self.faults, self.remedy = path, faults, remedy
 
     def __str__(self) -> str:
         count = "1 fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-        return listed(f"{self.path}: {count}", self.faults)
+        return listed(f"{self.path}: {count}", self.faults, self.remedy)
 
 
 def read_words(words: list[str], usage: str) -> tuple[str, Config]:
     """(configuration file, configuration) of a command's words: a file and options, as for `read_config`.
-
-    Standard error says which keys of torchtitan were taken, and how.
 
     Raises UserError if the first word is an option. For --help as the first word it prints the usage and exits.
     """
@@ -58,20 +55,14 @@ def read_words(words: list[str], usage: str) -> tuple[str, Config]:
         sys.exit(0)
     if not words or not words[0].strip() or words[0].startswith("-"):
         raise UserError("give a configuration first, such as train_configs/llama_debug.toml, then the options")
-    taken: list[str] = []
-    config = read_config(words[0], words[1:], taken)
-    if taken and os.environ.get("RANK", "0") == "0":
-        print(listed(f"{words[0]}: taken from torchtitan's names:", taken), file=sys.stderr)
-    return words[0], config
+    return words[0], read_config(words[0], words[1:])
 
 
 @phase("reading the configuration")
-def read_config(path: str | Path | None, options: list[str], taken: list[str] | None = None) -> Config:
+def read_config(path: str | Path | None, options: list[str]) -> Config:
     """The validated configuration of a TOML file, overridden by command-line options such as `--training.steps 50`.
 
-    path: None for the options alone.
-    Keys of torchtitan that have a meaning here are replaced, with a line for each added to `taken`. Raises Faults that lists
-    all faults of files and options; HelpRequested for `--help`.
+    path: None for the options alone. Raises Faults that lists all faults of files and options; HelpRequested for `--help`.
     """
     origins: dict[str, Layer] = {}  # "section.key" -> the file or option that has set it
     values = _load_toml(Path(path), [], origins) if path else {}
@@ -86,34 +77,22 @@ def read_config(path: str | Path | None, options: list[str], taken: list[str] | 
         if isinstance(table, dict):  # anything else is a fault of the file, reported below
             table[name] = _parse_value(key, text)
             _note(origins, (*tables, name), table[name], OPTION)
-    replaced, doubled = take_foreign_keys(values, origins)
-    faults += doubled
-    if taken is not None:
-        taken += replaced
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
         faults += _describe(error, origins)
-        raise Faults(str(path or "options"), faults, _without_foreign(values, error, origins)) from None
+        raise Faults(str(path or "options"), faults, _if_of_torchtitan(path, error, origins)) from None
     if faults:
         raise Faults(str(path or "options"), faults)
     vars(config)["layers"] = {key: layer for key, layer in origins.items() if key in KEYS}
     return config
 
 
-def _without_foreign(values: dict[str, Any], error: ValidationError, origins: dict[str, Layer]) -> Config | None:
-    """The configuration without the faulty keys, if titanlite has none of them and knows them all as torchtitan's.
-
-    A refused key may be what switches a feature on: all layers are marked as foreign, so that no key of it "has no effect".
-    """
-    for section, *names in (map(str, entry["loc"]) for entry in error.errors()):
-        if not is_foreign(".".join([section, *names])):
-            return None
-        table, name = (values[section], names[0]) if names else (values, section)
-        table.pop(name, None)
-    config = Config.model_validate(values)
-    vars(config)["layers"] = {key: layer._replace(foreign=True) for key, layer in origins.items() if key in KEYS}
-    return config
+def _if_of_torchtitan(path: str | Path | None, error: ValidationError, origins: dict[str, Layer]) -> str:
+    """The command for a file with several names that titanlite does not have; a single one may be misspelt."""
+    unknown = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "extra_forbidden"]
+    several = sum(origins.get(key, OPTION) != OPTION for key in unknown) > 1
+    return f"if this is a file of torchtitan: titanlite convert-config {path} --output NEW.toml" if several else ""
 
 
 def stored_config(sections: dict[str, dict[str, Any]], source: Path) -> Config:
@@ -150,17 +129,17 @@ def to_toml(config: Config) -> str:
 def toml_value(value: Any) -> str:
     """A value of a configuration as TOML text; entries of a table that are None are left out."""
     if isinstance(value, dict):
-        entries = [f"{_toml_key(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
+        entries = [f"{toml_key(key)} = {toml_value(entry)}" for key, entry in value.items() if entry is not None]
         return f"{{ {', '.join(entries)} }}" if entries else "{}"
     if isinstance(value, list):
         return "[" + ", ".join(toml_value(entry) for entry in value) + "]"
     if isinstance(value, float):
         return repr(value)
     # a JSON string is a valid TOML basic string once DEL, which JSON does not escape, is escaped
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
-def _toml_key(name: str) -> str:
+def toml_key(name: str) -> str:
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
@@ -240,7 +219,7 @@ def _parse_value(key: str, text: str) -> Any:
         return None
     if get_origin(annotation) is list and not entry_schema(annotation) and not text.startswith("["):
         return text.split(",")
-    if not is_foreign(key) and annotation is not Any:  # whose type the schema does not have
+    if annotation is not Any:
         with contextlib.suppress(ValidationError):
             return TypeAdapter(annotation).validate_strings(text)
     with contextlib.suppress(ValueError):  # tables: [{ path = "a" }], and numbers, so that the fault names them
@@ -286,7 +265,7 @@ def _sentence(section: str, name: str = "", *, origins: dict[str, Layer], errors
         return _unknown_key(section, name, value, origins.get(key))
     if kind == "model_type":
         return f"{section} = {value!r}: must be a table; write [{section}] with its keys below"
-    return f"{_setting(key, value, origins.get(key))}: must be {_allowed(errors)}"
+    return f"{_setting(key, value, origins.get(key))}: must be {allowed(errors)}"
 
 
 def _entry_sentence(section: str, name: str, number: int, key: str = "", *, errors: list[Any]) -> str:
@@ -299,10 +278,11 @@ def _entry_sentence(section: str, name: str, number: int, key: str = "", *, erro
         return f"{place}: {_setting(key, value, None)}: no such key{suggest(key, list(schema.model_fields))}"
     if kind == "missing":
         return f"{place}: has no {key}"
-    return f"{place}: {_setting(key, value, None)}: must be {_allowed(errors)}"
+    return f"{place}: {_setting(key, value, None)}: must be {allowed(errors)}"
 
 
-def _allowed(errors: list[Any]) -> str:
+def allowed(errors: list[Any]) -> str:
+    """What may stand in place of a value, by pydantic's errors in it."""
     words = [word for error in errors for word in re.findall("'([^']+)'", error.get("ctx", {}).get("expected", ""))]
     close = difflib.get_close_matches(str(errors[0]["input"]).lower(), lower := [word.lower() for word in words], n=1)
     hint = f"; did you mean '{words[lower.index(close[0])]}'?" if close else ""
@@ -317,9 +297,8 @@ def _unknown_key(section: str, name: str, value: Any, origin: Layer | None) -> s
     """A sentence for what the schema does not have: a key, or without a name a section or a key outside all sections."""
     key = f"{section}.{name}" if name else section
     is_section = not name and isinstance(value, dict)
-    nested = [".".join(names) for names, _ in leaves(value) if len(names) > 1] if is_section else []
-    what = f"[{section}] {', '.join(nested)}".strip() if is_section else _setting(key, value, origin)
-    if instead := next((text for pattern, text in INSTEAD.items() if fnmatchcase(key, pattern)), ""):
+    what = f"[{section}]" if is_section else _setting(key, value, origin)
+    if instead := INSTEAD.get(key):
         return f"{what}: not a key of titanlite: {instead}"
     if is_section:
         return f"{what}: no such section{suggest(section, list(SECTIONS))}"

@@ -5,7 +5,6 @@ without a GPU, it checks a configuration for GPUs, and lists what only GPUs can 
 this machine.
 """
 
-import contextlib
 import sys
 from collections.abc import Iterator
 
@@ -22,8 +21,7 @@ def main() -> None:
     parser = config_parser("check")
     parser.add_argument("--local-ranks", type=Whole(1, 1024))
     options = parser.parse_known_args()[0]
-    with all_faults(options.ranks, options.local_ranks):
-        _, path, config = read_command(parser)
+    _, path, config = read_command(parser)
     import torch  # not before: a fault of the file needs no torch
 
     if notes := check_here(config, path, options.ranks, options.local_ranks):
@@ -32,20 +30,6 @@ def main() -> None:
         print(f"{path}: {note}", file=sys.stderr)
     if config.job.print_config:
         print(to_toml(config))
-
-
-@contextlib.contextmanager
-def all_faults(ranks: int, local_ranks: int | None) -> Iterator[None]:
-    """While a configuration is read: adds the faults of its rest to a refusal of its keys."""
-    try:
-        yield
-    except Faults as error:
-        try:
-            if error.rest:
-                check_here(error.rest, error.path, ranks, local_ranks)
-        except Faults as more:
-            raise Faults(error.path, error.faults + more.faults) from None
-        raise
 
 
 def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -> list[str]:

@@ -15,15 +15,14 @@ from titanlite.config.read import read_words, to_toml
 from titanlite.config.schema import Config
 from titanlite.launch import children, stop, temporary
 from titanlite.launch.layout import read_layout
-from titanlite.tools.check import all_faults, check_here
+from titanlite.tools.check import check_here
 
 
 def main() -> None:
     """The exit code is the run's: 0 done, 2 a fault in configuration or data, 75 stopped, else a failed rank's."""
     words = sys.argv[1:]
     layout = read_layout()
-    with all_faults(layout.local_ranks * layout.machines, layout.local_ranks):
-        path, config = read_words(words, "titanlite launch CONFIG.toml [--section.key value ...]")
+    path, config = read_words(words, "titanlite launch CONFIG.toml [--section.key value ...]")
 
     import torch.distributed.tensor  # noqa: F401 - not before: the faults above need no torch, and the forks below share it
 

@@ -1,0 +1,196 @@
+"""`titanlite convert-config` on the 23 TOML files of torchtitan 0.2.2: each line is taken, or is a comment that says why."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from models import deepseek_v3, llama3, qwen3
+from tests.torchtitan_files import FILES, settings, toml
+from titanlite.__main__ import main
+from titanlite.config.effects import Place
+from titanlite.config.read import KEYS, Faults, read_config, toml_value
+from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.loop.checks import check
+from titanlite.outside import parse_toml, read_toml
+from titanlite.tools.convert_config import INSTEAD, RENAMED, convert
+from titanlite.transforms.registry import family_of
+
+ROOT = Path(__file__).parents[2]
+LETTERS = {name: letter for letter, name in FILES.items()}
+# Files that run with the paths of a machine: the flavor that they stand for, and the ranks that they are for.
+DENSE = {
+    "base_config": (llama3.FLAVORS["debugmodel"], 1),
+    "llama3/debug_model": (llama3.FLAVORS["debugmodel"], 1),
+    "llama3/llama3_8b": (llama3.FLAVORS["8b"], 64),
+    "llama3/llama3_70b": (llama3.FLAVORS["70b"], 256),
+    "llama3_ft/debug_model": (llama3.FLAVORS["debugmodel"], 1),
+    "qwen3/qwen3_0.6b": (qwen3.FLAVORS["0.6b"], 1),
+    "qwen3/qwen3_1.7b": (qwen3.FLAVORS["1.7b"], 1),
+    "qwen3/qwen3_32b": (qwen3.FLAVORS["32b"], 8),
+    "deepseek_v3/deepseek_v3_671b": (deepseek_v3.FLAVORS["671b"], 64),
+}
+_NO_MODEL = "model.name = '{0}': there is no module models.{0}"
+# The others: what the check of the converted file refuses.
+REFUSED = {
+    "transformers_modeling_backend/debug_model": _NO_MODEL.format("transformers_modeling_backend"),
+    "transformers_modeling_backend/full": _NO_MODEL.format("transformers_modeling_backend"),
+    "vlm/debug_model": _NO_MODEL.format("vlm"),
+    "deepseek_v3/debug_model": "model.flavor = 'debugmodel': deepseek_v3 has the flav",
+    "deepseek_v3/deepseek_v3_16b": "model.flavor = '16B': deepseek_v3 has the flav",
+    "flux/debug_model": _NO_MODEL.format("flux"),
+    "flux/flux_dev_model": _NO_MODEL.format("flux"),
+    "flux/flux_schnell_model": _NO_MODEL.format("flux"),
+    "gpt_oss/debug_model": "model.flavor = 'debugmodel': gpt_oss has the flav",
+    "llama3/llama3_405b": "parallelism.tensor_parallel_degree = 8: each rank would scale its own part of a weight",
+    "llama4/debug_model": _NO_MODEL.format("llama4"),
+    "llama4/llama4_17bx128e": _NO_MODEL.format("llama4"),
+    "llama4/llama4_17bx16e": _NO_MODEL.format("llama4"),
+    "qwen3/qwen3_moe_debug": "model.flavor = 'debugmodel_moe': qwen3 has the flav",
+}
+
+
+def converted(folder: Path, text: str) -> Path:
+    """The file that stands for a text of torchtitan."""
+    path = folder / "run.toml"
+    path.write_text(convert(parse_toml(text)), encoding="utf-8")
+    return path
+
+
+def by_section(text: str) -> dict[str, list[str]]:
+    """The lines of each section, those of comments included."""
+    lines: dict[str, list[str]] = {}
+    for line in filter(None, text.splitlines()):
+        if header := re.fullmatch(r"(?:# )?\[(\w+)\]", line):
+            section = lines.setdefault(header[1], [])
+        else:
+            section.append(line)
+    return lines
+
+
+def own_paths(folder: Path) -> list[str]:
+    """Options with paths of this machine, as a user gives them. The tokenizer has fewer than 2,048 entries, as torchtitan's."""
+    (folder / "text.txt").write_text("Some words to read. " * 100)
+    train_tokenizer(["a few words of text"]).save(str(folder / "tokenizer.json"))
+    return [
+        *("--training.dataset_path", str(folder / "text.txt"), "--model.hf_assets_path", str(folder)),
+        *("--job.dump_folder", str(folder / "out")),
+    ]
+
+
+def test_every_file_of_torchtitan_is_in_one_of_the_two_tables():
+    assert sorted(FILES.values()) == sorted([*DENSE, *REFUSED])
+
+
+@pytest.mark.parametrize("name", LETTERS)
+def test_each_line_is_taken_or_is_a_comment_with_the_reason(tmp_path, name):
+    path = converted(tmp_path, toml(LETTERS[name]))
+    config = read_config(path, [])
+    assert not {f"{key.section}.{key.name}" for key in config.idle(Place())} & config.layers.keys()
+    lines = by_section(path.read_text())
+    for key, value in settings(LETTERS[name]).items():
+        section, _, rest = {"model.converters": "float8.enable", **RENAMED}.get(key, key).partition(".")
+        expected = value if key != "model.converters" else True
+        if (section, rest) == ("activation_checkpoint", "selective_ac_option"):
+            expected = int(value) if value.isdecimal() else value
+        setting = f"{rest} = {toml_value(expected)}"
+        found = [line for line in lines[section] if line.removesuffix("  # titanlite has no such family") == setting]
+        found += [line for line in lines[section] if line.startswith(f"# {setting}  (") and line.endswith(")")]
+        assert len(found) == 1, key
+        if not found[0].startswith("#"):
+            assert getattr(getattr(config, section), rest) == expected and f"{section}.{rest}" in config.layers
+    assert sum(map(len, lines.values())) == len(settings(LETTERS[name]))
+
+
+@pytest.mark.parametrize("name", LETTERS)
+def test_a_file_that_is_not_converted_is_refused_with_the_command(tmp_path, name):
+    (tmp_path / "theirs.toml").write_text(toml(LETTERS[name]))
+    with pytest.raises(Faults) as caught:
+        read_config(tmp_path / "theirs.toml", [])
+    assert str(caught.value).endswith(f"titanlite convert-config {tmp_path / 'theirs.toml'} --output NEW.toml")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
+    dimensions, ranks = DENSE[name]
+    config = read_config(converted(tmp_path, toml(LETTERS[name])), own_paths(tmp_path))
+    check(config, name, ranks, open_files=False)
+    assert family_of(config.model).config == dimensions
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_check_names_what_else_is_missing(tmp_path, name):
+    config = read_config(converted(tmp_path, toml(LETTERS[name])), own_paths(tmp_path))
+    with pytest.raises(Faults) as caught:
+        check(config, name, 8, open_files=False)
+    assert REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "line"),
+    [
+        ('model.converters = ["float8"]', "enable = true"),
+        ('model.converters = "quantize.linear.float8"', "enable = true"),
+        ('model.converters = ["mx"]', '# converters = ["mx"]  (use float8.enable'),
+        ("training.compile = true", "enable = true"),
+        ("debug.seed = 7", "seed = 7"),
+        ("debug.seed = -1", "# seed = -1  (must be greater than or equal to 0)"),
+        ("training.seed = 2\ndebug.seed = 1", "# seed = 1  (another name of training.seed, which is given too)"),
+        ("training.dataloader.num_workers = 2", "workers = 2"),
+        (
+            'activation_checkpoint.mode = "selective"\nactivation_checkpoint.selective_ac_option = "2"',
+            "selective_ac_option = 2",
+        ),
+        ('optimizer.name = "adamw"', "# name = \"adamw\"  (must be 'AdamW', 'Adam' or 'Muon'; did you mean 'AdamW'?)"),
+        ("validation.freq = 7", "# freq = 7  (no effect unless validation.enable = true)"),
+        ("metrics.log_frequency = 7", "# log_frequency = 7  (no such key; did you mean metrics.log_freq?)"),
+        ("own.things.here = 1", "# things.here = 1  (no such section)"),
+        ("steps = 5", "# steps = 5  (no such section)"),
+        ("job.description = 2026-01-01", '# description = "2026-01-01"  (must be a valid string)'),
+        ('model.name = "flux"', 'name = "flux"  # titanlite has no such family'),
+        ('model.name = "my.own"', 'name = "my.own"'),
+        (
+            'quantize.linear.float8.filter_fqns = ["output"]',
+            '# linear.float8.filter_fqns = ["output"]  (float8.filter_fqns takes',
+        ),
+        ('own."a\\nb\\u007f" = "c\\nd"', '# "a\\nb\\u007f" = "c\\nd"  (no such section)'),
+    ],
+)
+def test_a_setting_becomes_a_line(tmp_path, theirs, line):
+    path = converted(tmp_path, theirs)
+    read_config(path, [])
+    lines = path.read_text().splitlines()
+    assert [each for each in lines if each == line or (line[:1] == "#" and each.startswith(line))], lines
+
+
+def test_the_tables_name_keys_that_titanlite_has_and_has_not():
+    assert set(RENAMED.values()) <= set(KEYS)
+    assert not (set(INSTEAD) | set(RENAMED)) & set(KEYS)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
+def test_a_file_of_titanlite_means_the_same_afterwards(tmp_path, recipe):
+    theirs = read_toml(recipe)
+    theirs.pop("base", None)
+    (tmp_path / "before.toml").write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in theirs.items()))
+    after = read_config(converted(tmp_path, (tmp_path / "before.toml").read_text()), [])
+    assert after.settled(Place()) == read_config(tmp_path / "before.toml", []).settled(Place())
+
+
+def test_the_command_prints_the_file_or_writes_a_new_one_and_prints_nothing_else(tmp_path, monkeypatch, capfd):
+    (tmp_path / "theirs.toml").write_text(toml("o"))
+    expected = convert(parse_toml(toml("o")))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def run(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["titanlite", "convert-config", str(tmp_path / "theirs.toml"), *words])
+        main()
+        return tuple(capfd.readouterr())
+
+    assert run() == (expected, "")
+    new = tmp_path / "new" / "ours.toml"
+    assert run("--output", str(new)) == ("", "") and new.read_text() == expected
+    with pytest.raises(SystemExit):
+        run("--output", str(new))
+    assert "already exists" in capfd.readouterr().err and new.read_text() == expected
