@@ -77,6 +77,12 @@ def test_every_mode_keeps_less_for_the_backward_pass_than_the_one_that_computes_
     assert kept["budget 0.0"] < kept["budget 0.3"] < kept["budget 1.0"] < kept["none"]
 
 
+def test_every_second_matrix_product_of_a_block_is_kept(pools):
+    kept = _measured(pools[1])
+    products = 4 * GLOBAL_BATCH * 32 * (64 + 32 + 96 + 64) * 4  # layers x sequences x tokens x (wq, wv, w1, w2) x bytes
+    assert kept["per operation"] - kept["full"] >= products
+
+
 def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
     without = _measured(pools[1])["per operation"]
     more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]

@@ -19,7 +19,7 @@ from models.blocks import positions_in_documents
 from models.head import IGNORE
 from tests.tiny import FLAVORS
 from titanlite.data.batch import Batch
-from titanlite.loop.loss import summed_loss
+from titanlite.loop.loss import sequence_of, summed_loss
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 
 _SEQ = 32
@@ -142,6 +142,12 @@ def test_without_documents_the_kernel_is_the_causal_one_bit_for_bit(monkeypatch)
     expected_loss, expected = loss_and_gradients(model, [batch])
     assert torch.equal(loss, expected_loss)
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
+def test_positions_begin_again_in_each_document():
+    # RoPE is the same for any first position; other models are not
+    seq = sequence_of(torch.zeros(2, 5), torch.tensor([[0, 0, 0, 1, 2], [0, 1, 1, 1, 1]]))
+    assert seq.positions.tolist() == [[0, 1, 2, 0, 0], [0, 0, 1, 2, 3]]
 
 
 def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
