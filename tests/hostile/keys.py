@@ -361,7 +361,6 @@ def _options() -> Iterator[Case]:
         "5,000 levels": ([f"--model.overrides={'[' * 5000}"], r"model\.overrides"),
         "an empty name": (["--=5"], r"option"),
         "a name of dots": (["--..=5"], r"no such section"),
-        "two names of one key": (["--debug.seed=1", "--training.seed=2"], r"one option"),
     }
     for name, (options, names) in words.items():
         yield Case("keys", f"options: {name}", _read("", *options), names)

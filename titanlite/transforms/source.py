@@ -6,17 +6,18 @@ library and installed packages are left out; provenance.json has their versions.
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import logging
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -35,28 +36,44 @@ def source_of(module: ModuleType) -> Source:
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             continue  # an attribute of a module, a folder without __init__.py, an extension
         text = importlib.util.decode_source(Path(spec.origin).read_bytes())
-        tree = ast.parse(text)
-        found[name] = {"hash": hash_of(tree), "text": text}
-        package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-        waiting += [above for imported in (name, *_imports(tree, package)) for above in _with_packages(imported)]
+        found[name] = {"hash": hash_of(text), "text": text}
+        for imported in (name, *_imports(ast.parse(text), spec.parent or "")):
+            waiting += itertools.accumulate(imported.split("."), "{}.{}".format)  # an import runs the packages' files, too
     return dict(sorted(found.items()))
 
 
-def hash_of(tree: ast.Module) -> str:
-    """A hash of a syntax tree without docstrings. Every version of Python that parses a text gives it the same hash."""
-    return hashlib.blake2b(repr(_plain(tree)).encode(), digest_size=16).hexdigest()
+def hash_of(text: str) -> str:
+    """A hash of a module's syntax tree, without docstrings; of its text, if this version of Python cannot parse it."""
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(body := getattr(node, "body", None), list):
+                node.body = [each for each in body if not _is_idle(each)]  # type: ignore[attr-defined]
+        text = ast.dump(tree)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def changed_modules(before: Source, now: Source) -> list[str]:
-    """The modules whose hashes differ, or that only one of the two has."""
-    return [name for name in sorted(before.keys() | now) if _entry(before, name, "hash") != _entry(now, name, "hash")]
+    """The modules that differ, or that only one of the two has. Where the hashes differ, the texts decide: another version of
+    Python or of titanlite may have made them."""
+    return [name for name in sorted(before.keys() | now) if name not in before or not _same(before[name], now.get(name))]
+
+
+def _same(then: dict[str, str], now: dict[str, str] | None) -> bool:
+    return now is not None and (then["hash"] == now["hash"] or hash_of(then["text"]) == hash_of(now["text"]))
+
+
+def _is_idle(node: ast.AST) -> bool:
+    """Whether a statement does nothing: `pass`, or a text such as a docstring."""
+    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return text or isinstance(node, ast.Pass)
 
 
 def diff(before: Source, now: Source) -> str:
     """The first lines of a unified diff of the changed modules, each indented."""
     lines: list[str] = []
     for name in changed_modules(before, now):
-        then, here = (_entry(source, name, "text").splitlines() for source in (before, now))
+        then, here = (source.get(name, {"text": ""})["text"].splitlines() for source in (before, now))
         lines += difflib.unified_diff(then, here, f"{name} then", f"{name} now", lineterm="", n=1)
     rest = [f"... and {len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
     return "\n".join(f"    {line}" for line in [*lines[:_LINES], *rest])
@@ -67,10 +84,6 @@ def warn_of_changes(checkpoint: Path, before: Source | None, module: ModuleType)
     if before is not None and (names := changed_modules(before, source_of(module))):
         what, where = diff(before, source_of(module)), "its manifest.json has the code of then"
         log.warning("%s: the code of the model has changed since: %s; %s\n%s", checkpoint, ", ".join(names), where, what)
-
-
-def _entry(source: Source, name: str, key: str) -> str:
-    return source.get(name, {}).get(key, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- modules
@@ -88,14 +101,11 @@ def _is_a_models(name: str, own: set[str]) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Where a module is, None if there is no such module. importlib.util.find_spec would import its packages."""
-    if name in sys.modules:
-        return sys.modules[name].__spec__
+    """Where a module is; None if there is none. Its package must be imported, or the search would import it."""
     package = name.rpartition(".")[0]
-    above = _spec(package) if package else None
-    if package and (above is None or above.submodule_search_locations is None):
-        return None
-    return PathFinder.find_spec(name, above.submodule_search_locations if above else None)
+    with contextlib.suppress(ImportError, ValueError):  # what stands in a module; a program without a spec
+        return importlib.util.find_spec(name) if not package or package in sys.modules else None
+    return None
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[str]:
@@ -104,47 +114,6 @@ def _imports(tree: ast.Module, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _with_packages(name: str) -> list[str]:
-    """["a", "a.b", "a.b.c"] of "a.b.c": an import runs the files of the packages, too."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-# ------------------------------------------------------------------------------------------------------------ syntax trees
-
-
-def _plain(node: Any) -> object:
-    """A syntax tree as tuples, without places, docstrings and what versions of Python write in different ways."""
-    if isinstance(node, list):
-        return tuple(_plain(each) for each in node if not _is_idle(each))
-    if isinstance(node, ast.JoinedStr):
-        return "JoinedStr", tuple(_parts(node))
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind", "type_comment"))
-    # an empty field is left out, since a newer version may have it and an older one not
-    return type(node).__name__, *((name, _plain(value)) for name, value in fields if value is not None and value != [])
-
-
-def _is_idle(node: Any) -> bool:
-    """Whether a statement does nothing: `pass`, or a text such as a docstring."""
-    text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return text or isinstance(node, ast.Pass)
-
-
-def _parts(node: ast.JoinedStr) -> Iterator[object]:
-    """The parts of an f-string; texts that follow each other are one, and empty ones none."""
-    text = ""
-    for part in node.values:
-        if isinstance(part, ast.Constant):
-            text += str(part.value)
-            continue
-        yield from [text] if text else []
-        yield _plain(part)
-        text = ""
-    yield from [text] if text else []
+            with contextlib.suppress(ImportError):  # above all packages
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                yield from (f"{base}.{alias.name}" for alias in node.names)
