@@ -165,6 +165,9 @@ _OF_CONTEXT = (
     *("bfloat16", "bfloat16, compiled", "full, by chunks, compiled", "full, offload", "per operation, compiled"),
     *("memory_budget", "document_mask", "document_mask, compiled", "windows", "capped scores", "LoRA", "float8, compiled"),
 )
+_ALONE = ("FSDP 8", "1 rank")  # dense variants in turn: "FSDP 4 x TP 2" has all of them
+_BY_CONTEXT = ("CP 8, gather", "FSDP 4 x CP 2, ulysses")  # those of context parallelism in turn
+_OF_REPLICAS = ("bfloat16", "full, offload", "document_mask", "LoRA", "Muon")
 # Each variant whose step a pipeline changes is on one mesh or two.
 _OF_PIPELINES = {
     "PP 2 x FSDP 4, 1F1B, first rank": ("bfloat16, compiled", "document_mask", "LoRA"),
@@ -182,12 +185,14 @@ def _says_something(mesh: str, variant: str) -> bool:
     if "PP" in mesh:
         return variant in _OF_PIPELINES[mesh]
     if "mixture" in variant:
-        return "EP" in mesh or mesh in ("1 rank", "FSDP 4 x TP 2")
+        return "EP" in mesh or mesh == "FSDP 4 x TP 2"
     if "EP" in mesh:
         return False
     if "CP" in mesh:
-        return variant in _OF_CONTEXT
-    return mesh != "HSDP 2 x 4" or "compiled" not in variant  # replicas are outside of what is compiled
+        return variant in _OF_CONTEXT and mesh == _BY_CONTEXT[_OF_CONTEXT.index(variant) % 2]
+    if mesh in _ALONE:
+        return mesh == _ALONE[[*VARIANTS].index(variant) % 2]
+    return mesh != "HSDP 2 x 4" or variant in _OF_REPLICAS
 
 
 CELLS = {f"{mesh}, {variant}": Cell(mesh, variant) for mesh in MESHES for variant in VARIANTS if _says_something(mesh, variant)}

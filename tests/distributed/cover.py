@@ -54,14 +54,14 @@ OF_MIXTURES = ("router", "experts", "received", "balance")
 
 
 EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2", "context 8"})
-OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_float8.py has some meshes of each
+OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_float8.py has some meshes of each, a campaign all
 # meshes whose ranks of a replica 4 divides
 FOUR = "shard 4|tp 4|context [48]|shard 2 x tp 2|shard 2 x context 2|context 2 x tp 2"
 PIPELINES = frozenset(mesh for mesh in FACTORS["mesh"] if "pipeline" in mesh)
 SEVERAL_STAGES = frozenset({"Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"})  # on each rank
 # of pipelines, only "pipeline 2" under "1F1B" and "Interleaved1F1B" is in `make test`
 OTHER_PIPELINES = (PIPELINES - {"pipeline 2"}) | frozenset(FACTORS["schedule"][2:]) | {"3 blocks and 1", "bfloat16 states"}
-# in `make test-all`
+# in no table of `make test`
 LATER = EIGHT_RANKS | OTHER_FLOAT8 | OTHER_PIPELINES | {"context 4", "replicate 2 x context 2"}
 SEED = 4  # of the seeds below 20, the cheapest saves 5%
 PLAIN: Cell = {factor: values[0] for factor, values in FACTORS.items()}
@@ -255,6 +255,31 @@ def _grown(cell: Cell, left: set[Values], strength: int, random_: random.Random,
                 best, most = value, count
         cell[factor] = best
     return cell
+
+
+def with_dimensions(cell: Cell) -> set[tuple[str, ...]]:
+    """Each value alone and with each dimension of the mesh: where the mathematics can depend on a mesh, and on nothing else.
+
+    In low precision, where rounding hides much, only the precision.
+    """
+    dimensions = ["", *re.findall(r"([a-z]+) \d", cell["mesh"])]
+    factors = list(cell) if cell["precision"] == PLAIN["precision"] else ["mesh", "precision"]
+    return {(dimension, factor, cell[factor]) for dimension in dimensions for factor in factors}
+
+
+def with_schedules(cell: Cell) -> set[tuple[str, ...]]:
+    """Each value alone, and the mesh of a pipeline with its schedule."""
+    return {(cell["mesh"], cell["schedule"])} | set(cell.items())
+
+
+def few(cells: dict[str, Cell], shows: Callable[[Cell], set[tuple[str, ...]]]) -> list[str]:
+    """The names of cells that together show all that any of them shows: of those that show as much, the cheapest."""
+    shown = {name: shows(cell) for name, cell in cells.items()}
+    left, names = set().union(*shown.values()), []
+    while left:
+        names.append(max(shown, key=lambda name: len(shown[name] & left) / (1 + cost(cells[name]))))
+        left -= shown[names[-1]]
+    return names
 
 
 # factors whose values say what they are

@@ -130,12 +130,9 @@ ON_GLOO = {name: CASES[name] for name in (
 # A table by shapes, accumulation, and what only counting can say: Muon, gathers in float8, weights of features.
 SHORT = [
     "hybrid, accumulation",
-    "2 x 2, bfloat16, full recomputation",
     "2 x 2, Muon",
-    "tp 2, weights of features",
     "shard 2, gathers in float8",
     "shard 2 x context 2, documents, full recomputation",
-    "context 4, heads exchanged, bfloat16",
 ]
 
 

@@ -15,7 +15,6 @@ from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees, stored
 from tests.hf_folders import CASES, tensors_of
 from tests.quantised_files import write_float8
-from tests.repetitions import slow_but
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
@@ -30,6 +29,11 @@ HERE = "tests.distributed.test_hf"
 RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8), "shard 4": ({"dp_shard": 4}, 4)}
 RANKS |= {"pp 2 x shard 2": ({"pp": 2, "dp_shard": 2}, 4), "pp 2 x tp 2": ({"pp": 2, "tp": 2}, 4)}
 
+
+# each model on the mesh that slices both dimensions, and in `make test-all` the other meshes in turn
+_OTHERS = [mesh for mesh in RANKS if mesh != "2 x 2"]
+READ = [(*case, "2 x 2") for case in CASES]
+READ += [pytest.param(*case, _OTHERS[n % len(_OTHERS)], marks=pytest.mark.slow) for n, case in enumerate(CASES)]
 
 # ------------------------------------------------------------------------------------------------------ what the ranks run
 
@@ -71,8 +75,7 @@ def export_together(source: Path, output: Path, failing: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- the tests
 
 
-@pytest.mark.parametrize("mesh", slow_but(["one", "2 x 2", "pp 2 x shard 2"], RANKS))
-@pytest.mark.parametrize(("name", "flavor"), CASES)
+@pytest.mark.parametrize(("name", "flavor", "mesh"), READ)
 def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pools, tmp_path, name, flavor, mesh):
     degrees, ranks = RANKS[mesh]
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
@@ -87,7 +90,7 @@ def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pool
     assert ranks == 1 or max(count for _, count, _ in results) < 0.6 * total
 
 
-@pytest.mark.parametrize("mesh", slow_but(["2 x 2", "shard 4"], RANKS))
+@pytest.mark.parametrize("mesh", ["2 x 2", "pp 2 x shard 2"])
 def test_each_rank_dequantises_its_own_slices_only_and_together_they_are_the_values(pools, tmp_path, mesh):
     """Slices of ranks begin within blocks of 16 x 24."""
     degrees, ranks = RANKS[mesh]
@@ -101,7 +104,7 @@ def test_each_rank_dequantises_its_own_slices_only_and_together_they_are_the_val
     assert [count for _, count, _ in results] == [own for _, _, own in results]
 
 
-@pytest.mark.parametrize(("name", "flavor"), CASES)
+@pytest.mark.parametrize(("name", "flavor"), CASES[1::4])  # test_each_rank_reads has all
 def test_an_import_by_four_ranks_is_that_of_one(pools: dict[int, Pool], tmp_path, name, flavor):
     folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
     for ranks in (1, 4):

@@ -57,20 +57,20 @@ ALL_WAYS = graph(", ".join(f"{2 + place % 2} {way} {place % 2}" for place, way i
 # What every change must pass. test_cover.py has every pair of a mesh, a schedule, and what else changes what a stage does.
 CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, GPipe, recomputed": (TWO, (FLAT, FULL)),
-    "pp 2, LoopedBFS": (TWO, (BFS,)),
     "pp 2, three stages a rank": (TWO, (THREE_EACH,)),
     "pp 2, zero bubble, tied": (TWO, (ZERO_BUBBLE, FOUR_TIED)),
-    "pp 2, mixture, zero bubble": (TWO, (MIXTURE, ZERO_BUBBLE)),
-    "pp 4": (FOUR, ()),
     "pp 2 x shard 2, tied, per operation": (SHARD, ({"model": {"flavor": "tied"}}, OPERATIONS)),
-    "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),
-    "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
     "pp 2, values of the first block": (TWO, (VALUES,)),
     "pp 2, blocks applied twice": (TWO, ({"model": {"name": "tests.forks.right.looped"}},)),
-    "pp 2, routers that see a choice": (TWO, ({"model": {"name": "tests.forks.right.routed_by_choice"}},)),
     "pp 2, every way, interleaved, recomputed": (TWO, (ALL_WAYS, INTERLEAVED, FULL)),
 }
 SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
+    "pp 2, LoopedBFS": (TWO, (BFS,)),
+    "pp 2, mixture, zero bubble": (TWO, (MIXTURE, ZERO_BUBBLE)),
+    "pp 4": (FOUR, ()),
+    "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),
+    "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
+    "pp 2, routers that see a choice": (TWO, ({"model": {"name": "tests.forks.right.routed_by_choice"}},)),
     "pp 4, every way, GPipe, per operation": (FOUR, (ALL_WAYS, FLAT, OPERATIONS)),
     "pp 2, every way, LoopedBFS": (TWO, (ALL_WAYS, BFS)),
     "pp 2, every way, compiled": (TWO, (ALL_WAYS, {"compile": {"enable": True, "backend": "aot_eager"}})),
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_one_process(pools, cell, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_graph_of_blocks_gives_what_one_process_gives(pools, seed):
     numbers = random.Random(seed)
     schedule = numbers.choice([{}, INTERLEAVED, FLAT, BFS])

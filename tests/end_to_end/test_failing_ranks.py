@@ -76,7 +76,7 @@ def line_of(folder: Path, text: str) -> int:
     ("killed", "words", "ways"),
     [
         (0, (), {"WAY_0": "is killed"}),  # rank 1 is in the forward pass, waiting for rank 0's parameters
-        (1, (), {"WAY_0": "fails right after", "WAY_1": "is killed"}),
+        pytest.param(1, (), {"WAY_0": "fails right after", "WAY_1": "is killed"}, marks=pytest.mark.slow),
         pytest.param(0, STAGES, {"WAY_0": "is killed"}, marks=pytest.mark.slow),  # rank 1 waits for rank 0's hidden states
         pytest.param(1, STAGES, {"WAY_1": "is killed"}, marks=pytest.mark.slow),
     ],
@@ -92,6 +92,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path
     assert not (tmp_path / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing
 
 
+@pytest.mark.slow
 def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_its_stack_is_left(tmp_path):
     ended = run_failing(tmp_path, 2, "--comm.train_timeout_seconds", "6", WAY_1="hangs")
     assert (ended.code, ended.left) == (1, []), ended.err
@@ -105,7 +106,8 @@ def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_i
     assert f'own/model.py", line {line_of(tmp_path, "# the culprit")} in forward' in hung
 
 
-@pytest.mark.parametrize("hung", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hung", [0, 1])
 def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_its_patience(tmp_path, hung):
     """In the second step, whose timeout is not the one that the process groups were made with."""
     words = ("--training.global_batch_size", "2", "--comm.train_timeout_seconds", "6")
@@ -118,7 +120,8 @@ def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_it
     assert f'own/model.py", line {line_of(tmp_path, "# the culprit")} in forward' in stacks
 
 
-@pytest.mark.parametrize("failed", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("failed", [0, 1])
 def test_an_exception_of_one_stage_is_the_one_that_is_reported(tmp_path, failed):
     ended = run_failing(tmp_path, 2, *STAGES, **{f"WAY_{failed}": "raises"})
     assert (ended.code, ended.left) == (1, []), ended.err

@@ -120,7 +120,7 @@ def test_the_seed_decides_what_the_command_draws(trained):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("kind", slow_but(["weights", "adapters"], ["weights", "adapters", "overrides"]))
+@pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "adapters", "overrides"]))
 def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, kind):
     source, adapters = trained / "out", kind == "adapters"
     if kind != "weights":
@@ -156,13 +156,7 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
     [
         (["--checkpoint", "nowhere", "--prompt", "a"], "nowhere: no such folder"),
         (["--checkpoint", "out", "--prompt", "a", "--top-p", "0"], "--top-p: 0: must be a number from 1e-06 to 1"),
-        (["--checkpoint", "out", "--prompt", "a", "--top-k", "-1"], "--top-k: -1: must be"),
         (["--checkpoint", "out", "--prompt", "a", "--temperature", "0", "--seed", "3"], "no effect with --temperature 0"),
-        (["--checkpoint", "out", "--prompt", "a", "--temperature", "nan"], "--temperature: nan: must be 0, or a number"),
-        (
-            ["--checkpoint", "out", "--prompt", "a", "--max-new-tokens", "0"],
-            "--max-new-tokens: 0: must be a whole number of at least 1",
-        ),
         (["--checkpoint", "out", "--prompt", "a", "--tp", "3"], "does not divide"),
         (
             ["--checkpoint", "out", "--prompt", "a", "--tokenizer", "nowhere"],
@@ -170,7 +164,6 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
         ),
         (["--checkpoint", "out"], "--prompt"),
         (["out", "--checkpoint", "out", "--prompt", "a"], "not allowed with argument"),
-        (["--prompt", "a"], "one of the arguments dir --checkpoint is required"),
         (["out", "--prompt", "a", "--model", "llama3"], "llama3 has the flavours"),
     ],
 )

@@ -11,7 +11,6 @@ from tests import hf_folders
 from tests.campaigns import committed, starts, trajectory
 from tests.end_to_end import test_eval
 from tests.end_to_end.forked import Command, Done, titanlite, train
-from tests.repetitions import slow_but
 
 FAMILIES = ("tests.tiny_qwen3_moe", "tests.tiny_mixtral", "tests.tiny_olmoe", "tests.tiny_deepseek_v3")
 RUN = """
@@ -38,10 +37,11 @@ enable = true
 interval = 10
 last_save_in_hf = true
 """
+pytestmark = pytest.mark.slow  # `make test` has split experts in tests/distributed, and the commands with dense models
 SPLIT = ("--parallelism.expert_parallel_degree", "2")
 
 
-@pytest.fixture(scope="module", params=slow_but(FAMILIES[:1], FAMILIES))
+@pytest.fixture(scope="module", params=FAMILIES)
 def trained(request, tmp_path_factory) -> tuple[Path, str]:
     """The folder of a run on two ranks that split the experts, and the family."""
     folder = tmp_path_factory.mktemp("mixture")
@@ -106,7 +106,6 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_a_killed_run_with_split_experts_goes_on_with_other_degrees(folder):
     steps = 12
     words = ["run.toml", "--lr_scheduler.total_steps", steps, "--metrics.log_freq", "1", "--checkpoint.interval", "1",
@@ -132,7 +131,6 @@ def test_a_killed_run_with_split_experts_goes_on_with_other_degrees(folder):
     assert [step.loss for step in parts.values()] == pytest.approx([step.loss for step in expected.values()], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_an_upcycled_model_trains_with_split_experts_as_on_one_process(folder):
     source = hf_folders.write(folder / "source", "tests.tiny", "plain")
     made = titanlite("import-hf", "--source", source, "--output", "weights", "--upcycle-experts", "4", folder=folder)

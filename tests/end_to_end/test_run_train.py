@@ -200,6 +200,7 @@ def test_help_without_a_file_says_how_to_start(tmp_path):
     assert [name for name in ("NGPU", "NNODES", "RDZV_ENDPOINT", "LOG_RANK") if name not in ended.out] == []
 
 
+@pytest.mark.slow
 def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_does_no_harm(tmp_path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/common.toml").write_text(RUN)
@@ -217,6 +218,7 @@ def test_paths_are_relative_to_where_the_user_stands_and_a_link_to_the_script_do
     assert not (folder / "out/checkpoint").exists()
 
 
+@pytest.mark.slow  # test_cover.py has the mathematics, `training` the launch of two ranks
 def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, tmp_path):
     folder = working_folder(tmp_path)
     ended = run("run.toml", "--parallelism.tensor_parallel_degree", "2", folder=folder, NGPU="2")
@@ -227,7 +229,8 @@ def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, t
         assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path, backend):
     if backend == "inductor" and not shutil.which("g++"):
         pytest.skip("on a CPU inductor needs a compiler")
@@ -269,6 +272,7 @@ def training(tmp_path):
         started.process.wait()
 
 
+@pytest.mark.slow  # test_stopping.py has SIGTERM, tests/unit/test_run_folder.py the lock
 def test_sigterm_stops_all_ranks_and_another_run_is_refused_until_then(training):
     started, folder = training
     other = run("run.toml", folder=folder)
@@ -297,6 +301,7 @@ def test_ctrl_c_ends_all_ranks_with_one_line(training):
     assert "stopped by SIGINT" in ended.err and "Traceback" not in ended.err
 
 
+@pytest.mark.slow  # test_ctrl_c_ends_all_ranks_with_one_line has the exit code
 def test_ctrl_c_while_pytorch_is_imported_prints_no_traceback(tmp_path):
     started = launch("run.toml", folder=working_folder(tmp_path))
     until(lambda: started.has_loaded("libtorch"), lambda: started.process.poll() is None)
@@ -306,6 +311,7 @@ def test_ctrl_c_while_pytorch_is_imported_prints_no_traceback(tmp_path):
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel ends a process whose parent has died")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(training):
     started, _ = training

@@ -90,7 +90,8 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
 STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "4")
 
 
-@pytest.mark.parametrize("mesh", [(), pytest.param(STAGES, marks=pytest.mark.slow)], ids=["shards", "stages"])
+@pytest.mark.slow  # tests/distributed/test_stop.py has it without the launcher
+@pytest.mark.parametrize("mesh", [(), STAGES], ids=["shards", "stages"])
 def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_restart_after(folder, mesh):
     started = launch("run.toml", *ENDLESS, *mesh, folder=folder, NGPU="2", MAX_RESTARTS="3", **SLOWLY)
     when_training(started, folder / "out")
@@ -100,6 +101,7 @@ def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_res
     assert "start 2" not in ended.err
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_launcher_of_one_of_two_machines_stops_both(folder):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -116,12 +118,14 @@ def test_a_signal_to_the_launcher_of_one_of_two_machines_stops_both(folder):
     assert checkpoints(folder) == steps(folder)[-1:]
 
 
+@pytest.mark.slow  # tests/distributed/test_stop.py has it without the launcher
 def test_a_time_limit_stops_a_run_of_one_process(folder):
     ended = run("run.toml", *ENDLESS, "--job.time_limit_minutes", "0.01", folder=folder)
     # The answer to what was asked after the first step comes after the second one; a single process needs no answer.
     assert assert_stopped(ended, folder, re.escape("job.time_limit_minutes = 0.01 are over")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["", "libtorch"], ids=["the shell", "the launcher"])
 def test_a_signal_before_there_are_ranks_ends_a_run_that_is_to_be_started_again(folder, library):
     started = launch("run.toml", folder=folder)
@@ -146,6 +150,7 @@ def test_a_second_signal_ends_a_run_at_once(folder):
     assert not (folder / "out/stacks").exists()
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(folder):
     """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbours."""
     with open(folder / "own/model.py", "a") as file:
@@ -156,6 +161,7 @@ def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(fold
     assert (folder / "broken").exists() and steps(folder) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_nobody_reads_any_more_goes_on(folder):
     started = launch("run.toml", "--training.steps", "5", folder=folder, NGPU="2")
     started.process.stderr.close()
