@@ -84,7 +84,7 @@ def largest_difference(chosen: tuple[int, ...], factor: float, kind: dict[str, A
     return {name: ((ours - theirs).norm() / theirs.norm().clamp(min=1e-6)).item() for name, (ours, theirs) in pairs.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_slopes_of_one_process(pools, kind, routing, ranks):
