@@ -116,11 +116,6 @@ def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_p
     ("options", "words"),
     [
         (["--workers", "0"], "--workers: 0: must be a whole number of at least 1"),
-        (["--shard-tokens", "1.5"], "--shard-tokens: 1.5: must be a whole number"),
-        (["--shard-tokens", "many"], "--shard-tokens: many: must be a whole number"),
-        (["--best-fit", "1"], "--best-fit: 1: must be a whole number of at least 2"),
-        (["--on-error", "ignore"], "invalid choice: 'ignore'"),
-        (["--append"], "unrecognized arguments: --append"),
         (["--tokenizer", "none"], "--tokenizer: none: no such folder"),
         (["--input", "none*"], '--input "none*": no file matches this pattern'),
         (["--output", "."], "--output: .: must be the name of something new"),
@@ -141,6 +136,7 @@ def test_neither_the_command_nor_a_worker_waits_for_pytorch(tmp_path):
 # --------------------------------------------------------------------------------------------------------------- killed
 
 
+@pytest.mark.slow
 def test_killed_at_random_instants_and_continued_with_any_workers_it_gives_the_same_files(text, tmp_path):
     options = ("--append-eos", "--shard-tokens", "200000")
     assert _run(text, tmp_path / "whole", *options, "--workers", "2").code == 0
@@ -172,6 +168,7 @@ def test_killed_after_its_first_unit_it_does_not_do_that_again(text, tmp_path):
     assert re.search(r"; (\d+) of \d+ units were finished before", ended.err)[1] == str(len(times))
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     until(lambda: len(_workers(process)) == 2)
@@ -180,6 +177,7 @@ def test_no_worker_outlives_a_command_that_was_killed(text, tmp_path):
     assert ended.left == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     until(lambda: len(_workers(process)) == 2)
@@ -192,7 +190,7 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
     assert _run(text, tmp_path / "out", "--workers", "2").code == 0
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
     process = _tokenize(text, tmp_path / "out", "--workers", workers)
     instants = [(tmp_path / "out.unfinished" / "plan.json").exists, lambda: _workers(process), lambda: _units(tmp_path / "out")]
@@ -203,6 +201,7 @@ def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
     assert (ended.code, ended.out, ended.err, ended.left) == (130, "", "", [])
 
 
+@pytest.mark.slow
 def test_another_command_is_refused_while_one_is_at_work_and_after_it_was_killed(text, tmp_path):
     process = _tokenize(text, tmp_path / "out", "--workers", "2")
     until(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
