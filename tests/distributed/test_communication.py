@@ -129,7 +129,7 @@ ON_GLOO = {name: CASES[name] for name in (
 )} | COUNTED  # fmt: skip
 # A table by shapes, accumulation, and what only counting can say: Muon, gathers in float8, weights of features.
 SHORT = [
-    "hybrid, accumulation",
+    "hybrid, tied, accumulation",
     "2 x 2, Muon",
     "shard 2, gathers in float8",
     "shard 2 x context 2, documents, full recomputation",

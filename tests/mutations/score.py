@@ -72,8 +72,10 @@ Known = dict[str, dict[str, dict[str, Any]]]
 def words(fault: Fault) -> dict[str, list[str]]:
     """The command lines that are to find a fault, by the command's name."""
     given = shlex.split(fault.verify)
-    options = _VERIFY | dict(zip(given[::2], given[1::2], strict=True))
-    pairs = [*options.items(), *(("--mesh", mesh) for mesh in _MESHES)]
+    own = list(zip(given[::2], given[1::2], strict=True))
+    options = _VERIFY | {name: value for name, value in own if name != "--mesh"}
+    meshes = [*_MESHES, *(value for name, value in own if name == "--mesh")]  # the first one is the reference
+    pairs = [*options.items(), *(("--mesh", mesh) for mesh in meshes)]
     verify = ["verify", "train_configs/llama_debug.toml", *(word for pair in pairs for word in pair)]
     return {"verify": verify, "check-model": ["check-model", fault.model]}
 
