@@ -155,7 +155,7 @@ def tokenize(folder: Path, rounds: int, megabytes: int) -> None:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     pairs = []
     for number in range(rounds):
-        alone = _seconds(lambda: loaded.tokenizer.unlimited.encode_batch(texts, add_special_tokens=False))
+        alone = _seconds(lambda: loaded.tokenizer.encode_batch(texts, add_special_tokens=False))
         output = folder / f"tokens-{number}"
         whole = _seconds(
             lambda output=output: prepare(
@@ -175,7 +175,7 @@ def a_trillion(folder: Path) -> None:
     (folder / "set").mkdir()
     (folder / "assets").mkdir()
     sparse_set.write(folder / "set")
-    open_tokenizer("").tokenizer.unlimited.save(str(folder / "assets" / "tokenizer.json"))
+    open_tokenizer("").tokenizer.save(str(folder / "assets" / "tokenizer.json"))
     for mask in (False, True):
         # in a new process, so that its memory is that of a rank, without this benchmark
         with multiprocessing.get_context("spawn").Pool(1) as pool:

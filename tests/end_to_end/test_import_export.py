@@ -145,7 +145,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     titanlite("export-hf", "--checkpoint", "out", "--output", "hf", "--shard-gib", 0.0005, *OWN, folder=tmp_path)
     tokenizer, ours = AutoTokenizer.from_pretrained(tmp_path / "hf"), open_tokenizer("")
     text = "def f(x):\n    return x + 1\n"
-    assert tokenizer(text)["input_ids"] == ours.tokenizer.unlimited.encode(text).ids
+    assert tokenizer(text)["input_ids"] == ours.tokenizer.encode(text).ids
     assert tokenizer.eos_token_id == ours.end_of_text == json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"]
     tokens = torch.tensor([tokenizer(text)["input_ids"]])
     assert logits_differ_by(tmp_path / "hf", "large", tokens, checkpoint) < 1e-5

@@ -1,21 +1,14 @@
-"""Wrong environment variables of the launchers, and chat templates and tokenizers that would take all time or memory."""
+"""Wrong environment variables of the launchers."""
 
 import itertools
-import json
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from tests.hostile.judge import Case
-from tests.unit.test_limits import AT_LOAD, AT_USE, EXCESS, EXPLODING, TEMPLATE, assets, chat
-from titanlite.data.prepare import limits
-from titanlite.data.prepare.chat import load_template
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.launch import layout, process
 
 # What no whole number of the environment may be. 010 is 8 for a shell; other scripts have digits too.
@@ -64,67 +57,6 @@ def cases(seed: int) -> Iterator[Case]:
             yield Case("launch", f"{name}={text} of a rank", _within({name: text}, process.rank_and_world), name)
     for number, variables in enumerate(RIGHT):
         yield Case("launch", f"right {number}", _within(variables, layout.read_layout), "-", right=True)
-    yield from _documents()
-    yield from _prompts()
-
-
-def _documents() -> Iterator[Case]:
-    """Documents that a tokenizer or a template does not finish; the file and the line must be named."""
-    for name, text in EXPLODING.items():
-        yield Case("template", name, _tokenizing({"template": TEMPLATE % text}, chat("go")), r"a\.jsonl, line 2: .*template")
-    for pattern in ("(a+)+$", "(a|ab|a)*$", "(a|aa)+$", "(.*a){20}$"):
-        yield Case(
-            "tokenizer", pattern, _tokenizing({"pattern": pattern}, {"text": "a" * 60 + "!"}), r"a\.jsonl, line 2: .*tokenizer"
-        )
-
-
-def _prompts() -> Iterator[Case]:
-    """Tokenizers and templates that never load, and texts that they never encode; the file must be named, and the text."""
-    for name, write in AT_LOAD.items():
-        yield Case("tokenizer", name, _loading(write, None), rf"loading: .*{EXCESS}.*\(assets/tokenizer(_config)?\.json\)")
-    for name, (write, text, says) in AT_USE.items():
-        names = rf"the text '{text[:5]}.*{says}.*\(assets/tokenizer\.json\)"
-        yield Case("tokenizer", f"{name} for a prompt", _loading(write, text), names)
-
-
-def _loading(write: Callable[[Path], object], text: str | None) -> Callable[[Path], Callable[[], object]]:
-    """Loads a tokenizer's folder, and encodes a text."""
-
-    def make(folder: Path) -> Callable[[], object]:
-        write(folder / "assets")
-
-        def act() -> None:
-            with patch.object(limits, "DOCUMENT", limits.Limits(seconds=0.3, bytes=2**28)):
-                load_template("assets")
-                load_tokenizer("assets").tokenizer.encode(text or "")
-
-        return act
-
-    return make
-
-
-def _tokenizing(about: dict[str, str], entry: dict[str, Any]) -> Callable[[Path], Callable[[], object]]:
-    """`titanlite tokenize` of two documents, the second of which is `entry`. about: the tokenizer, as for `assets`."""
-
-    def make(folder: Path) -> Callable[[], object]:
-        tokenizer = assets(folder / "assets", **about)
-        (folder / "a.jsonl").write_text(f"{json.dumps({'text': 'b'})}\n{json.dumps(entry)}\n")
-
-        def act() -> None:
-            from titanlite.tools import tokenize
-
-            with (
-                tempfile.TemporaryDirectory() as output,  # what is finished is kept there
-                patch.object(limits, "DOCUMENT", limits.Limits(seconds=1.0, bytes=2**28)),
-                patch.object(
-                    sys, "argv", f"x --input a.jsonl --tokenizer {tokenizer} --output {output}/out --workers 1".split()
-                ),
-            ):
-                tokenize.main()
-
-        return act
-
-    return make
 
 
 def _refused(name: str, variables: dict[str, str], names: str) -> Case:

@@ -81,7 +81,7 @@ def torchtitan_stream(folder: Path, texts: list[str]) -> list[int]:
 def test_unset_a_text_begins_as_transformers_lets_it_begin(tmp_path, single, settings):
     loaded = load_tokenizer(str(assets(tmp_path, single, **settings)))
     theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))("some text").input_ids
-    plain = loaded.tokenizer.unlimited.encode("some text", add_special_tokens=False).ids
+    plain = loaded.tokenizer.encode("some text", add_special_tokens=False).ids
     assert loaded.begun(plain) == (theirs[:-1] if "</s>" in single[2:] else theirs)
     assert loaded.begun(loaded.begun(plain)) == loaded.begun(plain)
 
@@ -208,6 +208,6 @@ def test_a_prompt_begins_as_a_document_of_the_training_and_once(tmp_path, monkey
     seen: list[list[int]] = []
     monkeypatch.setattr(generate, "generate", lambda _model, prompts, *_: seen.extend(prompts) or [[] for _ in prompts])
     generate.continue_texts(Model(FLAVORS["plain"]), loaded, ["some text", "<s>some text", ""], 1, generate.Sampling(), 1)
-    plain = loaded.tokenizer.unlimited.encode("some text", add_special_tokens=False).ids
+    plain = loaded.tokenizer.encode("some text", add_special_tokens=False).ids
     start = list(loaded.bos) if begins else []
     assert seen == [[*start, *plain], [*loaded.bos, *plain], start or [loaded.end_of_text]]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import code_size
 from titanlite.__main__ import COMMANDS
 from titanlite.config.schema import Config
 
@@ -104,12 +103,3 @@ def test_the_readme_is_short_and_shows_every_package():
     assert len(README.splitlines()) <= 200
     folders = {folder.name for folder in (ROOT / "titanlite").iterdir() if (folder / "__init__.py").exists()}
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()
-
-
-def test_the_readme_says_how_long_the_code_is():
-    stated = re.search(r"about\s+([\d,]+)\s+in\s+the\s+core\s+and\s+([\d,]+)", README)
-    lines, _ = code_size.sizes(ROOT)
-    for text, counted in zip(stated.groups(), code_size.totals(lines), strict=True):
-        assert abs(int(text.replace(",", "")) - counted) <= 200, (
-            f"README says {text}, python -m benchmarks.code_size {counted:,}"
-        )

@@ -242,7 +242,7 @@ def test_data_of_a_configuration_is_its_sources_with_tokenizer_and_bytes(tmp_pat
     text = str(write_jsonl(tmp_path / "for-tokenized.jsonl"))
     prepare.prepare([text], tokenized, loaded, append_eos=True, workers=1, shard_tokens=1000, on_error="fail")
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:30])
-    write_file(tmp_path / "theirs", [[*loaded.tokenizer.unlimited.encode(text).ids, loaded.end_of_text] for text in TEXTS[30:]])
+    write_file(tmp_path / "theirs", [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in TEXTS[30:]])
     paths = [tokenized, tmp_path / "a.jsonl", tmp_path / "theirs"]
     training = {"seq_len": 16, "sources": [{"path": str(path)} for path in paths]}
     data = open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}}))

@@ -47,8 +47,6 @@ ALLOWED = {
     "hf/entries.py": {"safe_open": "files that hf/folder.py has validated"},
     "data/packing.py": {"load": "after `size_of`, without pickles"},
     "data/prepare/encode.py": {"open": "/dev/null, to write"},
-    "data/prepare/limited.py": {"loads": "requests to its own worker, and the answers"},
-    "data/prepare/limits.py": {"open": "a file of the kernel"},
     "data/prepare/open_files.py": {"open": "URLs, by fsspec", "import_module": "names of this file's callers"},
     "data/prepare/readers.py": {
         "ParquetFile": "an opened file",

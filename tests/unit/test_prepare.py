@@ -76,7 +76,7 @@ def _documents(output: Path) -> list[list[int]]:
 
 
 def _expected(tokenizer: LoadedTokenizer, texts: list[str], end: bool = True) -> list[list[int]]:
-    return [tokenizer.tokenizer.unlimited.encode(text).ids + [tokenizer.end_of_text] * end for text in texts]
+    return [tokenizer.tokenizer.encode(text).ids + [tokenizer.end_of_text] * end for text in texts]
 
 
 # --------------------------------------------------------------------------------------------------------------- output

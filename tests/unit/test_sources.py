@@ -74,7 +74,7 @@ def _documents(source: TokenSource) -> list[list[int]]:
 
 
 def _expected(loaded: LoadedTokenizer, texts: list[str] = TEXTS) -> list[list[int]]:
-    return [[*loaded.tokenizer.unlimited.encode(text).ids, loaded.end_of_text] for text in texts]
+    return [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in texts]
 
 
 def _change(folder: Path, **entries: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
@@ -50,15 +50,12 @@ def test_training_twice_gives_the_same_tokenizer():
 def test_every_text_comes_back_from_its_ids(folder):
     loaded = load_tokenizer(str(folder))
     for text in [*_TEXTS, "ids of bytes that it has never seen: ÿ ☃ 🧊\x00"]:
-        assert loaded.tokenizer.decode(loaded.tokenizer.unlimited.encode(text).ids) == text
+        assert loaded.tokenizer.decode(loaded.tokenizer.encode(text).ids) == text
 
 
 def test_default_tokenizer_is_trained_once_on_the_default_data(default_files, monkeypatch):
     first = open_tokenizer("")
-    assert (
-        first.tokenizer.unlimited.to_str()
-        == train_tokenizer(file.read_text(encoding="utf-8") for file in default_files).to_str()
-    )
+    assert first.tokenizer.to_str() == train_tokenizer(file.read_text(encoding="utf-8") for file in default_files).to_str()
     monkeypatch.setattr(cache, "train_tokenizer", None)
     second = open_tokenizer("")
     assert (tokenizer_digest(second), second.end_of_text) == (tokenizer_digest(first), first.end_of_text)
@@ -82,8 +79,8 @@ def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files
 
 def test_loaded_tokenizer_knows_its_end_of_text_and_vocabulary(folder):
     loaded = open_tokenizer(str(folder))
-    assert loaded.tokenizer.unlimited.id_to_token(loaded.end_of_text) == "<|endoftext|>"
-    assert loaded.vocabulary == loaded.tokenizer.unlimited.get_vocab_size()
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "<|endoftext|>"
+    assert loaded.vocabulary == loaded.tokenizer.get_vocab_size()
 
 
 def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(folder):
@@ -99,14 +96,14 @@ def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(fold
 def test_end_of_text_is_the_one_that_tokenizer_config_names(folder, end):
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
     loaded = load_tokenizer(str(folder))
-    assert loaded.tokenizer.unlimited.id_to_token(loaded.end_of_text) == "Ġ"
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
 
 
 @pytest.mark.parametrize("settings", [{}, {"eos_token": None}])
 def test_a_tokenizer_config_without_an_end_leaves_the_usual_names(folder, settings):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     loaded = load_tokenizer(str(folder))
-    assert loaded.tokenizer.unlimited.id_to_token(loaded.end_of_text) == "<|endoftext|>"
+    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "<|endoftext|>"
 
 
 def test_a_missing_end_of_text_is_refused_naming_what_was_looked_for(folder):
@@ -138,12 +135,12 @@ def test_a_folder_without_tokenizer_is_refused_under_the_name_that_the_user_gave
 
 def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(folder):
     path = folder / "tokenizer.json"
-    plain = load_tokenizer(str(folder)).tokenizer.unlimited
+    plain = load_tokenizer(str(folder)).tokenizer
     cutting = Tokenizer.from_file(str(path))
     cutting.enable_truncation(5)
     cutting.enable_padding()
     cutting.save(str(path))
-    loaded = load_tokenizer(str(folder)).tokenizer.unlimited
+    loaded = load_tokenizer(str(folder)).tokenizer
     expected = [encoding.ids for encoding in plain.encode_batch(_TEXTS)]
     assert [encoding.ids for encoding in loaded.encode_batch(_TEXTS)] == expected
 
@@ -151,9 +148,29 @@ def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(f
 def test_a_document_that_spells_out_the_end_of_text_token_does_not_end_there(folder):
     loaded = load_tokenizer(str(folder))
     text = "before <|endoftext|> after"
-    ids = loaded.tokenizer.unlimited.encode(text).ids
+    ids = loaded.tokenizer.encode(text).ids
     assert loaded.end_of_text not in ids
     assert loaded.tokenizer.decode(ids) == text
+
+
+def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_after_it_do_not(folder):
+    loaded = load_tokenizer(str(folder))
+    text = "a<|endoftext|>"
+    ids = loaded.encode(text)
+    assert ids[-1] == loaded.end_of_text and loaded.decode(ids) == "a" and loaded.decode(ids, skip_special_tokens=False) == text
+    assert loaded.end_of_text not in loaded.tokenizer.encode(text).ids
+
+
+def test_what_a_tokenizer_cannot_encode_or_decode_is_named_with_its_file(folder):
+    """The library panics where a regular expression gives up, which is no Exception of Python."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    loaded = load_tokenizer(str(folder))
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot encode the text 'aaa.*retry-limit"):
+        loaded.encode("a" * 60 + "!")
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot decode the ids \[-1\]"):
+        loaded.decode([-1])
 
 
 # --------------------------------------------------------------------------------------------------- what is known of it
@@ -166,7 +183,7 @@ def test_a_document_that_spells_out_the_end_of_text_token_does_not_end_there(fol
 def test_the_begin_of_text_is_the_bos_token_of_the_settings(folder, settings, expected):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     loaded = load_tokenizer(str(folder))
-    assert loaded.bos_token == (loaded.tokenizer.unlimited.token_to_id(expected) if expected else None)
+    assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
 
 
 def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(folder, tmp_path):
@@ -185,7 +202,7 @@ def test_bytes_of_the_ids_of_a_text_add_up_to_its_bytes_and_the_end_of_text_has_
     assert lengths.shape == (loaded.vocabulary,)
     assert lengths[loaded.end_of_text] == 0
     for text in _TEXTS:
-        assert lengths[np.array(loaded.tokenizer.unlimited.encode(text).ids, int)].sum() == len(text.encode())
+        assert lengths[np.array(loaded.tokenizer.encode(text).ids, int)].sum() == len(text.encode())
 
 
 def _wordpiece() -> Tokenizer:

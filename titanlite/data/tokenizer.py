@@ -3,7 +3,8 @@
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -12,7 +13,6 @@ from pydantic import BeforeValidator
 from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config
-from titanlite.data.prepare.limited import LimitedTokenizer, decoded_vocabulary, try_out
 from titanlite.errors import UserError
 from titanlite.outside import MIB, Absent, Contents, read_json, read_text, reading
 
@@ -47,7 +47,8 @@ class _Settings(Contents):
 class LoadedTokenizer(NamedTuple):
     """A tokenizer with the facts that training and inference need."""
 
-    tokenizer: LimitedTokenizer
+    tokenizer: Tokenizer  # as documents are encoded: special tokens that a text spells are text
+    source: str  # its file
     end_of_text: int  # the id that ends every document
     vocabulary: int  # one more than the largest id
     bos: tuple[int, ...] = ()  # its beginning-of-text ids: one, or none where it has no such token, seldom two
@@ -59,13 +60,27 @@ class LoadedTokenizer(NamedTuple):
         """The ids that begin every document and prompt."""
         return self.bos if self.add_bos else ()
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt: special tokens are recognised in it, none are added. Raises UserError."""
+        with refusing(UserError, f"{self.source}: cannot encode the text {reprlib.repr(text)}"):
+            self.tokenizer.encode_special_tokens = False
+            try:
+                return self.tokenizer.encode(text, add_special_tokens=False).ids
+            finally:
+                self.tokenizer.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Raises UserError."""
+        with refusing(UserError, f"{self.source}: cannot decode the ids {reprlib.repr(ids)}"):
+            return self.tokenizer.decode(ids, skip_special_tokens)
+
     def begun(self, ids: list[int]) -> list[int]:
         """The ids of a document or prompt with `beginning` in front, once."""
         return ids if tuple(ids[: len(self.beginning)]) == self.beginning else [*self.beginning, *ids]
 
     def spelled(self, ids: Iterable[int]) -> str:
         """These ids of special tokens, for messages."""
-        return " ".join(self.tokenizer.unlimited.id_to_token(number) or str(number) for number in ids) or "no BOS"
+        return " ".join(self.tokenizer.id_to_token(number) or str(number) for number in ids) or "no BOS"
 
 
 def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bool | None = None) -> LoadedTokenizer:
@@ -78,14 +93,12 @@ def load_tokenizer(folder: str, key: str = "model.hf_assets_path =", add_bos: bo
         text = read_text(path, _LIMIT)
     except Absent:
         raise UserError(f'{key} "{folder}": there is no tokenizer.json in it') from None
-    try_out("tokenizer", text, str(path))
     tokenizer = _parse(text, path)
     # the file may ask for the lengths of another model's batches, which would truncate or pad documents
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = read_settings(Path(folder))
     loaded = describe(tokenizer, _token_text(settings.get("eos_token")), str(path))
-    loaded = loaded._replace(tokenizer=LimitedTokenizer(tokenizer, str(path)))
     with refusing(UserError, f"{path}: cannot encode an empty text"), reading(path):
         loaded = _with_bos(loaded, _token_text(settings.get("bos_token")))
     if add_bos and not loaded.bos:
@@ -116,7 +129,7 @@ def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a file of titanlite's own, which is not tried out. Raises UserError."""
+    """The tokenizer of a file of titanlite's own. Raises UserError."""
     return _parse(read_text(path, _LIMIT), path)
 
 
@@ -130,8 +143,8 @@ def _with_bos(loaded: LoadedTokenizer, name: str | None) -> LoadedTokenizer:
 
     name: "bos_token" of tokenizer_config.json, which counts where the post-processor adds nothing before a text.
     """
-    named = None if name is None else loaded.tokenizer.unlimited.token_to_id(name)
-    encoding = loaded.tokenizer.unlimited.encode("")  # nothing but what the post-processor adds, before and after a text
+    named = None if name is None else loaded.tokenizer.token_to_id(name)
+    encoding = loaded.tokenizer.encode("")  # nothing but what the post-processor adds, before and after a text
     added = [number for number, special in zip(encoding.ids, encoding.special_tokens_mask, strict=True) if special]
     if added[-1:] == [loaded.end_of_text] and (len(added) > 1 or named != loaded.end_of_text):
         added.pop()
@@ -150,7 +163,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def tokenizer_digest(loaded: LoadedTokenizer) -> str:
     """32 hex digits; equal ones mean equal ids for equal texts."""
-    return digest(loaded.tokenizer.unlimited.to_str())
+    return digest(loaded.tokenizer.to_str())
 
 
 def digest(*texts: str) -> str:
@@ -169,7 +182,7 @@ def describe(tokenizer: Tokenizer, end: str | None, source: str) -> LoadedTokeni
     if (largest := max(vocabulary.values())) >= _LARGEST:
         raise UserError(f"{source}: has the id {largest:,}; ids must be below {_LARGEST:,}")
     tokenizer.encode_special_tokens = True  # text that spells the token out does not end a document
-    return LoadedTokenizer(LimitedTokenizer(tokenizer), ids[0], largest + 1)
+    return LoadedTokenizer(tokenizer, source, ids[0], largest + 1)
 
 
 def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
@@ -178,13 +191,16 @@ def byte_lengths(loaded: LoadedTokenizer) -> np.ndarray:
     They are what the id adds to a decoded text. A word that begins a text counts the space that it has elsewhere. A part of a
     character is counted by its bytes: in a byte-level vocabulary each character of an entry is one, in others "<0x0A>" is one.
     """
-    tokenizer = loaded.tokenizer.unlimited
+    tokenizer = loaded.tokenizer
     lengths = np.zeros(loaded.vocabulary, np.int64)
     parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
     byte_level = any(b'"ByteLevel"' in part.__getstate__() for part in parts if part)
-    with refusing(UserError, f"{loaded.tokenizer.source}: cannot decode its vocabulary"):
-        vocabulary, added, first, after = decoded_vocabulary(tokenizer)
-    before = len(first.encode())
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    vocabulary = {token: number for token, number in tokenizer.get_vocab().items() if not added.get(token)}
+    first = next(iter(vocabulary.values()))
+    with refusing(UserError, f"{loaded.source}: cannot decode its vocabulary"):
+        before = len(tokenizer.decode([first], skip_special_tokens=False).encode())
+        after = tokenizer.decode_batch([[first, number] for number in vocabulary.values()], skip_special_tokens=False)
     for (token, number), text in zip(vocabulary.items(), after, strict=True):
         if byte_level:
             lengths[number] = len(token.encode()) if token in added else len(token)

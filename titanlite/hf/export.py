@@ -230,9 +230,9 @@ def _describe(folder: Path, exported: Exported, items: list[Item], loaded: Loade
     if loaded:
         end = loaded.end_of_text
         if not assets:
-            loaded.tokenizer.unlimited.save(str(folder / "tokenizer.json"))
+            loaded.tokenizer.save(str(folder / "tokenizer.json"))
         if not (folder / "tokenizer_config.json").is_file():
-            eos = loaded.tokenizer.unlimited.id_to_token(end)
+            eos = loaded.tokenizer.id_to_token(end)
             _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos})
     facts: dict[str, Any] = {"bos_token_id": None, "eos_token_id": end}  # the defaults of transformers are the ids of Llama 2
     length = exported.stored.manifest.numbers["config"].get("training", {}).get("seq_len")

@@ -38,15 +38,15 @@ def continue_texts(
     """Each text with at most `tokens` more tokens. A text begins as a document in training, an empty one with its first token.
 
     The tokenizer recognises special tokens. Raises UserError if it gives ids that the model does not have, and for a text that
-    it cannot encode within its limits.
+    it cannot encode.
     """
-    tokenizer, end = loaded.tokenizer, loaded.end_of_text
-    prompts = [loaded.begun(tokenizer.encode(text)) or [end] for text in texts]
+    end = loaded.end_of_text
+    prompts = [loaded.begun(loaded.encode(text)) or [end] for text in texts]
     if (largest := max(max(ids) for ids in prompts)) >= (vocabulary := model.config.vocab_size):
         raise UserError(f"the tokenizer gives id {largest}, but the model has a vocabulary of {vocabulary}")
     new = generate(model, prompts, tokens, end, sampling, tp)
     # decoded with the prompt, because the first word of a separate text may lose the space before it
-    both = [(tokenizer.decode(p, skip_special_tokens=False), tokenizer.decode(p + n, skip_special_tokens=False))
+    both = [(loaded.decode(p, skip_special_tokens=False), loaded.decode(p + n, skip_special_tokens=False))
             for p, n in zip(prompts, new, strict=True)]  # fmt: skip
     return [text + whole[len(prompt) :] for text, (prompt, whole) in zip(texts, both, strict=True)]
 

@@ -25,9 +25,9 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, MixtureSource, open_data
 from titanlite.data.origin import Origin, continued
-from titanlite.data.prepare.limited import LimitedTokenizer
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
+from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.errors import UserError, listed
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop import divergence
@@ -106,7 +106,7 @@ def _show(words: list[str]) -> Iterator[str]:
         raise UserError(f"--step {options.step}: must be from 1 to training.steps = {config.training.steps}")
     if options.rank is not None and not 0 <= options.rank < ranks:
         raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
-    data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path).tokenizer
+    data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path)
     size = config.global_batch(data_ranks)
     position, began = _position(config, data, options.step, size)
     parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
@@ -117,7 +117,7 @@ def _show(words: list[str]) -> Iterator[str]:
 
 
 def _show_sample(
-    data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: LimitedTokenizer
+    data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: LoadedTokenizer
 ) -> Iterator[str]:
     rows, row = mixed.locate(sample)
     yield f"=== sample {number:,} (data rank {part}): {mixed.source.name}, {rows.file.prefix}.bin, row {row:,}"

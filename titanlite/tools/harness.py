@@ -24,7 +24,6 @@ class Harness(TemplateLM):
     def __init__(self, loaded: LoadedModel, max_length: int, batch_size: int):
         super().__init__()
         self._loaded, self._max_length, self._batch_size = loaded, max_length, batch_size
-        self._tokenizer = loaded.tokenizer.tokenizer
 
     @property
     def eot_token_id(self) -> int:
@@ -39,7 +38,7 @@ class Harness(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         prefix = self._loaded.tokenizer.spelled([self.prefix_token_id])
         special = not string.startswith(prefix) if add_special_tokens is None else add_special_tokens
-        ids = self._tokenizer.encode(string)
+        ids = self._loaded.tokenizer.encode(string)
         return self._loaded.tokenizer.begun(ids) if special else ids
 
     def _loglikelihood_tokens(self, requests: list[_Pair], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
@@ -88,7 +87,7 @@ class Harness(TemplateLM):
         sampling = Sampling(cfg.get("temperature", 0.0), cfg.get("top_k") or 0, cfg.get("top_p") or 1.0)
 
         def text_of(new: list[int]) -> str:
-            return self._tokenizer.decode(new)
+            return self._loaded.tokenizer.decode(new)
 
         def is_done(new: list[int]) -> bool:
             text = text_of(new) if stops else ""

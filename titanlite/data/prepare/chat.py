@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, processors
 
-from titanlite.data.prepare.limited import try_out
 from titanlite.data.tokenizer import load_tokenizer, read_settings, refusing
 from titanlite.errors import UserError
 from titanlite.outside import MIB, Absent, read_text
@@ -282,7 +280,7 @@ def load_template(folder: str) -> ChatTemplate | None:
     settings, path = read_settings(Path(folder)), Path(folder) / "chat_template.jinja"
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items()}
     variables = {name: text for name, text in tokens.items() if name.endswith("_token") and isinstance(text, str)}
-    tokenizer = load_tokenizer(folder).tokenizer.unlimited
+    tokenizer = load_tokenizer(folder).tokenizer
     try:
         try:
             template = read_text(path, _LIMIT)
@@ -294,7 +292,6 @@ def load_template(folder: str) -> ChatTemplate | None:
             return None
         if not isinstance(template, str):
             raise ValueError('none of its templates is called "default"')
-        try_out("template", template, str(path))
         return ChatTemplate(template, variables, tokenizer)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}: broken chat template: line {error.lineno}: {error.message}") from None
@@ -310,21 +307,11 @@ def load_template(folder: str) -> ChatTemplate | None:
 def _environment() -> Any:  # `_GenerationTags` adds attributes
     """Jinja as Hugging Face's templates expect it, without access to the machine."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols], optimized=False
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
     )
-    environment.code_generator_class = _ComputesNothing
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _TODAY.strftime}
     environment.filters["tojson"] = _tojson  # Jinja's own escapes HTML
     return environment
-
-
-class _ComputesNothing(CodeGenerator):
-    """Leaves constants such as 2**3000000000 to the rendering, which has limits; Jinja computes them while it compiles."""
-
-    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
-        if not isinstance(node, nodes.TemplateData):
-            raise nodes.Impossible
-        return super()._output_child_to_const(node, frame, finalize)
 
 
 class _GenerationTags(Extension):

@@ -1,6 +1,7 @@
 """Tokenizes units of work, in workers or in this process; a unit becomes a folder that appears by one rename."""
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -17,7 +18,6 @@ import numpy as np
 from pydantic import ConfigDict
 from tokenizers import Tokenizer
 
-from titanlite.data.prepare.limits import Limits
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.tokenizer import encode_texts
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 KEPT = "finished units are kept: the same command continues from them"
 _LIMIT = 1024 * MIB  # of a record: as many skipped entries as lines
-# What is encoded under one limit: limits for each document of 300 characters cost a quarter of the processor time.
-_CHARACTERS, _DOCUMENTS = 2**16, 256
+_CHARACTERS, _DOCUMENTS = 2**16, 256  # what the tokenizer encodes in one call
 
 
 class Job(NamedTuple):
@@ -40,25 +39,20 @@ class Job(NamedTuple):
 
     folder: Path  # of the finished units
     tokenizer: str  # as JSON
-    source: str  # the tokenizer's file; empty: titanlite's own tokenizer, which needs no limits
     beginning: list[int]  # of each document; a chat whose template writes it gets no second one
     end_of_text: int | None  # appended to each text
     dtype: str  # of the ids, a NumPy type
     text_key: str
     skip: bool  # entries that are not documents; False: raise
     chat: "ChatTemplate | None"
-    limits: Limits
 
 
-Place = tuple[int, int]  # number of the part, and the place in it; -1: the part has only one document
 _Encoded = tuple[list[int], np.ndarray | None]  # the ids of a document and, for a chat, which of them are learnt
 
 
 class Unit(NamedTuple):
     name: str
     parts: list[Part]
-    one_by_one: bool = False  # after documents ended a worker together: which of them it was
-    refused: dict[Place, str] = {}  # noqa: RUF012  # documents that ended a worker, and why
 
 
 class Skipped(Contents):
@@ -97,19 +91,20 @@ def open_record(folder: Path) -> Record:
 def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
     """Tokenizes units, and yields each when it is finished; with several workers in any order.
 
-    A tokenizer or template from elsewhere runs in workers only, which `limits` can end. Raises UserError for a unit that fails
-    (BadDocument for its contents), and for a worker that was killed.
+    Raises UserError for a unit that fails (BadDocument for its contents), and for a worker that was killed.
     """
     count = min(workers, len(units))
     # a daemonic process of multiprocessing, such as another library's worker, cannot have children
-    if (count <= 1 and not job.source) or multiprocessing.current_process().daemon:
+    if count <= 1 or multiprocessing.current_process().daemon:
         tokenizer = _tokenizer(job)
         for unit in units:
             yield unit, _Encoder(job, tokenizer, unit).finish()
         return
-    queue, pool = iter(units), [_Worker(job) for _ in range(count)]
+    queue, pool = iter(units), list[_Worker]()
     try:
-        busy = {worker.start(unit): worker for worker, unit in zip(pool, queue, strict=False)}
+        for unit in itertools.islice(queue, count):
+            pool.append(_Worker(job, unit))
+        busy = {worker.pipe: worker for worker in pool}
         while busy:
             for pipe in connection.wait(list(busy)):
                 assert isinstance(pipe, connection.Connection)
@@ -117,12 +112,12 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
                 try:
                     answer = pipe.recv()
                 except (EOFError, ConnectionError):
-                    busy[worker.start(worker.without_its_document())] = worker
-                    continue
+                    raise UserError(worker.end_report()) from None
                 if isinstance(answer, Exception):
                     raise answer
                 if following := next(queue, None):
-                    busy[worker.send(following)] = worker
+                    worker.send(following)
+                    busy[pipe] = worker
                 yield answer
     finally:
         for worker in pool:  # the units that they have finished are on the disk
@@ -130,73 +125,48 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
 
 
 class _Worker:
-    """A process that tokenizes units, and another one after each that a document has ended."""
+    """A process that tokenizes units."""
 
-    def __init__(self, job: Job):
-        self.job = job
-        self.process: Any = None
-
-    def start(self, unit: Unit) -> connection.Connection:
-        """Starts a process with a unit; -> where it answers."""
+    def __init__(self, job: Job, unit: Unit):
+        """unit: the first one."""
         context = multiprocessing.get_context("spawn")
-        self.at = context.RawArray("q", [0, -1])  # the Place of the document that it encodes
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(self.job, theirs, self.at), daemon=True)
+        self.process = context.Process(target=_work, args=(job, theirs), daemon=True)
         with children.starting({signal.SIGINT}):
             self.process.start()
         theirs.close()  # so that reading from the pipe ends when the worker ends
-        return self.send(unit)
+        self.send(unit)
 
-    def send(self, unit: Unit) -> connection.Connection:
+    def send(self, unit: Unit) -> None:
         self.unit = unit
         with contextlib.suppress(ConnectionError):  # it has ended: so does reading from the pipe
             self.pipe.send(unit)
-        return self.pipe
 
-    def without_its_document(self) -> Unit:
-        """After the end of the process: its unit one document at a time, or without the document that it could not encode.
-
-        Raises BadDocument for that document, if such entries are not skipped, and UserError for any other end.
-        """
+    def end_report(self) -> str:
+        """Why it answers no more."""
         self.process.join(timeout=1.0)
-        code: int | None = self.process.exitcode
-        number, place = int(self.at[0]), int(self.at[1])
-        document = describe_place(*where(self.unit.parts[number], None if place < 0 else place))
-        reason = self.job.limits.excess(code)
-        if not reason or not self.job.source:
-            how = f" by signal {-code}" if code and code < 0 else f" with exit code {code}" if code else ""
-            raise UserError(
-                f"a tokenizer worker has ended{how}, perhaps because memory ran out; it was at {document}"
-                f"{'' if self.unit.one_by_one else ' or soon behind it'}; fewer workers need less; {KEPT}"
-            )
-        if not self.unit.one_by_one:
-            self.end()
-            return self.unit._replace(one_by_one=True)
-        reason = f"the tokenizer, or its chat template, {reason} ({self.job.source})"
-        if not self.job.skip:
-            raise BadDocument(f"{document}: {reason}")
-        self.end()
-        return self.unit._replace(refused={**self.unit.refused, (number, place): reason})
+        code = self.process.exitcode
+        how = f" by signal {-code}" if code and code < 0 else f" with exit code {code}" if code else ""
+        files = " to ".join(dict.fromkeys((self.unit.parts[0].path, self.unit.parts[-1].path)))
+        return f"a tokenizer worker has ended{how}, perhaps because memory ran out, in {files}; fewer workers need less; {KEPT}"
 
     def end(self) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.join()
+        self.process.kill()
+        self.process.join()
 
 
-def _work(job: Job, pipe: connection.Connection, at: Any) -> None:
-    """A worker: answers each unit with (unit, record) or with an exception. at: where it notes the Place of each document."""
+def _work(job: Job, pipe: connection.Connection) -> None:
+    """A worker: answers each unit with (unit, record) or with an exception."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     children.end_with_parent(parent.pid)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a worker
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library prints a backtrace beside its exceptions
     tokenizer = _tokenizer(job)
     with contextlib.suppress(EOFError, ConnectionError):  # the command has ended
         while True:
             unit = pipe.recv()
             try:
-                answer: Any = unit, _Encoder(job, tokenizer, unit, at).finish()
+                answer: Any = unit, _Encoder(job, tokenizer, unit).finish()
             except UserError as error:
                 answer = error
             except Exception:
@@ -205,18 +175,19 @@ def _work(job: Job, pipe: connection.Connection, at: Any) -> None:
 
 
 def _tokenizer(job: Job) -> Tokenizer:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers counts processes of one thread
     tokenizer = Tokenizer.from_str(job.tokenizer)
     tokenizer.encode_special_tokens = True  # as `describe` sets it, which is not part of the JSON
     return tokenizer
 
 
 def _chunks(entries: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]:
-    """Entries in order, as many together as are encoded under one limit."""
+    """Entries in order, as many together as are encoded in one call."""
     chunk: list[Document | Bad] = []
     characters = 0
     for entry in entries:
         chunk.append(entry)
-        characters += _characters(entry) if isinstance(entry, Document) else 0
+        characters += 0 if isinstance(entry, Bad) else len(entry.content if isinstance(entry.content, str) else repr(entry))
         if characters >= _CHARACTERS or len(chunk) >= _DOCUMENTS:
             yield chunk
             chunk, characters = [], 0
@@ -224,21 +195,11 @@ def _chunks(entries: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]
         yield chunk
 
 
-def _characters(document: Document) -> int:
-    return len(document.content) if isinstance(document.content, str) else len(repr((document.content, document.tools)))
-
-
-def _place(document: Document, number: int) -> Place:
-    """number: of the part."""
-    return number, -1 if document.place is None else document.place
-
-
 class _Encoder:
     """Encodes the documents of a unit, in order, into its token file."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit, at: Any = None):
-        """at: of a worker; None: this is the process of the command, and limits nothing."""
-        self.job, self.tokenizer, self.unit, self.at = job, tokenizer, unit, at
+    def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit):
+        self.job, self.tokenizer, self.unit = job, tokenizer, unit
         self.record = Record([0] * len(unit.parts), [0] * len(unit.parts), False, [])
 
     def finish(self) -> Record:
@@ -265,7 +226,7 @@ class _Encoder:
         self.writer = TokenWriter(folder / "tokens", np.dtype(self.job.dtype), losses=self.job.chat is not None)
         for number, part in enumerate(self.unit.parts):
             for chunk in _chunks(read(part, self.job.text_key)):
-                for result in self._encode(chunk, number):
+                for result in self._encode(chunk):
                     if isinstance(result, Bad):
                         self._refuse(number, result)
                     else:
@@ -274,53 +235,24 @@ class _Encoder:
         if not self.record.chats:
             self.writer.prefix.with_name("tokens.loss").unlink(missing_ok=True)
 
-    def _encode(self, chunk: list[Document | Bad], number: int) -> Iterable[_Encoded | Bad]:
-        """What becomes of each entry. number: of the part.
+    def _encode(self, chunk: list[Document | Bad]) -> Iterator[_Encoded | Bad]:
+        """What becomes of each entry."""
+        texts = [entry for entry in chunk if isinstance(entry, Document) and isinstance(entry.content, str)]
+        encoded = iter(self._encode_texts(texts))
+        for entry in chunk:
+            if isinstance(entry, Bad):
+                yield entry
+            else:
+                yield next(encoded) if isinstance(entry.content, str) else self._encode_chat(entry)
 
-        A fault that documents have together is decided by each of them alone.
-        """
-        if not self.unit.one_by_one and (together := self._encode_together(chunk, number)):
-            return together
-        return (self._encode_alone(entry, number) if isinstance(entry, Document) else entry for entry in chunk)
-
-    def _encode_together(self, chunk: list[Document | Bad], number: int) -> list[_Encoded | Bad] | None:
-        documents = [entry for entry in chunk if isinstance(entry, Document)]
-        texts = [entry.content for entry in documents if isinstance(entry.content, str)]
-        with self._limited(documents, number, self.job.limits.of_many()):
-            try:
-                encoded = iter(encode_texts(self.tokenizer, texts))
-                results = [
-                    entry
-                    if isinstance(entry, Bad)
-                    else self._framed(next(encoded))
-                    if isinstance(entry.content, str)
-                    else self._encode_chat(entry)
-                    for entry in chunk
-                ]
-            except (ValueError, MemoryError):
-                return None
-        failed = any(
-            isinstance(result, Bad) and isinstance(entry, Document) for entry, result in zip(chunk, results, strict=True)
-        )
-        return None if failed else results
-
-    def _encode_alone(self, entry: Document, number: int) -> _Encoded | Bad:
-        if reason := self.unit.refused.get(_place(entry, number)):
-            return Bad(entry.place, reason)
-        with self._limited([entry], number, self.job.limits):
-            if not isinstance(entry.content, str):
-                return self._encode_chat(entry)
-            try:
-                return self._framed(encode_texts(self.tokenizer, [entry.content])[0])
-            except ValueError as error:
-                return Bad(entry.place, str(error))
-
-    def _limited(self, documents: list[Document], number: int, limits: Limits) -> contextlib.AbstractContextManager[None]:
-        """Around the work on documents; only in a worker, which notes the first of them."""
-        if self.at is None or not documents:
-            return contextlib.nullcontext()
-        self.at[:] = _place(documents[0], number)
-        return limits.on(sum(map(_characters, documents)))
+    def _encode_texts(self, texts: list[Document]) -> list[_Encoded | Bad]:
+        """In one call, which takes a fraction of the time. Where it fails, one by one: then the text at fault is known."""
+        try:
+            return [self._framed(ids) for ids in encode_texts(self.tokenizer, [str(entry.content) for entry in texts])]
+        except ValueError as error:
+            if len(texts) == 1:
+                return [Bad(texts[0].place, str(error))]
+            return [result for entry in texts for result in self._encode_texts([entry])]
 
     def _framed(self, ids: list[int]) -> _Encoded:
         """The ids of a text with those that begin and end it."""

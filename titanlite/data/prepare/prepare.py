@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Strict
 from tqdm import tqdm
 
-from titanlite.data.prepare import limits
 from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest, sealed
@@ -158,15 +157,13 @@ def _refuse_changed(plan: dict[str, Any], inputs: list[Input]) -> None:
 def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: bool, chat: "ChatTemplate | None") -> Job:
     return Job(
         folder=work / "units",
-        tokenizer=tokenizer.tokenizer.unlimited.to_str(),
-        source=tokenizer.tokenizer.source,
+        tokenizer=tokenizer.tokenizer.to_str(),
         beginning=plan["beginning of text"],
         end_of_text=plan["end of text"],
         dtype=smallest_type(tokenizer.vocabulary).name,
         text_key=plan["text key"],
         skip=skip,
         chat=chat,
-        limits=limits.DOCUMENT,
     )
 
 
