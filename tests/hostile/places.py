@@ -1,13 +1,11 @@
-"""Things of the wrong kind where a run writes, and folders that collide."""
+"""Run folders that cannot be written, folders that collide, garbage in the files of a run, and what retention must keep."""
 
 import functools
 import json
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 from tests.hostile.judge import Case
 from titanlite.checkpoint import manifest
@@ -15,7 +13,7 @@ from titanlite.checkpoint.folder import list_steps, retire
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import read_config
 from titanlite.launch import stacks
-from titanlite.launch.run_folder import OPTIONS, PLACES, RunLock, record_start, written
+from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents
 from titanlite.loop.metrics import Reporter
@@ -31,7 +29,13 @@ keep_latest_k = 1
 [metrics]
 enable_tensorboard = false
 """
-_FOLDERS = {key: getattr(getattr(read_config(None, []), key.split(".")[0]), key.split(".")[1]) for key in OPTIONS}
+_FOLDERS = {  # keys that name folders in a run's -> the defaults
+    "checkpoint.folder": "checkpoint",
+    "metrics.save_tb_folder": "tb",
+    "profiling.save_traces_folder": "profile_traces",
+    "profiling.save_memory_snapshot_folder": "memory_snapshot",
+}
+_FILES = (".lock", "config.toml", "provenance.json", "metrics.jsonl", "routing.json", "incidents.jsonl", "checkpoint/.lock")
 _STEP = "step-00000010"
 _NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
 
@@ -85,90 +89,6 @@ def elsewhere(path: Path) -> Path:
     return next(parent for parent in path.parents if parent.name == "out").parent / "elsewhere"
 
 
-def read_only(path: Path, kind: str) -> None:
-    path.mkdir() if kind == "folder" else path.write_text("")
-    path.chmod(0o555 if kind == "folder" else 0o444)
-
-
-def bind(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind(os.path.relpath(path))
-
-
-# what may be at a place instead of a file, or of a folder
-THINGS: dict[str, Callable[[Path], object]] = {
-    "a file": lambda path: path.write_text(""),
-    "a folder": lambda path: path.mkdir(),
-    "a folder with a file": lambda path: (path.mkdir(), (path / "file").write_text("of the user's")),
-    "a FIFO": os.mkfifo,
-    "a socket": bind,
-    "a dangling link": lambda path: path.symlink_to("nowhere"),
-    "a link to itself": lambda path: path.symlink_to(path.name),
-    "a link to a file elsewhere": lambda path: path.symlink_to(elsewhere(path) / "file"),
-    "a link to a folder elsewhere": lambda path: path.symlink_to(elsewhere(path)),
-    "a link to a device": lambda path: path.symlink_to("/dev/null"),
-    "a link to the run folder": lambda path: path.symlink_to(next(p for p in path.parents if p.name == "out")),
-}
-FITTING = {
-    "file": {"a file"},
-    "folder": {"a folder", "a folder with a file", "a link to a folder elsewhere"},
-}
-
-
-def places() -> dict[str, str]:
-    """Each name in a run folder at which a run writes -> its kind."""
-    kinds = dict(PLACES)
-    kinds |= {f"{name}.tmp": kind for name, kind in kinds.items() if kind == "file"}
-    kinds |= dict.fromkeys(_FOLDERS.values(), "folder")
-    kinds |= {"stacks/rank-0.txt": "file", "comm_traces/rank_0": "file"}
-    kinds |= {f"profile_traces/{_STEP}": "folder", f"memory_snapshot/{_STEP}": "folder"}
-    kinds |= {"checkpoint/.probe": "file", "checkpoint/.probe.tmp": "file"}
-    names = (_STEP, f"{_STEP}-hf", f".{_STEP}.unfinished", f".{_STEP}-hf.unfinished", f".{_STEP}.retired")
-    return kinds | {f"checkpoint/{name}": "folder" for name in names}
-
-
-def things_at_places() -> Iterator[Case]:
-    """Each place with each thing."""
-    for name, kind in places().items():
-        for thing, put in THINGS.items():
-            right = thing in FITTING[kind] and name != "config.toml"  # which is not of a run without provenance.json
-            yield case(f"{name} is {thing}", in_a_run(lambda out, n=name, p=put: p(above(out / n))), re.escape(name), right)
-
-
-# ------------------------------------------------------------------------------------------------------------ permissions
-
-
-def without_permission(action: Callable[[], object]) -> Callable[[], object]:
-    """The action, as a user who is not root runs it: the bits of a file's mode decide."""
-
-    def allowed(path: str | Path, mode: int) -> bool:
-        bits = os.stat(path).st_mode >> 6
-        return not (mode & os.W_OK and not bits & 2) and not (mode & os.X_OK and not bits & 1)
-
-    def run() -> None:
-        with mock.patch("os.access", allowed):
-            action()
-
-    return run
-
-
-def read_only_places() -> Iterator[Case]:
-    for name, kind in places().items():
-        if "/" in name:
-            continue
-
-        def put(out: Path, name: str = name, kind: str = kind) -> None:
-            read_only(out / name, kind)
-
-        def make(folder: Path, put: Callable[[Path], None] = put) -> Callable[[], object]:
-            return without_permission(in_a_run(put)(folder))
-
-        yield case(f"{name} is read-only", make, re.escape(name))
-    yield case(
-        "the run folder is read-only", lambda folder: without_permission(in_a_run(lambda out: out.chmod(0o555))(folder)), "out"
-    )
-
-
 # ------------------------------------------------------------------------------------------------------ the folder itself
 
 
@@ -179,8 +99,6 @@ def run_folders() -> Iterator[Case]:
         "in a file": "elsewhere/file/out",
         "a device": "/dev/null",
         "in a device": "/dev/null/out",
-        "too long": "x" * 300,
-        "a path that is too long": "/".join(["x" * 200] * 30),
         "a dangling link": "dangling",
         "a loop of links": "loop",
         "a FIFO": "fifo",
@@ -193,13 +111,6 @@ def run_folders() -> Iterator[Case]:
 
     for name, value in values.items():
         yield case(f"job.dump_folder is {name}", in_a_run(put, "--job.dump_folder", value), r"job\.dump_folder")
-
-    def zero_byte(folder: Path) -> Callable[[], object]:
-        action = in_a_run(put)(folder)
-        (folder / "run.toml").write_text('[job]\ndump_folder = "a\\u0000b"\n')
-        return action
-
-    yield case("job.dump_folder has a zero byte", zero_byte, r"job\.dump_folder")
     mine = "# of the user's\n"
     yield case("config.toml is of the user's", in_a_run(lambda out: (out / "config.toml").write_text(mine)), r"config\.toml")
 
@@ -209,25 +120,20 @@ def run_folders() -> Iterator[Case]:
 
 def colliding_options() -> Iterator[Case]:
     """Each key that names a folder, with the name of something else."""
-    wrong = ["", ".", "..", "../elsewhere", "a/../..", "/tmp/elsewhere", "./", "x" * 300, "elsewhere/../../out"]
-    for key in OPTIONS:
-        taken = [*PLACES, "metrics.jsonl.tmp", *(folder for other, folder in _FOLDERS.items() if other != key)]
+    wrong = ["", ".", "..", "../elsewhere", "a/../..", "/tmp/elsewhere", "./", "elsewhere/../../out"]
+    names = [name for name in _FILES if "/" not in name] + ["stacks", "comm_traces"]
+    for key in _FOLDERS:
+        taken = [*names, *(folder for other, folder in _FOLDERS.items() if other != key)]
         inside = [f"{name}/inside" for name in taken]
         for value in [*wrong, *taken, *inside, f"./{taken[-1]}/.", "stacks/../stacks"]:
             option = f"--{key}={value}"
             yield case(f"{key} = {value[:30]!r}", in_a_run(lambda out: None, option), re.escape(key))
-    pairs = [(one, other) for one in OPTIONS for other in OPTIONS if one < other]
+    pairs = [(one, other) for one in _FOLDERS for other in _FOLDERS if one < other]
     for one, other in pairs:
         for first, second in (("same", "same"), ("same", "same/inside"), ("same/inside", "same"), ("a/./b", "a//b")):
             options = (f"--{one}={first}", f"--{other}={second}")
             name = f"{one} = {first!r} and {other} = {second!r}"
             yield case(name, in_a_run(lambda out: None, *options), re.escape(other))
-
-        def link(out: Path, one: str = one, other: str = other) -> None:
-            (out / _FOLDERS[other]).symlink_to(_FOLDERS[one])
-            (out / _FOLDERS[one]).mkdir()
-
-        yield case(f"{other} is a link to {one}", in_a_run(link), re.escape(other))
 
 
 # ----------------------------------------------------------------------------------------------------------- garbage in files
@@ -251,7 +157,7 @@ _HARMLESS = {"nothing"}
 
 def garbage_in_files() -> Iterator[Case]:
     """Files of the right kind with other contents. A lock, the last start's files and half written files are replaced."""
-    for name in (name for name, kind in places().items() if kind == "file"):
+    for name in _FILES:
         for what, content in GARBAGE.items():
 
             def put(out: Path, name: str = name, content: bytes = content) -> None:
@@ -272,8 +178,14 @@ def replayed() -> None:
 
 def replays() -> Iterator[Case]:
     """`titanlite replay` of a folder with something else than config.toml."""
-    for thing in ("a folder", "a FIFO", "a dangling link", "a link to itself"):
-        make = in_a_run(lambda out, put=THINGS[thing]: put(out / "config.toml"), action=replayed)
+    things: dict[str, Callable[[Path], object]] = {
+        "a folder": os.mkdir,
+        "a FIFO": os.mkfifo,
+        "a dangling link": lambda path: path.symlink_to("nowhere"),
+        "a link to itself": lambda path: path.symlink_to(path.name),
+    }
+    for thing, put in things.items():
+        make = in_a_run(lambda out, put=put: put(out / "config.toml"), action=replayed)
         yield case(f"replay: config.toml is {thing}", make, r"config\.toml")
     for what in ("zeros", "not UTF-8", "deep", "a number", "a line of another program"):
         make = in_a_run(lambda out, content=GARBAGE[what]: (out / "config.toml").write_bytes(content), action=replayed)
@@ -331,8 +243,6 @@ def retention() -> Iterator[Case]:
 
 def cases(seed: int) -> Iterator[Case]:
     """All of them, at every seed."""
-    yield from things_at_places()
-    yield from read_only_places()
     yield from run_folders()
     yield from colliding_options()
     yield from garbage_in_files()

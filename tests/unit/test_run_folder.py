@@ -83,6 +83,13 @@ def test_of_two_runs_that_a_removed_lock_file_has_let_in_the_first_one_ends(tmp_
             first.keep()
 
 
+def test_a_folder_that_cannot_be_written_is_named_and_no_lock_is_left(tmp_path):
+    (tmp_path / "checkpoint").write_text("a file")
+    with pytest.raises(UserError, match="checkpoint: cannot be written"):
+        RunLock(tmp_path, tmp_path / "checkpoint")
+    assert other_run(tmp_path) == ""
+
+
 # ------------------------------------------------------------------------------------------- a folder of checkpoints for two
 
 

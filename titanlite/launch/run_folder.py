@@ -1,8 +1,4 @@
-"""The run directory: everything that a run writes in it, its lock, and the record of its starts.
-
-PLACES and OPTIONS list all that a run writes. No two places are one, and the check names a thing of another kind in a place
-before anything starts.
-"""
+"""The run directory: the names in it, its lock, and the record of its starts."""
 
 import contextlib
 import fcntl
@@ -11,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -26,118 +21,57 @@ import torch
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError, phase
-from titanlite.files import UNFINISHED, Kept, is_at, tolerated
-from titanlite.outside import MIB, Absent, Contents, Positive, Unread, kind_of, read_bytes, read_json
+from titanlite.files import Kept, is_at, tolerated
+from titanlite.outside import MIB, Absent, Contents, Positive, Unread, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 
-LOCK, CONFIG, PROVENANCE = ".lock", "config.toml", "provenance.json"
-METRICS, INCIDENTS, STACKS, COLLECTIVES = "metrics.jsonl", "incidents.jsonl", "stacks", "comm_traces"
-ROUTING = "routing.json"
-_UNREADABLE = f"{PROVENANCE}.unreadable"
+# Names in the folder of a run. Rank 0 writes them, but for stacks and traces: each rank, and the launcher, has a file there.
+LOCK = ".lock"  # the process that trains; also in the folder of checkpoints; both stay locked
+CONFIG = "config.toml"  # the resolved configuration of the latest start
+PROVENANCE = "provenance.json"  # an entry for each start: command, git commit and diff, versions, mesh, data
+METRICS = "metrics.jsonl"  # an object for each reported step
+ROUTING = "routing.json"  # how many rows each expert of a mixture had, at the latest report
+INCIDENTS = "incidents.jsonl"  # an object for each spike and each step that was not finite
+STACKS = "stacks"  # where ranks were when something went wrong
+COLLECTIVES = "comm_traces"  # NCCL's flight recorder
+_NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, ROUTING, INCIDENTS, STACKS, COLLECTIVES)
+_OPTIONS = (  # keys that name folders there
+    "checkpoint.folder",
+    "metrics.save_tb_folder",
+    "profiling.save_traces_folder",
+    "profiling.save_memory_snapshot_folder",
+)
 _LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
 _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
-
-
-PLACES = {  # names in the folder of a run -> what is there; a comment says what it holds, and who writes it
-    LOCK: "file",  # the process that trains, also in the folder of checkpoints; rank 0 keeps both locked
-    CONFIG: "file",  # the resolved configuration of the latest start; rank 0
-    PROVENANCE: "file",  # an entry for each start: command, git commit and diff, versions, mesh, data; rank 0
-    _UNREADABLE: "file",  # a provenance.json that somebody has edited; rank 0
-    METRICS: "file",  # an object for each reported step; rank 0
-    ROUTING: "file",  # how many rows each expert of a mixture had, at the latest report; rank 0
-    INCIDENTS: "file",  # an object for each spike and each step that was not finite; rank 0
-    STACKS: "folder",  # rank-0.txt, ...: where ranks were when something went wrong; each rank, the launcher
-    COLLECTIVES: "folder",  # rank_0, ...: NCCL's flight recorder; each rank
-}
-OPTIONS = (  # keys that name folders there
-    "checkpoint.folder",  # checkpoints, exports beside them, what is half written or half deleted; each rank
-    "metrics.save_tb_folder",  # TensorBoard's event files; rank 0
-    "profiling.save_traces_folder",  # step-00000010/rank-0.json.gz, ...; each rank
-    "profiling.save_memory_snapshot_folder",  # step-00000010/rank-0.pickle, ...; each rank
-)
-_TRACES = {r"step-\d{8,}.*": "folder"}
-_INSIDE = {  # regular expressions for the names that a run uses in these folders -> what is there
-    STACKS: {"rank-.*": "file"},
-    COLLECTIVES: {"rank_.*": "file"},
-    "checkpoint.folder": {r"\.?step-\d{8,}(-hf)?(\.unfinished|\.retired)?": "folder", r"\.probe(\.tmp)?|\.lock": "file"},
-    "profiling.save_traces_folder": _TRACES,
-    "profiling.save_memory_snapshot_folder": _TRACES,
-}
 
 
 # ----------------------------------------------------------------------------------------------------------------- the check
 
 
 def faults(config: Config) -> Iterator[str]:
-    """A folder that a run cannot write, keys that name one place twice, and things of the wrong kind in places."""
+    """A folder that a run cannot write, checkpoints of another run, and keys that name what the run writes elsewhere."""
     dump = Path(config.job.dump_folder)
-    if fault := _unwritable(dump) or wrong_kind(dump, "folder"):
-        yield f'job.dump_folder = "{dump}": {fault}'
+    above = next(path for path in (dump.absolute(), *dump.absolute().parents) if os.path.lexists(path))
+    if not above.is_dir() or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
+        fault = "no permission to write in it" if above.is_dir() else "is not a folder"
+        yield f'job.dump_folder = "{dump}": {above}: {fault}'
         return
     if (dump / CONFIG).is_file() and not os.path.lexists(dump / PROVENANCE):  # which a start writes first
         yield f'job.dump_folder = "{dump}": {dump / CONFIG} is not of a run, which would replace it; name another folder'
     if owner := _owner(config):
         folder = dump / config.checkpoint.folder
         yield f"{folder}: leads to the checkpoints of the run in {owner}; replace the link by a folder of this run's own"
-    run, taken = Path(os.path.realpath(dump)), dict[Path, str]()  # with links followed; taken: path -> its place
-    for label, path, kind, inside in _places(config, dump):
-        real = Path(os.path.realpath(path))
-        if os.path.relpath(path, dump).split(os.sep)[0] in (".", ".."):
-            yield f"{label}: must be a folder inside job.dump_folder"
-            continue
-        other = next((place for other, place in taken.items() if _overlap(real, other)), "")
-        taken.setdefault(real, label)
-        if fault := f"leads to the place of {other}; each must have its own" if other else wrong_kind(path, kind):
-            yield f"{label}: {fault}"
-            continue
-        for entry in sorted(path.iterdir()) if inside and path.is_dir() else ():
-            kind = next((kind for names, kind in inside.items() if re.fullmatch(names, entry.name)), "")
-            if kind and (fault := wrong_kind(entry, kind)):
-                yield f"{entry}: {fault}"
-            elif kind and entry.is_symlink() and _overlap(Path(os.path.realpath(entry)), run):
-                yield f"{entry}: is a link into the run folder; remove it"
-
-
-def _places(config: Config, dump: Path) -> Iterator[tuple[str, Path, str, dict[str, str]]]:
-    """(name in messages, path, kind, entry of _INSIDE) of all that a run writes."""
-    for name, kind in PLACES.items():
-        for path in (dump / name, dump / (name + UNFINISHED)) if kind == "file" else (dump / name,):
-            yield str(path), path, kind, _INSIDE.get(name, {})
-    for key in OPTIONS:
+    taken = {Path(name): name for name in _NAMES}
+    for key in _OPTIONS:
         section, name = key.split(".")
         folder = getattr(getattr(config, section), name)
-        yield f'{key} = "{folder}"', dump / folder, "folder", _INSIDE.get(key, {})
-
-
-def _overlap(one: Path, other: Path) -> bool:
-    """Whether two paths are the same, or one is inside the other."""
-    return one.is_relative_to(other) or other.is_relative_to(one)
-
-
-def wrong_kind(path: Path, kind: str) -> str:
-    """Why a run cannot write at a path what is of a kind, "file" or "folder"; "" where it can.
-
-    A folder may be a link to one. A file must be none: what is elsewhere may be that of another run.
-    """
-    try:
-        state = path.stat() if kind == "folder" else path.lstat()
-    except FileNotFoundError:
-        return "is a link that leads nowhere; remove it" if path.is_symlink() else ""
-    except (OSError, ValueError) as error:  # too long, a loop of links, a zero byte
-        return f"cannot be a {kind}: {getattr(error, 'strerror', None) or error}"
-    if (found := kind_of(state.st_mode)) != f"a {kind}":
-        return f"is {found}, and a run has a {kind} there; move it away"
-    if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if kind == "folder" else 0)):
-        return "no permission to write in it" if kind == "folder" else "no permission to read and write it"
-    return ""
-
-
-def _unwritable(dump: Path) -> str:
-    """Why a run cannot make its folder; "" where it can, or need not."""
-    above = next(folder for folder in dump.absolute().parents if os.path.exists(folder))
-    fault = "" if os.path.exists(dump) else wrong_kind(above, "folder")
-    return f"{above}: {fault}" if fault else ""
+        path = Path(os.path.normpath(folder))
+        if path.is_absolute() or path.parts[:1] in ((), ("..",)):
+            yield f'{key} = "{folder}": must be a folder inside job.dump_folder'
+        elif other := next((taken[known] for known in taken if path.is_relative_to(known) or known.is_relative_to(path)), ""):
+            yield f'{key} = "{folder}": is the place of {other}; each must have its own'
+        taken.setdefault(path, key)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the lock
@@ -157,14 +91,16 @@ class RunLock:
     """
 
     def __init__(self, *folders: Path):
-        """Raises UserError if another run is training in one of them. The first is the run folder."""
-        self.folders, self.held = folders, dict[Path, int]()
+        """Raises UserError if another run is training in one of them, or if it cannot be written. The first: the run folder."""
+        self.run, self.held = folders[0], dict[Path, int]()
         try:
             for folder in folders:
                 self._take(folder)
-        except BaseException:
-            self.close()
-            raise
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be written: {error}") from None
+        finally:
+            if len(self.held) < len(folders):
+                self.close()
 
     def keep(self) -> None:
         """Makes lock files again if somebody has removed them. Raises UserError if another run has come in since."""
@@ -189,8 +125,8 @@ class RunLock:
                     raise UserError(fault)
                 time.sleep(0.1)  # a check has it for a moment
             os.truncate(handle, 0)
-            places = (os.path.abspath(self.folders[0]), os.path.abspath(folder))
-            os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *places)).encode())
+            paths = (os.path.abspath(self.run), os.path.abspath(folder))
+            os.write(handle, "\n".join((f"process {os.getpid()} on {socket.gethostname()}", *paths)).encode())
         except BaseException:
             os.close(handle)
             raise
@@ -257,7 +193,7 @@ def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
     except Unread:
         raise
     except UserError:  # somebody may have edited it: keep it
-        shutil.copyfile(path, folder / _UNREADABLE)
+        shutil.copyfile(path, folder / f"{PROVENANCE}.unreadable")
         starts = []
     starts.append(
         {
