@@ -120,7 +120,7 @@ def read_only(place: Path) -> Iterator[None]:
 def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_anything_is_trained(copy):
     before = contents(copy)
     with read_only(copy / "out/checkpoint"):
-        assert_refused(start(copy, 6), 'checkpoint.folder = "checkpoint": no permission to write in it')
+        assert_refused(start(copy, 6), "/checkpoint: no permission to write in it")
     assert contents(copy) == before
 
 

@@ -52,10 +52,8 @@ _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "py
 def faults(config: Config) -> Iterator[str]:
     """A folder that a run cannot write, checkpoints of another run, and keys that name what the run writes elsewhere."""
     dump = Path(config.job.dump_folder)
-    above = next(path for path in (dump.absolute(), *dump.absolute().parents) if os.path.lexists(path))
-    if not above.is_dir() or not os.access(above, os.R_OK | os.W_OK | os.X_OK):
-        fault = "no permission to write in it" if above.is_dir() else "is not a folder"
-        yield f'job.dump_folder = "{dump}": {above}: {fault}'
+    if fault := _unwritable(dump):
+        yield f'job.dump_folder = "{dump}": {fault}'
         return
     if (dump / CONFIG).is_file() and not os.path.lexists(dump / PROVENANCE):  # which a start writes first
         yield f'job.dump_folder = "{dump}": {dump / CONFIG} is not of a run, which would replace it; name another folder'
@@ -69,9 +67,20 @@ def faults(config: Config) -> Iterator[str]:
         path = Path(os.path.normpath(folder))
         if path.is_absolute() or path.parts[:1] in ((), ("..",)):
             yield f'{key} = "{folder}": must be a folder inside job.dump_folder'
-        elif other := next((taken[known] for known in taken if path.is_relative_to(known) or known.is_relative_to(path)), ""):
+            continue
+        if other := next((taken[known] for known in taken if path.is_relative_to(known) or known.is_relative_to(path)), ""):
             yield f'{key} = "{folder}": is the place of {other}; each must have its own'
-        taken.setdefault(path, key)
+        elif fault := _unwritable(dump / path):
+            yield f'{key} = "{folder}": {fault}'
+        taken.setdefault(path, f'{key} = "{folder}"')
+
+
+def _unwritable(folder: Path) -> str:
+    """Why a run cannot make a folder, or write in it; "" where it can."""
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    if not above.is_dir():
+        return f"{above}: is not a folder"
+    return "" if os.access(above, os.R_OK | os.W_OK | os.X_OK) else f"{above}: no permission to write in it"
 
 
 # ------------------------------------------------------------------------------------------------------------------ the lock
