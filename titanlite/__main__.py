@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from titanlite.errors import HelpRequested, UserError, watch_files
+from titanlite.errors import HelpRequested, UserError
 from titanlite.launch import failure, stop
 
 COMMANDS = {
@@ -51,7 +51,6 @@ def main() -> None:
     elif name == "launch":
         stop.leave_at_once()
     sys.argv = [f"titanlite {name}", *sys.argv[2:]]
-    watch_files()
     failure.watch_threads()
     try:
         if name not in COMMANDS:

@@ -1,7 +1,6 @@
 """The exception that means: the user can correct this. And what a program notes for the report of every other exception."""
 
 import contextlib
-import functools
 import os
 import sys
 import sysconfig
@@ -37,7 +36,7 @@ def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
 
 # --------------------------------------------------------------------------------------------------- notes for a report
 
-LAST_READ = {"key": "", "file": ""}  # the schema notes each key that code reads, `watch_files` each file
+last_file = ""  # that the reader of outside.py has opened
 _PYTHON = (os.path.join(sys.base_prefix, "lib") + os.sep, *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *_PYTHON)
 _position = (0, "starting")
@@ -62,19 +61,6 @@ def phase(what: str) -> Iterator[None]:
     at(before[0], what)
     yield
     at(*before)
-
-
-@functools.cache  # a hook cannot be removed: only the first call adds it
-def watch_files() -> None:
-    """From now on, notes every file that Python code in this process opens for reading, except code and libraries."""
-    sys.addaudithook(_note_file)
-
-
-def _note_file(event: str, arguments: tuple[Any, ...]) -> None:
-    if event != "open" or not isinstance(path := arguments[0], str) or arguments[2] & (os.O_WRONLY | os.O_RDWR):
-        return
-    if not path.startswith((*_LIBRARIES, "/proc/", "/sys/", "/dev/")) and not path.endswith((".py", ".pyc", ".so")):
-        LAST_READ["file"] = path
 
 
 def is_users(file: str) -> bool:

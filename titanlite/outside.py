@@ -22,6 +22,7 @@ from typing import Annotated, Any, BinaryIO
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
+from titanlite import errors
 from titanlite.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -103,6 +104,7 @@ class _File(io.BufferedReader):
 
 def open_file(path: str | Path) -> BinaryIO:
     """Opens a regular file for reading, in a `with`. Raises Absent, Unread, or UserError for anything else."""
+    errors.last_file = str(path)
     try:
         with reading(path):
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a FIFO waits for its writer

@@ -19,6 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, at, phase
 from titanlite.launch import failure, stacks
 from titanlite.loop.metrics import Reporter
+from titanlite.outside import Contents, read_json
 from titanlite.tools.ranks import on_ranks
 
 
@@ -48,7 +49,7 @@ def fill(disk: Path) -> Path:
 @pytest.fixture(autouse=True)
 def notes(monkeypatch) -> None:
     monkeypatch.setattr(errors, "_position", (0, "starting"))
-    monkeypatch.setattr(errors, "LAST_READ", errors.LAST_READ)
+    monkeypatch.setattr(errors, "last_file", "")
 
 
 def raised(error: BaseException) -> BaseException:
@@ -58,19 +59,17 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_a_report_names_phase_error_place_key_file_and_the_file_with_the_traceback(tmp_path, monkeypatch):
+def test_a_report_names_phase_error_place_file_and_the_file_with_the_traceback(tmp_path, monkeypatch):
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
-    errors.watch_files()
-    (tmp_path / "data.idx").write_text("")
-    open(tmp_path / "data.idx").close()
+    (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(KeyError) as caught, phase("opening the data"):
-        _ = {}[Config().training.seq_len]
+        _ = read_json(tmp_path / "manifest.json", Contents, 10)["shards"]
     line, *frames = failure.report(caught.value, "titanlite verify").splitlines()
-    assert line.startswith("titanlite verify, starting, opening the data: KeyError: 2048 (tests/unit/test_failure.py, line ")
-    assert f"; read last: key training.seq_len, file {tmp_path / 'data.idx'}; traceback: {tmp_path / 'cache/failures'}" in line
-    assert (
-        "in test_a_report_names" in frames[0] and "Config().training.seq_len" in frames[1]
-    )  # the user's own, as it is no library
+    assert line.startswith(
+        "titanlite verify, starting, opening the data: KeyError: 'shards' (tests/unit/test_failure.py, line "
+    )
+    assert f"; read last: {tmp_path / 'manifest.json'}; traceback: {tmp_path / 'cache/failures'}" in line
+    assert "in test_a_report_names" in frames[0] and "read_json(" in frames[1]  # the user's own, as it is no library
     assert "Traceback (most recent call last)" in Path(line.rpartition("traceback: ")[2]).read_text()
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue
 from titanlite.config import bounds, effects
 from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
 from titanlite.config.operation import Checkpoint, Comm, Job, Metrics, Profiling
-from titanlite.config.tables import KEYS, MAY_CHANGE, OnResume, Section, Table
+from titanlite.config.tables import MAY_CHANGE, OnResume, Section, Table
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
     f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"
@@ -439,7 +439,3 @@ class Config(Table):
     def microbatches(self, data_degree: int) -> int:
         """Forward and backward passes of each rank per optimizer step."""
         return self.global_batch(data_degree) // (self.training.local_batch_size * data_degree)
-
-
-for _name, _field in Config.model_fields.items():
-    KEYS |= {(type(_field.default), key): f"{_name}.{key}" for key in type(_field.default).model_fields}

@@ -1,6 +1,6 @@
 """The one handler for exceptions that nobody has foreseen, in every command and every rank.
 
-The screen shows one line: where, what, the key and the file that were read last, and the file with the traceback; below it are
+The screen shows one line: where, what, the file that was read last, and the file with the traceback; below it are
 the frames of the user's own code, if there are any. A full disk or a lost home folder does not keep it from reporting.
 """
 
@@ -15,7 +15,8 @@ import time
 import traceback
 from pathlib import Path
 
-from titanlite.errors import LAST_READ, is_users, where
+from titanlite import errors
+from titanlite.errors import is_users, where
 from titanlite.files import cache_folder
 
 _DEFECT, _CORRECTABLE = 1, 2  # exit codes
@@ -41,7 +42,6 @@ def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None,
     who: the command or rank. dump: (path, handle) of a file that is open for it. words: the error, where the caller has
     described it; frames are then left out.
     """
-    read = [f"{kind} {name}" for kind, name in LAST_READ.items() if name]
     trace = "".join(traceback.format_exception(error))
     place = _write(
         f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {where(who)} (process {os.getpid()}): {first_line(error)}\n{trace}", dump
@@ -49,7 +49,7 @@ def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None,
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename) and not words]
     parts = [f"{where(who)}: {words or _words(error) + _at(frames)}"]
-    parts += [f"read last: {', '.join(read)}"] if read else []
+    parts += [f"read last: {errors.last_file}"] if errors.last_file else []
     parts += [f"traceback: {place}"] if place else ["no disk takes the traceback, which follows"]
     return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if place else trace]).rstrip()
 

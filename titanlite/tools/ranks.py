@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
-from titanlite.errors import UserError, watch_files
+from titanlite.errors import UserError
 from titanlite.launch import children, failure
 from titanlite.launch.addresses import gloo_fault
 from titanlite.tools.options import LOCAL_RANKS
@@ -58,7 +58,6 @@ def _rank(
     rank: int, count: int, cuda: bool, folder: str, timeout_seconds: int, function: Callable[..., Any], arguments: tuple
 ) -> None:
     children.end_with_starter()
-    watch_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal: the starter ends, then these
     os.environ.pop("LOCAL_WORLD_SIZE", None)  # of an earlier launcher
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}  # as torchrun sets them
