@@ -30,9 +30,9 @@ def sums_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.sums")
 
 
-def check_sums(manifest: dict[str, Any], files: "list[BlockFile]") -> None:
+def check_sums(files: "list[BlockFile]") -> None:
     """Raises UserError where a file that was written with checksums has none."""
-    for file in files if "block_bytes" in manifest else []:
+    for file in files:
         if not file.has_sums:
             raise UserError(f"{sums_of(file.path)}: is missing; {_REMEDY}")
 

@@ -124,11 +124,11 @@ def _open_files(
             f"{folder}: made with another tokenizer than that of model.hf_assets_path; set it to the folder that was given "
             "as --tokenizer"
         )
-    _check_beginning(folder, tuple(manifest.get("beginning_of_text", ())), loaded)  # before that entry, none was written
+    _check_beginning(folder, tuple(manifest["beginning_of_text"]), loaded)
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):
-        check_sums(manifest, file.files)
+        check_sums(file.files)
         if (file.documents, file.tokens) != (shard["documents"], shard["tokens"]):
             raise UserError(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "

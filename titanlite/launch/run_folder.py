@@ -226,7 +226,7 @@ class _Start(Contents):
     time: str
     command: list[str]
     global_batch: Positive | None = None
-    model_source: Any = None  # older versions kept a text
+    model_source: dict[str, Any] | None = None
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ def latest_start(run: Path) -> dict[str, Any]:
 def check_source(step: int, run: Path, numbers: dict[str, Any], module: ModuleType) -> None:
     """Raises UserError where a step was done with other code. numbers: of `saved_after`; empty: the latest start counts."""
     before = (numbers or latest_start(run)).get("model_source")
-    if isinstance(before, dict) and changed_modules(before, source_of(module)):  # older versions kept a text, or nothing
+    if before and changed_modules(before, source_of(module)):
         remedy = "Restore that code: the repeated step would differ from that of the run"
         title = f"--step {step}: the code of the model has changed since the run did this step:"
         raise UserError(f"{title}\n{diff(before, source_of(module))}\n{remedy}")

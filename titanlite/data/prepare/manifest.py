@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from titanlite.data.blocks import BLOCK
 from titanlite.errors import UserError
-from titanlite.outside import MIB, Contents, Count, FileName, read_json
+from titanlite.outside import MIB, Contents, Count, FileName, read_json, validated
 
 MANIFEST = "manifest.json"
 SEAL = "xxh3_128"  # the entry that has the checksum of all others
@@ -36,12 +36,13 @@ class _Manifest(Contents):
     format: Literal[1]
     tokenizer: str
     largest_id: Annotated[int, Field(ge=-1, lt=2**31)]
-    beginning_of_text: list[Count] = Field(default=[])  # before this entry, none was written
+    beginning_of_text: list[Count]
     documents: Count
     tokens: Count
     shards: Annotated[list[_Shard], Field(min_length=1)]
     inputs: list[_Input]
     fingerprint: str
+    block_bytes: Annotated[int, Field(ge=BLOCK, le=BLOCK)]
 
     @model_validator(mode="after")
     def counts_are_sums(self) -> "_Manifest":
@@ -55,11 +56,13 @@ class _Manifest(Contents):
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of token files. Raises UserError."""
-    manifest = read_json(folder / MANIFEST, _Manifest, _LIMIT)
-    if SEAL in manifest and manifest[SEAL] != _seal(manifest):  # titanlite 0.1 wrote no checksum
-        raise UserError(f"{folder / MANIFEST}: it is damaged: its checksum is not {manifest[SEAL]}")
-    if manifest.get("block_bytes", BLOCK) != BLOCK:
-        raise UserError(f"{folder / MANIFEST}: block_bytes = {manifest['block_bytes']}: must be {BLOCK}")
+    path = folder / MANIFEST
+    manifest = read_json(path, Contents, _LIMIT)
+    if SEAL not in manifest:
+        raise UserError(f"{path}: titanlite 0.1 wrote it, or it is damaged: it has no checksum; tokenize the text again")
+    if manifest[SEAL] != _seal(manifest):
+        raise UserError(f"{path}: it is damaged: its checksum is not {manifest[SEAL]}")
+    validated(_Manifest, manifest, str(path))
     return manifest
 
 
