@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, create_model, model_validator
 
 from titanlite.config import bounds
 from titanlite.outside import MIB, Contents, Number, Positive, read_json
@@ -119,66 +119,19 @@ class _Quantization(BaseModel):
         return self
 
 
-class _Model(Contents):
-    """The keys that families read. Null stands for a key that is not set, where transformers takes it so."""
+class _Dimensions(Contents):
+    """What the keys of a model must be together."""
 
     model_type: str
-    hidden_size: _Width = _UNSET
-    intermediate_size: _Width = _UNSET
     num_hidden_layers: _Layers = _UNSET
     num_attention_heads: _Heads = _UNSET
     num_key_value_heads: _Heads | None = None
     head_dim: _Width | None = None
-    moe_intermediate_size: _Width = _UNSET
-    num_experts: _Experts = _UNSET
-    num_local_experts: _Experts = _UNSET
-    num_experts_per_tok: _Experts = _UNSET
-    norm_topk_prob: bool = _UNSET
-    decoder_sparse_step: Positive = _UNSET
-    mlp_only_layers: Annotated[list[int], Field(max_length=2**12)] | None = None
-    clip_qkv: _Positive | None = None
-    q_lora_rank: _Width | None = None
-    kv_lora_rank: _Width = _UNSET
-    qk_nope_head_dim: _Width = _UNSET
-    qk_rope_head_dim: _Width = _UNSET
-    v_head_dim: _Width = _UNSET
-    n_routed_experts: _Experts = _UNSET
-    n_shared_experts: _Experts = _UNSET
-    first_k_dense_replace: Annotated[int, Field(ge=0, le=2**12)] = _UNSET
-    n_group: _Experts | None = None
-    topk_group: _Experts | None = None
-    routed_scaling_factor: _Positive = _UNSET
-    rope_interleave: bool = _UNSET
-    scoring_func: str = _UNSET
-    topk_method: str = _UNSET
-    moe_layer_freq: Positive = _UNSET
-    vocab_size: _Vocabulary = _UNSET
-    max_position_embeddings: Positive = _UNSET
-    original_max_position_embeddings: Positive = _UNSET
-    sliding_window: Positive | None = None
-    sliding_window_pattern: Positive = _UNSET
+    hidden_size: _Width = _UNSET
     layer_types: Annotated[list[str], Field(max_length=2**12)] | None = None
-    rms_norm_eps: _Positive = _UNSET
-    rope_theta: _Positive = _UNSET
-    rope_local_base_freq: _Positive = _UNSET
-    query_pre_attn_scalar: _Positive = _UNSET
-    swiglu_limit: _Positive = _UNSET
-    swiglu_alpha: _Positive = _UNSET
-    final_logit_softcapping: _Positive | None = None
-    attn_logit_softcapping: _Positive | None = None
-    attention_bias: bool = _UNSET
-    mlp_bias: bool = _UNSET
-    tie_word_embeddings: bool = _UNSET
-    use_sliding_window: bool = _UNSET
-    use_bidirectional_attention: bool | None = None
-    hidden_act: str | None = None
-    hidden_activation: str | None = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: _Rope | None = None
-    quantization_config: _Quantization | None = None
 
     @model_validator(mode="after")
-    def dimensions_fit_together(self) -> "_Model":
+    def dimensions_fit_together(self) -> "_Dimensions":
         heads, groups, size, dim = self.num_attention_heads, self.num_key_value_heads, self.head_dim, self.hidden_size
         if heads and groups and heads % groups:
             raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
@@ -190,6 +143,37 @@ class _Model(Contents):
             count = len(self.layer_types)
             raise ValueError(f"layer_types: has {count} entries, and num_hidden_layers = {self.num_hidden_layers}")
         return self
+
+
+# The other keys that families read, by the type of their values. Null stands for a key that is not set, where
+# transformers takes it so.
+_BY_TYPE: list[tuple[Any, str]] = [
+    (_Width, "intermediate_size moe_intermediate_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    (_Width | None, "q_lora_rank"),
+    (_Experts, "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts"),
+    (_Experts | None, "n_group topk_group"),
+    (_Vocabulary, "vocab_size"),
+    (Annotated[int, Field(ge=0, le=2**12)], "first_k_dense_replace"),
+    (Annotated[list[int], Field(max_length=2**12)] | None, "mlp_only_layers"),
+    (
+        Positive,
+        "decoder_sparse_step moe_layer_freq sliding_window_pattern max_position_embeddings original_max_position_embeddings",
+    ),
+    (Positive | None, "sliding_window"),
+    (
+        _Positive,
+        "rms_norm_eps rope_theta rope_local_base_freq routed_scaling_factor query_pre_attn_scalar swiglu_limit swiglu_alpha",
+    ),
+    (_Positive | None, "clip_qkv final_logit_softcapping attn_logit_softcapping"),
+    (bool, "norm_topk_prob rope_interleave attention_bias mlp_bias tie_word_embeddings use_sliding_window"),
+    (bool | None, "use_bidirectional_attention"),
+    (str, "scoring_func topk_method"),
+    (str | None, "hidden_act hidden_activation"),
+    (_Rope | None, "rope_parameters rope_scaling"),
+    (_Quantization | None, "quantization_config"),
+]
+_FIELDS: dict[str, Any] = {key: (kind, _UNSET) for kind, keys in _BY_TYPE for key in keys.split()}
+_Model = create_model("_Model", __base__=_Dimensions, **_FIELDS)
 
 
 class Description(dict[str, Any]):
