@@ -147,6 +147,8 @@ def test_the_check_names_what_else_is_missing(tmp_path, name):
         ("metrics.log_frequency = 7", "# log_frequency = 7  (no such key; did you mean metrics.log_freq?)"),
         ("own.things.here = 1", "# things.here = 1  (no such section)"),
         ("steps = 5", "# steps = 5  (no such section)"),
+        ('"training.seed" = 5', "seed = 5"),
+        ("[[job]]\nx = 1", "# job = [{ x = 1 }]  (no such key"),
         ("job.description = 2026-01-01", '# description = "2026-01-01"  (must be a valid string)'),
         ('model.name = "flux"', 'name = "flux"  # titanlite has no such family'),
         ('model.name = "my.own"', 'name = "my.own"'),

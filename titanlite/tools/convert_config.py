@@ -138,15 +138,15 @@ def convert(theirs: dict[str, Any]) -> str:
     ours: dict[str, dict[str, Any]] = {}
     settings: list[tuple[tuple[str, ...], Any, str]] = []  # names of tables and key, value, why titanlite cannot take it
     for path, value in _settings(theirs):
-        (section, *names), meant = _renamed(path, value)
-        key = ".".join((section, *names))
+        key, meant = _renamed(".".join(path), value)
+        section, _, name = key.partition(".")
         if key not in KEYS:
             settings.append((path, value, _reason(key, section)))
-        elif names[0] in ours.setdefault(section, {}):
+        elif name in ours.setdefault(section, {}):
             settings.append((path, value, f"another name of {key}, which is given too"))
         else:
-            ours[section][names[0]] = meant
-            settings.append(((section, *names), meant, ""))
+            ours[section][name] = meant
+            settings.append(((section, name), meant, ""))
     refused = _refused(ours)
     families = {module.name for module in iter_modules(models.__path__)}
     lines: dict[str, list[str]] = {section: [f"[{section}]"] for section in SECTIONS}
@@ -170,14 +170,13 @@ def _settings(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
             yield path, value
 
 
-def _renamed(path: tuple[str, ...], value: Any) -> tuple[list[str], Any]:
+def _renamed(key: str, value: Any) -> tuple[str, Any]:
     """A setting with titanlite's name and value, where these are others."""
-    key = ".".join(path)
     if key == "model.converters" and value in (*_FLOAT8, *([name] for name in _FLOAT8)):
-        return ["float8", "enable"], True
+        return "float8.enable", True
     if key == "activation_checkpoint.selective_ac_option" and isinstance(value, str) and value.isdecimal():
-        return list(path), int(value)
-    return (RENAMED[key].split(".") if key in RENAMED else list(path)), value
+        return key, int(value)
+    return RENAMED.get(key, key), value
 
 
 def _reason(key: str, section: str) -> str:
