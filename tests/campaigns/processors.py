@@ -80,6 +80,18 @@ def items() -> dict[str, Any]:
     }
 
 
+def together(names: Sequence[str]) -> Variant:
+    """One variant that differs in all that these differ in; no two of them set the same."""
+    variants = [VARIANTS[name] for name in names]
+    return Variant(
+        {name: value for each in variants for name, value in each.variables.items()},
+        tuple(option for each in variants for option in each.options),
+        max(each.busy for each in variants),
+        tuple(word for each in variants for word in each.through),
+        "".join(each.folder for each in variants),
+    )
+
+
 def play(folder: Path, variant: Variant, targets: Sequence[str]) -> Report:
     """Runs these tests under a variant, and those that do not pass once more without it."""
     code, said, found = run(folder / "variant", variant, targets)

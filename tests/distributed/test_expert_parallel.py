@@ -27,7 +27,7 @@ SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
 MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
 ROUNDS = [
     ("plain", "shard 2, ep 2", "plain", SEVERAL_ROUNDS),
-    ("gpt_oss", "shard 4, ep 4", "compiled", MANY_ROUNDS),
+    pytest.param("gpt_oss", "shard 4, ep 4", "compiled", MANY_ROUNDS, marks=pytest.mark.slow),
 ]
 
 
@@ -46,7 +46,7 @@ def test_experts_with_biases_on_every_mesh_and_in_every_variant(pools, flavor, m
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
 
 
-@pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS, ids=map(identity, ROUNDS))
+@pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
 def test_rows_that_travel_in_many_rounds_change_nothing(pools, flavor, mesh, variant, rounds):
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant, **rounds))
 
