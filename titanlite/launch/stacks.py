@@ -100,9 +100,8 @@ def _echo(error: Exception) -> str:
 
     gloo raises a plain RuntimeError for both, and PyTorch's store and NCCL classes derived from it.
     """
-    text = str(error)
-    known = re.search("connection|gloo|timed out|timeout|socket", text, re.IGNORECASE)
-    if not isinstance(error, RuntimeError) or not known:
+    text = str(error) if isinstance(error, RuntimeError) else ""  # of others, the text may be an error itself
+    if not re.search("connection|gloo|timed out|timeout|socket", text, re.IGNORECASE):
         return ""
     if waited := re.search(r"(?:timed out waiting|timeout after) (\d+) ?ms", text, re.IGNORECASE):
         return f"waited {int(waited[1]) / 1000:g} s for the other ranks"
