@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import save_file
 
-from models import gemma3, llama3, olmo2, qwen3, qwen3_moe
+from models import gemma3, llama3, qwen3_moe
 from models.rope import LongRopeScaling, YarnScaling
 from tests.token_files import write_file
 from titanlite.checkpoint import manifest
@@ -120,15 +120,10 @@ _BY_LENGTH = LongRopeScaling((1.0,) * 8, (2.0,) * 8, 16, factor=4.0)
 _MIXTURE = {**{key: value for key, value in _SMALL.items() if key != "ffn_dim"}, "expert_dim": 16, "n_experts": 4, "top_k": 2}
 _FAMILIES = {
     "llama": (llama3, llama3.Config(**_SMALL, rope_scaling=_SCALING)),
-    "qwen3": (qwen3, qwen3.Config(**_SMALL)),
     "gemma3": (gemma3, gemma3.Config(**_SMALL, window=4, query_scalar=16, global_every=2)),
-    "olmo2": (olmo2, olmo2.Config(**_SMALL)),
     "qwen3_moe": (qwen3_moe, qwen3_moe.Config(**_MIXTURE)),
     "llama with YaRN": (llama3, llama3.Config(**_SMALL, rope_scaling=YarnScaling(4.0, 16, mscale=1.0, mscale_all_dim=0.5))),
-    "llama with longrope": (
-        llama3,
-        llama3.Config(**_SMALL, rope_scaling=_BY_LENGTH),
-    ),
+    "llama with longrope": (llama3, llama3.Config(**_SMALL, rope_scaling=_BY_LENGTH)),
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0,

@@ -3,8 +3,9 @@
 import argparse
 import contextlib
 import functools
+import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,23 +28,8 @@ WRONG: dict[Any, tuple[str, ...]] = {
 RIGHT = {nonempty: "run.toml", existing_path: "run.toml", existing_folder: "folder", new_path: "new", str: "x"}
 # Texts that a kind accepts, and that stand for nothing in the folder: no library may fail at them in its own words.
 TEXTS = (
-    "hub:",
-    "hub:::",
-    "hub:a b",
-    "://",
-    "s3://",
-    "*[",
-    "[",
-    "..",
-    "~",
-    "%s",
-    "-",
-    ".a",
-    "no.module",
-    "\udcff",
-    ":",
-    ",",
-    "=",
+    *("hub:", "hub:::", "hub:a b", "://", "s3://", "*[", "[", "..", "~", "%s", "-", ".a", "no.module", "\udcff"),
+    *(":", ",", "="),
 )
 
 
@@ -139,31 +125,29 @@ def _shown(value: str) -> str:
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """All of them, at every seed."""
+    """Every wrong value for one argument of each kind, and one for each other argument of that kind: they share its check."""
+    draw, seen = random.Random(f"arguments {seed}"), set()
+
+    def drawn(kind: object, values: tuple[str, ...]) -> Iterable[str]:
+        first = kind not in seen
+        seen.add(kind)
+        return values if first else draw.sample(values, min(1, len(values)))
+
     for before in with_configurations():
-        for value in (*WRONG[existing_path], *TEXTS, "folder", "/dev/null/x", "--", "--ranks"):
-            yield Case(
-                "arguments",
-                f"{' '.join(before)} {_shown(value)} as configuration",
-                _within(functools.partial(run_command, *before, value)),
-                "",
-            )
+        for value in drawn("configuration", (*WRONG[existing_path], *TEXTS, "folder", "/dev/null/x", "--", "--ranks")):
+            name = f"{' '.join(before)} {_shown(value)} as configuration"
+            yield Case("arguments", name, _within(functools.partial(run_command, *before, value)), "")
     for before, parser in parsers():
         right = functools.partial(parser.parse_known_args, words_of(parser, None, ""))
         yield Case("arguments", f"{' '.join(before)}: right ones", _within(right), "-", right=True)
         for action in arguments(parser):
             # a float, an int or a path without bounds is no kind
             assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
+            kind = type(action.type) if isinstance(action.type, Whole | Real) else action.type
             label = action.option_strings[0] if action.option_strings else action.dest
-            for value in wrong(action.type):
+            values = [(value, re.escape(label)) for value in drawn(kind, wrong(action.type))]
+            values += [(value, "") for value in (drawn(f"texts of {kind}", TEXTS) if kind in (nonempty, str) else ())]
+            for value, names in values:
                 words = [*before, *words_of(parser, action, value)]
-                yield Case(
-                    "arguments",
-                    f"{' '.join(before)} {label}={_shown(value)}",
-                    _within(functools.partial(run_command, *words)),
-                    re.escape(label),
-                )
-            for value in TEXTS if action.type in (nonempty, str) else ():
-                words = [*before, *words_of(parser, action, value)]
-                name = f"{' '.join(before)} {label}={value!a}, which is text"
-                yield Case("arguments", name, _within(functools.partial(run_command, *words)), "")
+                name = f"{' '.join(before)} {label}={_shown(value)}"
+                yield Case("arguments", name, _within(functools.partial(run_command, *words)), names)

@@ -14,7 +14,7 @@ from titanlite.config.read import KEYS, Faults, read_config, toml_value
 from titanlite.tools.check import check_here
 from titanlite.transforms.registry import family_names
 
-_PAIRS, _TRIPLES = 300, 200
+_PAIRS, _TRIPLES = 80, 60
 _RANKS = (1, 2, 4, 8, 12)
 # Values beyond those that the schema has, which only a check of several keys, or of the model, refuses.
 _MORE: dict[str, tuple[Any, ...]] = {
@@ -94,12 +94,12 @@ def decides(condition: str) -> list[str]:
 
 
 def related() -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-    """Each key that has an effect only under a condition, with each value of each key that decides about it."""
-    for key, field in FIELDS.items():
-        for condition in effects.effective_when(field).conditions:
-            for switch in decides(condition):
-                for value in dict.fromkeys(values(switch)):
-                    yield {key: other(key)}, {switch: value}
+    """A key of each condition, with each value of each key that decides about it."""
+    found = {condition: key for key, field in FIELDS.items() for condition in effects.effective_when(field).conditions}
+    for condition, key in found.items():
+        for switch in decides(condition):
+            for value in dict.fromkeys(values(switch)):
+                yield {key: other(key)}, {switch: value}
 
 
 def cases(seed: int) -> Iterator[Case]:

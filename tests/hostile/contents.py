@@ -157,7 +157,7 @@ def _changes(draw: random.Random, name: str, flips: int) -> Iterator[tuple[str, 
 
 def _token_folders(draw: random.Random) -> Iterator[Case]:
     for file in [*_FILES, "manifest.json"]:
-        for number, (what, change) in enumerate(_changes(draw, f"tokens/{file}", 24)):
+        for number, (what, change) in enumerate(_changes(draw, f"tokens/{file}", 8)):
             policy = "best_fit" if "best_fit" in file else list(_POLICIES)[number % len(_POLICIES)]
             yield Case("contents", f"{file} under {policy}: {what}", _reading("tokens", policy, change), _TOKENS, right=True)
 
@@ -191,14 +191,14 @@ _REPEATED = (34 + 12 * len(_TEXTS)) / (34 + 20 * len(_TEXTS) + 8)
 
 def _pairs(draw: random.Random) -> Iterator[Case]:
     """Files without checksums: sizes, headers and the redundancy of the index remain, and the vocabulary."""
-    for what, change in _changes(draw, "pair/00000.idx", 48):
+    for what, change in _changes(draw, "pair/00000.idx", 16):
         if "bit" not in what or float(what.split()[-1]) < _REPEATED:
             yield Case("contents", f"pair, idx: {what}", _reading("pair", "mask", change), r"pair/00000\.", right=True)
     for what, change in _changes(draw, "pair/00000.bin", 0):
         if what != "zeros":  # ids of the vocabulary
             yield Case("contents", f"pair, bin: {what}", _reading("pair", "pack", change), r"pair/00000\.")
     for source in ("pair", "tokens"):
-        for wrong in (_VOCABULARY, 600, 4096, 32_000, 50_257, 60_000, 65_535):
+        for wrong in (_VOCABULARY, 32_000, 65_535):
             for number, policy in enumerate(_POLICIES):
                 at = 2 + number + draw.randrange(8)  # which "truncate" reads, too
                 change = functools.partial(_put_id, source=source, at=at, wrong=wrong)
@@ -275,7 +275,7 @@ def _restoring(change: Change) -> Make:
 
 def _checkpoints(draw: random.Random) -> Iterator[Case]:
     for file in (_DATA, METADATA, manifest.FILE):
-        for what, change in _changes(draw, f"{_STEP}/{file}", 20):
+        for what, change in _changes(draw, f"{_STEP}/{file}", 8):
             yield Case("contents", f"{file}: {what}", _restoring(change), rf"{_STEP}/(\.metadata|__0_0\.distcp|manifest\.json)")
     yield Case("contents", "a checkpoint of several ranks", _restoring(lambda _: None), "-", right=True)
     for what, forge in _FORGED.items():

@@ -18,7 +18,7 @@ from titanlite.config.read import read_config
 
 _WRONG: list[Any] = ["x", -1, 1.5, True, None, [], {}, [[]], {"x": 1}, 10**30]
 _EXTREME: list[Any] = [-1, 0, 2**31, 2**53, 10**18, 10**39, 10**41, 1e308, -0.5, float("nan"), float("inf")]
-_FLIPS, _CUTS, _TYPES, _NUMBERS = 5, 3, 2, 1  # draws for a file, for each place of a file, and for each number in it
+_FLIPS, _CUTS, _PLACES = 3, 2, 8  # draws for a file
 
 
 def cases(seed: int) -> Iterator[Case]:
@@ -133,21 +133,21 @@ def _any_text(kind: Kind) -> Iterator[Case]:
 
 
 def _any_json(kind: Kind, draw: random.Random) -> Iterator[Case]:
-    for text in ("null", "[]", "5", '"text"', "{}", "[[]]", "[{}]", "true"):
+    for text in ("null", "[]", '"text"', "{}", "[{}]"):
         content = (text + "\n" * kind.lines).encode()
         yield _case(kind, f"only {text}", functools.partial(_write, content=content), right=text in kind.right_texts)
     values = json.loads(_sound(kind)[1].splitlines()[-1] if kind.lines else kind.unsealed(_sound(kind)[1]))
-    for place in _places(values):
+    places = list(_places(values))
+    for place in draw.sample(places, min(_PLACES, len(places))):
         name, before = ".".join(map(str, place)), _at(values, place)
         wrong = [value for value in _WRONG if _type(value) != _type(before)]
-        for value in draw.sample(wrong, _TYPES):
-            change = functools.partial(_put, place=place, value=value)
-            set_before_and_after = value is not None and before is not None  # null: the default
-            yield _of_values(kind, f"{name} = {json.dumps(value)}", change, right=True, same=set_before_and_after)
-        for value in draw.sample(_EXTREME, _NUMBERS) if _type(before) == "number" else []:
-            yield _of_values(
-                kind, f"{name} = {value!r}, a number", functools.partial(_put, place=place, value=value), right=True
-            )
+        value = draw.choice(wrong)
+        set_before_and_after = value is not None and before is not None  # null: the default
+        change = functools.partial(_put, place=place, value=value)
+        yield _of_values(kind, f"{name} = {json.dumps(value)}", change, right=True, same=set_before_and_after)
+        if _type(before) == "number":
+            change = functools.partial(_put, place=place, value=(value := draw.choice(_EXTREME)))
+            yield _of_values(kind, f"{name} = {value!r}, a number", change, right=True)
         if isinstance(place[-1], str):
             yield _of_values(kind, f"no {name}", functools.partial(_remove, place=place), right=True)
     yield _of_values(kind, "500 levels", lambda values: _put(values, ("of a later version",), _nested(500)), right=False)

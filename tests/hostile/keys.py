@@ -1,5 +1,9 @@
-"""Wrong keys: every key of the schema x {wrong type, out of bounds on each side, no effect, given twice, misspelt}."""
+"""Wrong keys, drawn from the schema: one for each kind of annotation, one for each condition under which a key has an effect.
 
+What pydantic and titanlite do with a key depends on its kind alone; a new key needs no line here.
+"""
+
+import contextlib
 import functools
 import json
 import random
@@ -15,6 +19,7 @@ from tests.hostile.judge import Case
 from titanlite.config import effects
 from titanlite.config.read import KEYS, SECTIONS, read_config, read_words
 from titanlite.config.schema import Source
+from titanlite.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.tools.options import config_parser, read_command
 
@@ -29,66 +34,33 @@ TYPES = {
     "object": "{ a = 7 }",
     "date": "2020-02-02",
 }
-# Keys, and what must be set so that a condition holds; without it the condition does not hold.
-HOLDS: dict[str, dict[str, str]] = {
-    "checkpoint.enable = true": {"checkpoint.enable": "true"},
-    "checkpoint.initial_load_path is set": {"checkpoint.initial_load_path": '"weights"'},
-    "lora.enable = true": {"lora.enable": "true"},
-    "float8.enable = true": {"float8.enable": "true"},
-    "compile.enable = true": {"compile.enable": "true"},
-    'optimizer.name = "Muon"': {"optimizer.name": '"Muon"'},
-    "validation.enable = true": {"validation.enable": "true"},
-    "validation.sample_prompts is set": {"validation.sample_prompts": '["a"]'},
-    "parallelism.tensor_parallel_degree > 1": {"parallelism.tensor_parallel_degree": "2"},
-    "parallelism.context_parallel_degree > 1": {"parallelism.context_parallel_degree": "2"},
-    "parallelism.expert_parallel_degree > 1": {"parallelism.expert_parallel_degree": "2"},
-    "parallelism.pipeline_parallel_degree > 1": {"parallelism.pipeline_parallel_degree": "2"},
-    "model.hf_assets_path is set": {"model.hf_assets_path": '"assets"'},
-    "dataloader.workers > 0": {"dataloader.workers": "1"},
-    "profiling.enable_profiling = true": {"profiling.enable_profiling": "true"},
-    "profiling.enable_memory_snapshot = true": {"profiling.enable_memory_snapshot": "true"},
-    "profiling.enable_profiling = true or profiling.enable_memory_snapshot = true": {"profiling.enable_profiling": "true"},
-    'training.dtype = "bfloat16"': {"training.dtype": '"bfloat16"'},
-    'activation_checkpoint.mode = "full"': {"activation_checkpoint.mode": '"full"'},
-    'activation_checkpoint.mode = "selective"': {"activation_checkpoint.mode": '"selective"'},
-    'activation_checkpoint.mode = "memory_budget"': {"activation_checkpoint.mode": '"memory_budget"'},
-}
-# Conditions that hold by default, and what must be set so that they do not.
-FAILS: dict[str, dict[str, str]] = {
-    "metrics.enable_tensorboard = true": {"metrics.enable_tensorboard": "false"},
-    "metrics.spike_window > 0": {"metrics.spike_window": "0"},
-    "parallelism.pipeline_parallel_degree = 1": {
-        "parallelism.pipeline_parallel_degree": "2",
-        "training.local_batch_size": "1",
-        "training.global_batch_size": "2",
-    },
-    "checkpoint.keep_latest_k > 0": {"checkpoint.keep_latest_k": "0"},
-    "optimizer.weight_decay > 0": {"optimizer.weight_decay": "0.0"},
-    'training.document_policy != "truncate"': {"training.document_policy": '"truncate"'},
-    'compile.components has "model"': {"compile.components": '["loss"]'},
-    'compile.backend = "inductor"': {"compile.backend": '"eager"'},
-    effects.DECAY: {"lr_scheduler.decay_ratio": "0.0"},
-    **{
-        f"{section}.{name} is not set": {f"{section}.{name}": value}
-        for section in ("training", "validation")
-        for name, value in (("dataset_path", '"text"'), ("sources", '[{ path = "text" }]'))
-    },
-}
 OF_THE_PLACE = (effects.CUDA, effects.RANKS, effects.ACCUMULATION)
 # Values of keys for which no other can be derived from the schema.
 OTHERS = {"model.overrides": "{ dim = 64 }", "checkpoint.load_step": "3", "training.sources": '[{ path = "text" }]'}
-OTHERS["validation.sources"] = OTHERS["training.sources"]
+OTHERS |= {"validation.sources": OTHERS["training.sources"], "compile.backend": '"eager"'}
+# What else a run needs with another value of a key.
+BESIDE = {
+    "parallelism.pipeline_parallel_degree": {"training.local_batch_size": "1", "training.global_batch_size": "2"},
+}
 
 
 def cases(seed: int) -> Iterator[Case]:
-    """Every wrong key; the seed chooses between wrong types, and where a misspelt key is wrong."""
+    """The seed chooses the key of each kind, and where a misspelt key is wrong."""
     draw = random.Random(seed)
+    kinds: dict[str, list[str]] = {}
     for key in KEYS:
-        yield from _wrong_types(key, draw)
+        kinds.setdefault(kind_of(ALTERNATIVES[key]), []).append(key)
+    for key in map(draw.choice, kinds.values()):
+        yield from _wrong_types(key)
         yield from _out_of_bounds(key)
-        yield from _without_effect(key)
         yield from _twice(key)
         yield from _misspelt(key, draw)
+    conditions: dict[str, list[str]] = {}
+    for key in KEYS:
+        for condition in effects.effective_when(FIELDS[key]).conditions:
+            conditions.setdefault(condition, []).append(key)
+    for condition, keys in conditions.items():
+        yield from _without_effect(draw.choice(keys), condition)
     yield from _entries()
     yield from _layers()
     yield from _options()
@@ -152,16 +124,25 @@ def alternatives(table: type[BaseModel], name: str) -> list[dict[str, Any]]:
 ALTERNATIVES = {key: alternatives(SECTIONS[key.split(".")[0]], key.split(".")[1]) for key in KEYS}
 
 
+def kind_of(found: list[dict[str, Any]]) -> str:
+    """The types of a key, and what else its schema says of them, without the numbers and words."""
+    parts = [(each["type"], sorted(set(each) - {"title", "default", "description"}), each.get("items")) for each in found]
+    return str(sorted(parts, key=str))
+
+
+def bounds(each: dict[str, Any]) -> tuple[float | None, float | None]:
+    """The least and the largest number."""
+    return each.get("minimum", each.get("exclusiveMinimum")), each.get("maximum", each.get("exclusiveMaximum"))
+
+
 def _types(kinds: list[dict[str, Any]]) -> set[str]:
     found = {each["type"] for each in kinds}
     return found | ({"integer"} if "number" in found else set())  # TOML writes 1 for 1.0
 
 
-def _wrong_types(key: str, draw: random.Random) -> Iterator[Case]:
-    wrong = sorted(set(TYPES) - _types(ALTERNATIVES[key]))
-    for kind in draw.sample(wrong, min(4, len(wrong))):
-        text = toml({key: TYPES[kind]})
-        yield Case("keys", f"{key} of type {kind}", _read(text), rf"{re.escape(key)}\b")
+def _wrong_types(key: str) -> Iterator[Case]:
+    for kind in sorted(set(TYPES) - _types(ALTERNATIVES[key])):
+        yield Case("keys", f"{key} of type {kind}", _read(toml({key: TYPES[kind]})), rf"{re.escape(key)}\b")
     if not {"string", "array", "object"} & _types(ALTERNATIVES[key]):
         yield from list(_of_file_and_option(key, "of words", '"a b"'))[1:]
     if values := next((each["enum"] for each in ALTERNATIVES[key] if "enum" in each), None):
@@ -169,37 +150,21 @@ def _wrong_types(key: str, draw: random.Random) -> Iterator[Case]:
 
 
 def _out_of_bounds(key: str) -> Iterator[Case]:
-    make = functools.partial(_of_file_and_option, key)
     for each in ALTERNATIVES[key]:
-        kind = each["type"] if "const" not in each else ""
-        if kind in ("integer", "number"):
-            least, most = each.get("minimum", each.get("exclusiveMinimum")), each.get("maximum", each.get("exclusiveMaximum"))
-            assert least is not None and (most is not None or key == "training.max_norm"), f"{key} has no bounds on both sides"
-            below, far = (least - 3, -(10**20)) if kind == "integer" else (least - 1e-3, -1e308)
-            values = {"below": below, "far below": far}
+        if each["type"] in ("integer", "number") and "const" not in each:
+            (least, most), whole = bounds(each), each["type"] == "integer"
+            values = {"below": least - 3, "far below": -(10**20)} if whole else {"below": least - 1e-3, "far below": -1e308}
             if most is not None:
-                values |= (
-                    {"above": most + 1, "far above": 10**20} if kind == "integer" else {"above": most * 1.1, "far above": 1e308}
-                )
+                values |= {"above": most + 1, "far above": 10**20} if whole else {"above": most * 1.1, "far above": 1e308}
             for name, value in values.items():
-                yield from make(f"{name} its bounds", repr(value))
-            if kind == "number":
-                yield from make("not a number", "nan")
+                yield from _of_file_and_option(key, f"{name} its bounds", repr(value))
+            if not whole:
+                yield from _of_file_and_option(key, "not a number", "nan")
         if "maxLength" in each:
             yield Case("keys", f"{key} too long", _read(toml({key: json.dumps("a" * 1001)})), rf"{re.escape(key)}\b")
             yield Case("keys", f"{key} with NUL", _read(toml({key: '"a\\u0000b"'})), rf"{re.escape(key)}\b")
         if "minItems" in each:
             yield Case("keys", f"{key} empty", _read(toml({key: "[]"})), rf"{re.escape(key)}\b")
-
-
-def _of_command(*words: str) -> Callable[[Path], Callable[[], object]]:
-    """Reads the words of `titanlite estimate`."""
-
-    def make(folder: Path) -> Callable[[], object]:
-        (folder / "run.toml").write_text("")
-        return lambda: read_command(config_parser("estimate"), ["run.toml", *words])
-
-    return make
 
 
 # ---------------------------------------------------------------------------------------------------------- no effect
@@ -229,27 +194,47 @@ def of_the_place(condition: str) -> bool:
     return any(part in OF_THE_PLACE for part in condition.split(" or "))
 
 
+def _candidates(key: str) -> Iterator[str]:
+    for each in ALTERNATIVES[key]:
+        yield from map(json.dumps, each.get("enum", []))
+        yield from {"boolean": ("false", "true"), "integer": ("0", "1", "2"), "number": ("0.0", "1.0")}.get(each["type"], ())
+        yield from (json.dumps([item]) for item in each.get("items", {}).get("enum", []))
+    yield other(key)
+
+
+@functools.cache
+def where(condition: str, holds: bool) -> dict[str, str]:
+    """What must be set so that a condition holds, or does not; nothing where it is so by default, or depends on the place."""
+    if of_the_place(condition):
+        return {}
+    rule, switches = effects.EffectiveWhen(condition), effects.keys_of(condition)
+    for settings in ({}, *({key: value} for key in switches for value in _candidates(key))):
+        with contextlib.suppress(UserError):  # where the schema does not allow the value
+            config = read_config(None, [f"--{key}={as_option(value)}" for key, value in settings.items()])
+            if (rule.failing(config, effects.Place()) is None) == holds:
+                return {name: value for key in settings for name, value in BESIDE.get(key, {}).items()} | settings
+    raise AssertionError(f"no value of {switches} decides about: {condition}")
+
+
 def setting(key: str, condition: str) -> dict[str, str]:
     """The key with a value of its own, where this condition does not hold and all its others do."""
     settings: dict[str, str] = {}
     for each in effects.effective_when(FIELDS[key]).conditions:
-        if not of_the_place(each) and (each == condition) == (each in FAILS):
-            settings |= FAILS[each] if each in FAILS else HOLDS[each]
+        settings |= where(each, each != condition)
     return settings | {key: other(key)}
 
 
-def _without_effect(key: str) -> Iterator[Case]:
-    for condition in effects.effective_when(FIELDS[key]).conditions:
-        settings = setting(key, condition)
-        names = rf"{re.escape(key)} = .*has no effect unless {re.escape(condition)}"
-        given = settings.pop(key)
-        option = f"--{key}={as_option(given)}"
-        yield Case("keys", f"{key} as an option unless {condition}", _check(toml(settings), option), names)
-        if of_the_place(condition):
-            in_file = _read_and_note(toml(settings | {key: given}), names)
-            yield Case("keys", f"{key} in a file unless {condition}", in_file, names, right=True)
-        else:
-            yield Case("keys", f"{key} in a file unless {condition}", _check(toml(settings | {key: given})), names)
+def _without_effect(key: str, condition: str) -> Iterator[Case]:
+    settings = setting(key, condition)
+    names = rf"{re.escape(key)} = .*has no effect unless {re.escape(condition)}"
+    given = settings.pop(key)
+    option = f"--{key}={as_option(given)}"
+    yield Case("keys", f"{key} as an option unless {condition}", _check(toml(settings), option), names)
+    if of_the_place(condition):
+        in_file = _read_and_note(toml(settings | {key: given}), names)
+        yield Case("keys", f"{key} in a file unless {condition}", in_file, names, right=True)
+    else:
+        yield Case("keys", f"{key} in a file unless {condition}", _check(toml(settings | {key: given})), names)
 
 
 def _read_and_note(text: str, words: str) -> Callable[[Path], Callable[[], object]]:
@@ -317,57 +302,32 @@ def _misspelt(key: str, draw: random.Random) -> Iterator[Case]:
 
 
 def _entries() -> Iterator[Case]:
-    """Entries of [[training.sources]] and [[validation.sources]]."""
-    for section in ("training", "validation"):
-        for name in Source.model_fields:
-            kinds = alternatives(Source, name)
-            place = rf"{section}\.sources, entry 1: {name} = "
+    """Entries of [[training.sources]]; those of [[validation.sources]] are of the same class."""
 
-            def entry(what: str, value: str, section: str = section, name: str = name, place: str = place) -> Iterator[Case]:
-                path = "" if name == "path" else 'path = "a", '
-                text = f"{section}.sources = [{{ {path}{name} = {value} }}]\n"
-                yield Case("keys", f"{section}.sources, {name} {what}", _read(text), place)
+    def read(what: str, entries: str, names: str) -> Case:
+        return Case("keys", f"sources, {what}", _read(f"training.sources = [{entries}]\n"), names)
 
-            for kind in sorted(set(TYPES) - _types(kinds)):
-                yield from entry(f"of type {kind}", TYPES[kind])
-            yield from _out_of_bounds_of_entry(kinds, entry)
-        twice = f'{section}.sources = [{{ path = "a", weight = 1e308 }}, {{ path = "b", weight = 1e308 }}]\n'
-        yield Case(
-            "keys", f"{section}.sources with weights that add up to infinity", _read(twice), rf"{section}\.sources.*weight"
-        )
-        misspelt = f'{section}.sources = [{{ path = "a", wieght = 1.0 }}]\n'
-        yield Case("keys", f"{section}.sources with a misspelt key", _read(misspelt), "did you mean weight")
-
-
-def _out_of_bounds_of_entry(kinds: list[dict[str, Any]], make: Callable[[str, str], Iterator[Case]]) -> Iterator[Case]:
-    numbers = [each for each in kinds if each["type"] == "number"]
-    for value in ("0.0", "-1.0", "1e308", "nan", "inf") if numbers else ():
-        yield from make(f"of {value}", value)
+    for name in Source.model_fields:
+        kinds = alternatives(Source, name)
+        wrong = {f"of type {kind}": TYPES[kind] for kind in sorted(set(TYPES) - _types(kinds))}
+        if "number" in _types(kinds):
+            wrong |= {value: value for value in ("0.0", "-1.0", "1e308", "nan", "inf")}
+        path = "" if name == "path" else 'path = "a", '
+        for what, value in wrong.items():
+            entry = f"{{ {path}{name} = {value} }}"
+            yield read(f"{name} {what}", entry, rf"training\.sources, entry 1: {name} = ")
+    infinite = '{ path = "a", weight = 1e308 }, { path = "b", weight = 1e308 }'
+    yield read("weights that add up to infinity", infinite, r"training\.sources.*weight")
+    yield read("a misspelt key", '{ path = "a", wieght = 1.0 }', "did you mean weight")
 
 
 def _options() -> Iterator[Case]:
-    """What the issue names, and other words that are no options."""
-    adapters = {"lora.enable": "true", "lora.rank": "1000"}
-    yield Case("keys", "adapters of a higher rank than the matrix", _check(toml(adapters)), r"lora\.rank = 1000.*layers\.")
-    blocks = {"activation_checkpoint.mode": '"selective"', "activation_checkpoint.selective_ac_option": "99"}
-    yield Case("keys", "every 99th of a few blocks", _check(toml(blocks)), r"selective_ac_option = 99")
-    short = {"lr_scheduler.decay_ratio": "0.001", "training.steps": "300"}
-    yield Case("keys", "a decay of less than a step", _check(toml(short)), r"lr_scheduler\.decay_ratio = 0\.001")
     words = {
-        "no option": (["stray"], "stray: belongs to no option"),
-        "no value": (["--training.steps"], r"--training\.steps: has no value"),
-        "no section": (["--steps", "5"], r"did you mean training\.steps"),
-        "5,000 digits": ([f"--training.steps={'9' * 5000}"], r"training\.steps"),
-        "5,000 levels": ([f"--model.overrides={'[' * 5000}"], r"model\.overrides"),
-        "an empty name": (["--=5"], r"option"),
-        "a name of dots": (["--..=5"], r"no such section"),
+        "an empty name": ("--=5", r"option"),
+        "a name of dots": ("--..=5", r"no such section"),
     }
-    for name, (options, names) in words.items():
-        yield Case("keys", f"options: {name}", _read("", *options), names)
-    yield Case("keys", "options: of a command, twice", _of_command("--ranks", "1", "--ranks=2"), "--ranks: given twice")
-    assert set(HOLDS) | set(FAILS) | set(OF_THE_PLACE) >= {
-        condition
-        for field in FIELDS.values()
-        for condition in effects.effective_when(field).conditions
-        if not of_the_place(condition)
-    }
+    for name, (option, names) in words.items():
+        yield Case("keys", f"options: {name}", _read("", option), names)
+    twice = ["run.toml", "--ranks", "1", "--ranks=2"]
+    action = functools.partial(read_command, config_parser("estimate"), twice)
+    yield Case("keys", "options: of a command, twice", lambda _: action, "--ranks: given twice")

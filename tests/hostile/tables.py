@@ -18,7 +18,7 @@ from titanlite.errors import UserError
 
 _TEXTS = [f"text {number} " * (1 + number % 5) for number in range(40)]
 _GROUP = 10  # rows
-_FLIPS, _CUTS = 96, 12
+_FLIPS, _CUTS = 32, 6
 _CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 _NAMES = r"a\.parquet"
 

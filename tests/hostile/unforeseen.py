@@ -24,7 +24,7 @@ dump_folder = "out"
 
 
 _STEP = "step-00000010"
-_ERRORS_A_WAY = 4
+_ERRORS_A_WAY = 2
 
 
 class Way(NamedTuple):

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch.distributed as dist
 
-from tests.hostile.keys import other, toml
+from tests.hostile.keys import ALTERNATIVES, kind_of, other, toml
 from tests.hostile.keys import setting as without
 from titanlite.config.effects import Place
 from titanlite.config.read import KEYS, read_config
@@ -18,6 +18,7 @@ from titanlite.launch import agreement
 from titanlite.launch.agreement import Identity, agree, differences, identity
 
 COULD_DIFFER = ("training.dataset_path", "training.dataset", "validation.dataset_path", "validation.dataset")
+ONE_OF_EACH_KIND = [*{kind_of(ALTERNATIVES[key]): key for key in reversed(KEYS)}.values(), *COULD_DIFFER, "job.dump_folder"]
 # A value for keys of which only a part may differ between nodes.
 OTHERS = dict.fromkeys(("training.sources", "validation.sources"), '[{ path = "text", weight = 2.0 }]')
 
@@ -42,7 +43,7 @@ def no_code(monkeypatch, request) -> None:
         monkeypatch.setattr(agreement, "_files", dict)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", ONE_OF_EACH_KIND)
 def test_another_value_on_one_node_is_refused_by_its_key_or_has_no_effect(key, read):
     section, name = key.split(".")
     accumulating = {"training.global_batch_size": "64"}
