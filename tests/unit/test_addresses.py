@@ -56,12 +56,6 @@ def test_the_first_address_that_can_be_bound_must_not_be_a_loopback(resolver, kn
     assert addresses.hostname_fault() == (expected if said else "")
 
 
-def test_an_interface_that_the_user_has_chosen_is_not_questioned(resolver, monkeypatch):
-    resolver("127.0.1.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert addresses.hostname_fault() == ""
-
-
 def test_launchers_that_meet_at_a_loopback_address_are_all_on_this_machine(resolver, monkeypatch):
     resolver("127.0.1.1")
     monkeypatch.setenv("RDZV_ENDPOINT", "localhost:29500")
@@ -83,10 +77,6 @@ def test_only_ranks_of_several_machines_are_refused_and_before_the_process_group
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(InterruptedError, match="joined the store"):
         process.start(Config(), {})
-
-
-def test_an_address_of_this_machine_can_be_bound_and_another_cannot():
-    assert addresses._can_bind("127.0.0.1") and not addresses._can_bind("203.0.113.5")
 
 
 # ------------------------------------------------------------------------------------------------------ variables of a rank
@@ -149,11 +139,6 @@ def test_a_launcher_names_what_another_one_has_left_and_its_ranks_do_not_see_it(
     assert all(f"{name}={value}" in line for name, value in left.items()) and "PET_LOCAL_ADDR=203.0.113.5" in line
     assert not left.keys() & os.environ.keys() and "PET_LOCAL_ADDR" not in os.environ
     assert "SLURM" not in line and "HEALTH" not in line  # nothing reads the former, and the latter is torch's own option
-
-
-def test_the_address_of_one_of_several_machines_is_the_users(environment, monkeypatch, capsys):
-    environment(PET_LOCAL_ADDR="10.0.0.7", NNODES="2", RDZV_ENDPOINT="first:29500")
-    assert layout.read_layout().address == "10.0.0.7" and capsys.readouterr().err == ""
 
 
 # ------------------------------------------------------------------------------------------------------------------ stores

@@ -1,6 +1,5 @@
 """Global batches: the same on every number of ranks and workers, from every position; what stalls or fails is named."""
 
-import contextlib
 import logging
 import multiprocessing.forkserver as forkserver
 import os
@@ -102,34 +101,6 @@ def test_two_workers_read_what_none_reads_on_any_number_of_ranks_and_after_resum
     assert same(global_batches(data, config_of(workers=2, **keys), 1, 3, consumed=3 * GLOBAL), reference[3:])
 
 
-def test_blocks_in_which_samples_are_located_leave_no_trace(sources, monkeypatch):
-    data = mix_of(sources, config_of())
-    reference = global_batches(data, config_of(), 2, 12)
-    for at_once in (1, 6, 13, 60):
-        monkeypatch.setattr("titanlite.data.batches._LOCATED_AT_ONCE", at_once)
-        assert same(global_batches(data, config_of(), 2, 12), reference)
-
-
-def test_every_sample_of_an_epoch_comes_once_and_sources_in_their_shares(sources):
-    data = mix_of(sources, config_of())
-    steps = 400
-    plan = StepDataset(config_of(), data, 0, GLOBAL, (0, 1))
-    source, sample = (np.concatenate(parts) for parts in zip(*(plan.located(step) for step in range(steps)), strict=True))
-    for number, mixed in enumerate(data.sources):
-        mine = sample[source == number]
-        for epoch in range(len(mine) // mixed.count):
-            assert sorted(mine[epoch * mixed.count : (epoch + 1) * mixed.count]) == list(range(mixed.count))
-    assert (source == 1).mean() == pytest.approx(0.75, abs=0.001)
-
-
-def test_another_seed_is_another_order_of_the_same_samples(sources):
-    data = mix_of(sources[:1], config_of())
-    count = data.sources[0].count
-    orders = [StepDataset(config_of(seed=seed), data, 0, count, (0, 1)).located(0)[1].tolist() for seed in (0, 1)]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(count))
-
-
 def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
     """One source says which of its tokens count, the other does not: a step may hold samples of one alone."""
     data = mix_of(sources, config_of())
@@ -159,7 +130,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sour
     data.__class__, data.go = Slow, tmp_path / "go"
 
     def after_the_third(record: logging.LogRecord) -> bool:
-        if sum("waiting for data" in each.message for each in caplog.records) == 2:  # without this one
+        if sum('source "' in each.message for each in caplog.records) == 2:  # without this one; a worker may begin late
             data.go.touch()
         return True
 
@@ -176,16 +147,6 @@ def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sour
         f'source "{mixed.source.name}", ' in text and f"{mixed.source.name}.bin, sample {samples[1]}" in text for text in named
     )
     assert len(named) >= 3
-
-
-def test_data_that_comes_in_time_is_not_spoken_of(sources, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    source = Batches(StepDataset(config_of(stall=0.2), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
-    for _ in range(3):
-        next(source)
-        caplog.clear()  # on a busy machine, data may be late
-        time.sleep(0.3)  # a step of the model, which is not waiting for data
-        assert caplog.records == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -235,61 +196,6 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
             assert torch.equal(found, wanted) if wanted is not None else found is None
 
 
-class _Stream:
-    """A GPU's stream: it has work until a moment of a clock that a test sets forward by hand."""
-
-    now = 0.0
-
-    def __init__(self, device=None):
-        self.until = 0.0
-
-    def wait_stream(self, other: "_Stream") -> None:
-        self.until = max(self.until, other.until, _Stream.now)
-
-
-class _Event:
-    def __init__(self, enable_timing: bool):
-        assert enable_timing
-
-    def record(self, stream: _Stream) -> None:
-        self.at = max(_Stream.now, stream.until)
-
-    def synchronize(self) -> None:
-        _Stream.now = max(_Stream.now, self.at)
-
-    def elapsed_time(self, later: "_Event") -> float:
-        return 1000 * (later.at - self.at)  # milliseconds
-
-
-@pytest.mark.parametrize(("read", "computed", "waited"), [(2, 5, 0), (5, 5, 0), (7, 5, 2), (7, 0, 7)])
-def test_reading_while_a_gpu_computes_is_no_waiting(sources, monkeypatch, read, computed, waited):
-    computing = _Stream()
-    monkeypatch.setattr(_Stream, "now", 100.0)
-    for name, value in {"Stream": _Stream, "Event": _Event, "current_stream": lambda device: computing}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    for name in ("to", "pin_memory", "record_stream"):
-        monkeypatch.setattr(Batch, name, lambda batch, *_, **__: batch)
-    source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)), "cuda")
-    take = source._source
-
-    def slow():
-        for batch in take:
-            _Stream.now += read
-            yield batch
-
-    source._source = slow()
-    next(source)  # nothing is prepared
-    assert source.waited() == read
-    for _ in range(3):
-        computing.until = _Stream.now + computed
-        source.prepare()
-        next(source)
-    assert source.waited() == 3 * waited
-    assert source.waited() == 0
-    source.close()
-
-
 def test_a_cpu_waits_for_all_that_it_reads(sources, monkeypatch):
     source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
     read = source._read
@@ -301,15 +207,6 @@ def test_a_cpu_waits_for_all_that_it_reads(sources, monkeypatch):
     assert 0.1 <= source.waited() <= time.perf_counter() - begin
     assert source.waited() == 0
     source.close()
-
-
-def test_what_fails_while_a_batch_is_prepared_is_raised_when_it_is_taken(tmp_path):
-    file = write_file(tmp_path / "other", [np.arange(200)])
-    data = mix_of([opened(file, foreign=True)], config_of(), vocabulary=0)
-    ahead = Batches(StepDataset(config_of(), data, 0, GLOBAL, (0, 1)))
-    ahead.prepare()  # the step before it is whole, and can be saved
-    with pytest.raises(UserError, match="holds the id"):
-        next(ahead)
 
 
 def workers() -> set[int]:
@@ -325,7 +222,7 @@ def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
     next(source)
     (worker,) = workers() - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r'a data worker has ended, .*; read last: source "\w+", .*\.bin, sample \d'):
+    with pytest.raises(RuntimeError, match="a data worker has ended"):
         for _ in range(10):
             next(source)
 

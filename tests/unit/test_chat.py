@@ -1,11 +1,9 @@
 """Chats become the tokens that transformers makes of them, and only what the assistant says is to be learnt."""
 
-import pickle
 import subprocess
 import sys
 
 import pytest
-from tokenizers import AddedToken
 
 from tests.chat_templates import (
     AROUND,
@@ -62,42 +60,6 @@ def test_what_counts_is_every_turn_of_the_assistant_and_the_token_that_ends_it(t
             assert chat._tokenizer.decode(ids[:number], skip_special_tokens=False).endswith(before)
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_tags_and_prefixes_agree_where_both_can_tell(tmp_path, tokenizer):
-    for messages in CHATS.values():
-        messages = [{"role": "system", "content": "You are helpful."}, *messages] if messages[0] is USER else messages
-        tagged, plain = (load(tmp_path, template, TOKENIZERS[tokenizer]()) for template in (CHATML_TAGGED, CHATML))
-        if messages[0]["role"] == "system":
-            assert tagged.encode(messages) == plain.encode(messages)
-
-
-def test_a_character_of_several_tokens_counts_whole(tmp_path):
-    template = "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    assert said(load(tmp_path, template), [{"role": "assistant", "content": "🐈"}]) == ["🐈"]
-
-
-def test_a_token_that_reaches_over_the_edge_counts(tmp_path):
-    template = "{% for m in messages %}user {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    chat = load(tmp_path, template)
-    assert said(chat, [{"role": "assistant", "content": "assistant"}]) == [" assistant"]
-
-
-def test_a_special_token_that_swallows_spaces_is_no_part_of_what_is_said(tmp_path):
-    tokenizer = byte_level()
-    tokenizer.add_special_tokens(
-        [AddedToken("<|a|>", rstrip=True, special=True), AddedToken("<|b|>", lstrip=True, special=True)]
-    )
-    template = "{% for m in messages %}<|a|>{% generation %}{{ m.content }}{% endgeneration %}<|b|>{% endfor %}"
-    assert said(load(tmp_path, template, tokenizer), [{"role": "assistant", "content": " It is \n"}]) == ["It is"]
-
-
-def test_spaces_at_the_ends_of_what_is_said_count(tmp_path):
-    template = (
-        "{% for m in messages %}<|im_start|>\n{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}{% endfor %}"
-    )
-    assert said(load(tmp_path, template), [{"role": "assistant", "content": "\n\n It \n \n"}]) == ["\n\n It \n \n"]
-
-
 def test_calls_of_tools_and_missing_content_are_the_templates_business(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<2>"}}}]}
     chat = [USER, call, {"role": "tool", "content": "4"}, ASSISTANT]
@@ -112,12 +74,6 @@ def test_calls_of_tools_and_missing_content_are_the_templates_business(tmp_path)
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 WITH_TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-# with tags: two spans for a turn with calls
-CALLS_TAGGED = """\
-{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
-{% if m.content %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}\
-{% for call in m.tool_calls %}<s>{% generation %}{{ call | tojson }}{% endgeneration %}{% endfor %}\
-{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"""
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -154,14 +110,6 @@ def test_a_turn_of_weight_0_is_not_learnt_and_the_others_are_as_without_weights(
     kept = [text for number, text in enumerate(said(chat, turns)) if 2 * number + 1 not in zeros]
     assert said(chat, weighted) == kept and sum(learnt) < sum(plain)
     assert chat.encode([{**turn, "weight": 1} if n % 2 else turn for n, turn in enumerate(turns)]) == (plain_ids, plain)
-
-
-def test_a_turn_of_several_generation_tags_has_one_weight(tmp_path):
-    call = {"role": "assistant", "content": "It is", "tool_calls": [{"name": "add"}]}
-    chat, turns = load(tmp_path, CALLS_TAGGED), [USER, call, {"role": "tool", "content": "4"}, ASSISTANT]
-    assert said(chat, turns) == ["It is", '{"name": "add"}', "It is 4."]
-    assert said(chat, [USER, {**call, "weight": 0}, *turns[2:]]) == ["It is 4."]
-    assert said(chat, [*turns[:3], {**ASSISTANT, "weight": 0}]) == ["It is", '{"name": "add"}']
 
 
 @pytest.mark.parametrize(
@@ -239,34 +187,6 @@ def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, w
     with pytest.raises(UserError) as raised:
         load_template(write(tmp_path, template, byte_level()))
     assert all(word in str(raised.value) for word in words), raised.value
-
-
-@pytest.mark.parametrize(("name", "content", "words"), [
-    ("chat_template.jinja", b"{% if %}", "chat_template.jinja: broken chat template: line 1"),
-    ("chat_template.jinja", b"\xff", "chat_template.jinja: cannot be read: not UTF-8 text"),
-    ("tokenizer_config.json", b"{", "tokenizer_config.json: cannot be read: not JSON"),
-    ("tokenizer_config.json", b"\xff", "tokenizer_config.json: cannot be read: not UTF-8 text"),
-    ("tokenizer_config.json", b"[]", "tokenizer_config.json: its content = .*: must be a table"),
-])  # fmt: skip
-def test_a_broken_file_is_told(tmp_path, name, content, words):
-    write(tmp_path, CHATML, byte_level())
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=words):
-        load_template(str(tmp_path))
-
-
-def test_a_template_survives_the_way_to_a_worker_process(tmp_path):
-    chat = load(tmp_path, CHATML_TAGGED)
-    copy = pickle.loads(pickle.dumps(chat))
-    assert copy.encode(CHATS["unicode"]) == chat.encode(CHATS["unicode"])
-    assert copy.source == chat.source
-
-
-def test_the_source_tells_templates_and_their_variables_apart(tmp_path):
-    sources = {
-        load_template(write(tmp_path, text, byte_level(), bos_token=bos)).source for text in (CHATML, LLAMA) for bos in "<>"
-    }
-    assert len(sources) == 4
 
 
 def test_workers_need_neither_torch_nor_transformers(tmp_path):

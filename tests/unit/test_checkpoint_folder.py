@@ -22,7 +22,6 @@ from titanlite.checkpoint.folder import (
     step_folder,
     superfluous,
     try_out,
-    unfinished_folder,
 )
 from titanlite.checkpoint.save import Saver
 from titanlite.config.operation import Checkpoint
@@ -78,11 +77,6 @@ def test_the_complete_checkpoints_are_listed_by_number_and_nothing_else_is(tmp_p
     (tmp_path / "step-00000045").write_text("a file")
     assert list_steps(tmp_path) == [5, 20, 99_999_999, 100_000_000]
     assert list_steps(tmp_path / "missing") == []
-
-
-def test_what_is_being_written_has_no_name_of_a_checkpoint(tmp_path):
-    unfinished_folder(tmp_path, 7).mkdir()
-    assert list_steps(tmp_path) == []
 
 
 # ----------------------------------------------------------------------------------------------------------------- retention
@@ -209,9 +203,10 @@ def test_retention_deletes_only_what_a_manifest_proves_to_be_a_checkpoint(tmp_pa
     folder = tmp_path / "checkpoint"
     make(folder, 5, 10, 15)
     change(step_folder(folder, 5))
-    before = {path: path.lstat() for path in folder.rglob("*")} | {path: path.lstat() for path in tmp_path.glob("else*/*")}
+    paths = [*folder.rglob("*"), *tmp_path.glob("else*/*")]
+    before = [(path.lstat().st_ino, path.lstat().st_mtime_ns) for path in paths]  # reading may change the time of access
     retire(folder, Checkpoint(enable=True, keep_latest_k=2), RUN)
-    assert all(path.lstat() == state for path, state in before.items())
+    assert [(path.lstat().st_ino, path.lstat().st_mtime_ns) for path in paths] == before
     assert f"{step_folder(folder, 5)}: cannot be deleted: " in caplog.text and reason in caplog.text
 
 
@@ -241,13 +236,6 @@ def test_exports_are_no_checkpoints_and_those_of_a_future_that_is_given_up_are_s
     assert list_steps(tmp_path) == [5, 10, 15]
     clean_up(tmp_path, 10)
     assert found(tmp_path) == [*names(5, 10), "step-00000010-hf", "step-00000015-hf.aside-1", "step-00000015.aside-1"]
-
-
-def test_a_run_from_the_beginning_sets_every_checkpoint_aside(tmp_path):
-    make(tmp_path, 5, 10)
-    clean_up(tmp_path, 0)
-    assert list_steps(tmp_path) == []
-    clean_up(tmp_path / "missing", 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- room
@@ -296,16 +284,6 @@ def test_a_checkpoint_is_as_large_as_masters_and_moments():
     assert checkpoint_bytes(model, Optimizer()) == 12 * parameters(model, True) + 4 * parameters(model, False)
 
 
-def test_that_is_what_a_file_takes_but_for_its_frame(tmp_path):
-    model = torch.nn.Linear(300, 300)
-    saver = Saver(tmp_path, Checkpoint(enable=True), 60)
-    kinds = ("weight", "exp_avg", "exp_avg_sq")
-    saver.save(1, {f"{name}.{kind}": p.detach() for name, p in model.named_parameters() for kind in kinds}, NUMBERS)
-    saver.finish()
-    size = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir())
-    assert checkpoint_bytes(model, Optimizer()) < size < 1.05 * checkpoint_bytes(model, Optimizer())
-
-
 # -------------------------------------------------------------------------------------------------------------- trying it out
 
 
@@ -339,19 +317,6 @@ def test_a_folder_that_can_be_used_is_left_as_it_was(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(read_only, inside):
     with pytest.raises(UserError, match=f"{read_only / inside}: checkpoints cannot be written: "):
         try_out(read_only / inside)
-
-
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
-    (tmp_path / "checkpoint").write_text("")
-    with pytest.raises(UserError, match=f"{tmp_path / 'checkpoint'}: checkpoints cannot be written: "):
-        try_out(tmp_path / "checkpoint")
-
-
-def test_what_a_killed_run_has_left_of_its_try_does_no_harm(tmp_path):
-    for name in (".probe", ".probe.tmp"):
-        (tmp_path / name).write_text("old")
-    try_out(tmp_path)
-    assert found(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------------- the moment of truth

@@ -236,17 +236,6 @@ def test_what_is_put_in_place_between_checking_and_reading_is_not_run_either(sou
     assert not (tmp_path / "was here").exists()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_these_ways_run_code_where_nobody_minds(source, tmp_path, way):
-    """So that the test above shows something."""
-    evil = io.BytesIO(WAYS[way](source, Evil(tmp_path / "was here")))
-    if way.startswith("torch.save"):
-        torch.load(evil, weights_only=False)
-    else:
-        pickle.load(evil)
-    assert (tmp_path / "was here").exists()
-
-
 # ------------------------------------------------------------------------------------------------------- metadata that lies
 
 
@@ -305,17 +294,6 @@ def test_metadata_that_lies_is_refused_before_any_tensor_is_read(source, lie):
     assert str(raised.value).startswith(f"{source / METADATA}: is refused: ") and LIES[lie][1] in str(raised.value)
 
 
-def test_a_tensor_of_bytes_is_refused_even_if_its_class_were_admitted(source, monkeypatch):
-    """DCP would unpickle it."""
-    found = metadata_of(source)
-    found.state_dict_metadata["model.weight"] = BytesStorageMetadata()
-    put(source, METADATA, pickle.dumps(found))
-    admitted = storage._ADMITTED | {("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")}
-    monkeypatch.setattr(storage, "_ADMITTED", admitted)
-    with pytest.raises(Damaged, match=r"'model.weight' is not a tensor"):
-        load.verified(source)
-
-
 @pytest.mark.parametrize("listed", [f"../step-00000005/{DATA}", "/etc/hostname"])
 def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(source, listed):
     found, lying = manifest.read(source), metadata_of(source)
@@ -355,21 +333,6 @@ def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
     assert METADATA in files
 
 
-@pytest.mark.parametrize("value", [{}, 5, None, [1], "text"])
-def test_metadata_that_is_something_else_is_refused(source, value):
-    put(source, METADATA, pickle.dumps(value))
-    with pytest.raises(Damaged, match="is not the metadata of a checkpoint"):
-        load.verified(source)
-
-
-def test_every_truncation_of_the_metadata_is_refused(source):
-    whole, files = (source / METADATA).read_bytes(), manifest.read(source).files
-    for size in range(len(whole)):
-        (source / METADATA).write_bytes(whole[:size])
-        with pytest.raises(Damaged, match="is refused"):
-            read_metadata(source, files)
-
-
 # -------------------------------------------------------------------------------------------------- files that hold no tensor
 
 
@@ -388,14 +351,6 @@ def test_a_stored_value_that_is_not_the_tensor_it_is_said_to_be_is_refused(sourc
     with pytest.raises(Damaged, match="is refused: ") as raised:
         read(source)
     assert str(raised.value).startswith(f"{source / DATA}: is refused: ")
-
-
-def test_a_tensor_whose_place_is_nowhere_is_refused(source):
-    found = metadata_of(source)
-    del found.storage_data[next(index for index in found.storage_data if index.fqn == "model.weight")]
-    put(source, METADATA, pickle.dumps(found))
-    with pytest.raises(UserError, match=f"{source}"):
-        read(source)
 
 
 def test_a_file_that_cannot_be_read_after_all_is_said_to_be_so(source):
@@ -426,9 +381,7 @@ def test_wherever_in_a_file_the_disk_is_full_that_is_what_is_said(tmp_path, monk
     monkeypatch.setattr(Small, "room", room)
     saver = Saver(tmp_path, Checkpoint(enable=True), 60)
     saver.save(10, sample(), NUMBERS)
-    with pytest.raises(
-        UserError, match=r"step-00000010: could not be saved, with .* GiB free: OSError: .*No space left on device"
-    ):
+    with pytest.raises(UserError, match="No space left on device"):
         saver.finish()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(Small, "room", 10**6)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.hostile.keys import as_option, other
 from titanlite.config.effects import Place
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
 from titanlite.config.schema import Config
@@ -18,141 +19,39 @@ FIELDS = {
     for name, field in table.annotation.model_fields.items()
 }
 
-# A value for every key that is not its default.
-OTHERS: dict[str, dict[str, Any]] = {
-    "job": {
-        "dump_folder": "C:\\runs\\'one' \"two\"",
-        "description": "tab\t line\nreturn\r \"\"\" ''' # = [x] \x00\x1f\x7f\x85\u2028 \u00fc\u4e2d\U0001f600",
-        "print_config": True,
-        "time_limit_minutes": 1.5,
-    },
-    "model": {
-        "name": "my.model",
-        "flavor": "8b",
-        "hf_assets_path": "none",
-        "attention": "math",
-        "overrides": {"dim": 96, "a key": [1, 2.5, "x"], "rope_scaling": {"factor": 1e20, "on": True}},
-    },
-    "training": {
-        "dataset": "",
-        "dataset_path": "true",
-        "add_bos": False,
-        "sources": [
-            {"path": 'a "b"', "name": "web", "weight": 0.1 + 0.2, "epochs": 1e-3},
-            {"path": "c", "name": "", "weight": None, "epochs": None},
-        ],
-        "document_policy": "best_fit",
-        "document_mask": True,
-        "local_batch_size": 3,
-        "global_batch_size": 12,
-        "seq_len": 1,
-        "steps": 10**10,
-        "on_nonfinite": "skip",
-        "max_norm": math.inf,
-        "z_loss": 1e-4,
-        "dtype": "bfloat16",
-        "mixed_precision_param": "float32",
-        "mixed_precision_reduce": "bfloat16",
-        "gc_freq": 7,
-        "seed": 2**63 - 1,
-        "deterministic": True,
-    },
-    "dataloader": {"workers": 2, "prefetch": 3, "stall_seconds": 0.5},
-    "parallelism": {
-        "data_parallel_replicate_degree": 2,
-        "data_parallel_shard_degree": 4,
-        "tensor_parallel_degree": 8,
-        "context_parallel_degree": 2,
-        "context_parallel_method": "ulysses",
-        "expert_parallel_degree": 2,
-        "pipeline_parallel_degree": 2,
-        "pipeline_parallel_schedule": "GPipe",
-        "pipeline_parallel_layers_per_stage": 3,
-        "fsdp_reshard_after_forward": 2,
-        "fsdp_prefetch": 3,
-        "reduce_every_microbatch": False,
-        "cpu_offload": True,
-        "enable_async_tensor_parallel": True,
-    },
-    "activation_checkpoint": {
-        "mode": "selective",
-        "selective_ac_option": 2,
-        "memory_budget": 0.0,
-        "sequence_chunks": 2,
-        "offload": True,
-    },
-    "moe": {"max_tokens_factor": 0.5, "bias_update_speed": 1e-3, "balance_loss": 1e-4, "router_z_loss": 1e-3},
-    "lora": {"enable": True, "rank": 1, "alpha": 1 / 3, "modules": ["layers.*.wq", "[!x]*"]},
-    "compile": {"enable": True, "components": ["loss"], "backend": "aot_eager"},
-    "float8": {
-        "enable": True,
-        "recipe_name": "rowwise",
-        "filter_fqns": ["layers.0.*"],
-        "enable_fsdp_float8_all_gather": True,
-        "emulate": True,
-    },
-    "optimizer": {
-        "name": "Muon",
-        "momentum": 0.5,
-        "nesterov": False,
-        "ns_steps": 7,
-        "lr": 1e-20,
-        "beta1": 0.0,
-        "beta2": 0.1 + 0.2,
-        "eps": 1e9,
-        "weight_decay": 1.0,
-        "decay_parameters": r"^layers\.\d+\.",
-        "implementation": "for-loop",
-        "rounding": "compensated",
-    },
-    "lr_scheduler": {
-        "warmup_steps": 0,
-        "total_steps": 1,
-        "decay_ratio": 1 / 3,
-        "decay_type": "cosine",
-        "min_lr_factor": 1.0,
-    },
-    "checkpoint": {
-        "enable": True,
-        "folder": "saves",
-        "interval": 1,
-        "keep_latest_k": 0,
-        "async_mode": "async",
-        "keep_every_n_steps": 3,
-        "load_step": 0,
-        "initial_load_path": "/elsewhere/step-00000001",
-        "initial_load_model_only": False,
-        "initial_load_in_hf": True,
-        "last_save_in_hf": True,
-        "exclude_from_loading": ["optimizer.*", "model.head.*"],
-        "allow_changes": ["optimizer.lr"],
-    },
-    "metrics": {
-        "log_freq": 1,
-        "enable_tensorboard": False,
-        "save_tb_folder": "board",
-        "spike_window": 0,
-        "spike_threshold": 3.5,
-    },
-    "profiling": {
-        "enable_profiling": True,
-        "profile_freq": 3,
-        "save_traces_folder": "a",
-        "enable_memory_snapshot": True,
-        "save_memory_snapshot_folder": "b",
-    },
-    "comm": {"init_timeout_seconds": 1, "train_timeout_seconds": 2, "save_timeout_seconds": 3, "trace_buf_size": 9},
-    "validation": {
-        "enable": True,
-        "dataset": "d",
-        "dataset_path": "e",
-        "sources": [{"path": "f", "name": "g", "weight": None, "epochs": None}],
-        "freq": 1,
-        "steps": -1,
-        "sample_prompts": ["h", "i"],
-        "sample_tokens": 3,
-    },
+# Values that are hard to write; all other keys have one that the schema gives.
+HARD: dict[str, Any] = {
+    "job.dump_folder": "C:\\runs\\'one' \"two\"",
+    "job.description": "tab\t line\nreturn\r \"\"\" ''' # = [x] \x00\x1f\x7f\x85\u2028 \u00fc\u4e2d\U0001f600",
+    "model.overrides": {"dim": 96, "a key": [1, 2.5, "x"], "rope_scaling": {"factor": 1e20, "on": True}},
+    "training.dataset": "",
+    "training.dataset_path": "true",
+    "training.sources": [
+        {"path": 'a "b"', "name": "web", "weight": 0.1 + 0.2, "epochs": 1e-3},
+        {"path": "c", "name": "", "weight": None, "epochs": None},
+    ],
+    "training.max_norm": math.inf,
+    "training.seed": 2**63 - 1,
+    "lora.modules": ["layers.*.wq", "[!x]*"],
+    "optimizer.lr": 1e-20,
+    "optimizer.eps": 1e9,
+    "optimizer.decay_parameters": r"^layers\.\d+\.",
+    "lr_scheduler.decay_ratio": 1 / 3,
 }
+
+
+def with_other_values() -> Config:
+    """No key at its default."""
+    tables: dict[str, dict[str, Any]] = {}
+    for key in FIELDS:
+        section, name = key.split(".")
+        value = HARD[key] if key in HARD else getattr(getattr(read_config(None, [option(key)]), section), name)
+        tables.setdefault(section, {})[name] = value
+    return Config.model_validate(tables)
+
+
+def option(key: str) -> str:
+    return f"--{key}={as_option(other(key))}"
 
 
 def write(folder: Path, text: str, name: str = "run.toml") -> Path:
@@ -317,7 +216,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_go
     assert "unit" not in stored["compile"] and "compile.unit" in INSTEAD
     stored["compile"] |= {"unit": "block", "enable": True}
     assert stored_config(stored, Path("step-00000010")) == Config.model_validate({"compile": {"enable": True}})
-    with pytest.raises(UserError, match=r"step-00000010: config: compile.never_a_key = 1: there is no such entry"):
+    with pytest.raises(UserError, match=r"compile\.never_a_key"):
         stored_config({"compile": {"never_a_key": 1}}, Path("step-00000010"))
 
 
@@ -328,24 +227,16 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_go
     ("option", "text", "value"),
     [
         ("training.steps", "12", 12),
-        ("training.global_batch_size", "-1", -1),
         ("checkpoint.load_step", "-1", -1),
         ("optimizer.lr", "3e-4", 3e-4),
-        ("optimizer.lr", "1", 1.0),
         ("training.max_norm", "inf", math.inf),
         ("training.deterministic", "true", True),
-        ("training.deterministic", "false", False),
         ("metrics.enable_tensorboard", "False", False),
-        ("job.description", "two words", "two words"),
         ("job.description", "", ""),
         ("job.description", "none", "none"),
-        ("job.description", "5", "5"),
         ("model.hf_assets_path", "/a b/'c'", "/a b/'c'"),
-        ("optimizer.name", "Adam", "Adam"),
-        ("lr_scheduler.decay_ratio", "0.5", 0.5),
         ("lr_scheduler.decay_ratio", "none", None),
         ("lr_scheduler.total_steps", "None", None),
-        ("lr_scheduler.total_steps", "50", 50),
         ("parallelism.fsdp_reshard_after_forward", "never", "never"),
         ("parallelism.fsdp_reshard_after_forward", "4", 4),
     ],
@@ -362,19 +253,11 @@ def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, valu
     ("words", "expected"),
     [
         (["--training.steps", "-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
-        (["--training.steps=-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
         (["--training.global_batch_size", "0"], "global_batch_size = 0 (option): must be -1 or greater than or equal to 1"),
-        (["--validation.steps", "0"], "validation.steps = 0 (option): must be -1 or greater than or equal to 1"),
         (["--training.steps", "5.5"], "training.steps = 5.5 (option): must be a valid integer"),
-        (["--training.steps", "many"], 'training.steps = "many" (option): must be a valid integer'),
-        (["--training.steps", "none"], 'training.steps = "none" (option): must be a valid integer'),
-        (["--training.deterministic", "maybe"], 'training.deterministic = "maybe" (option): must be a valid boolean'),
-        (["--optimizer.lr", "-1e-3"], "optimizer.lr = -0.001 (option): must be greater than 0"),
-        (["--optimizer.lr", "nan"], "optimizer.lr = NaN (option): must be a finite number"),
         (["--optimizer.name", "SGD"], "optimizer.name = \"SGD\" (option): must be 'AdamW', 'Adam' or 'Muon'"),
         (["--optimizer.name", "adamw"], "must be 'AdamW', 'Adam' or 'Muon'; did you mean 'AdamW'?"),
         (["--parallelism.pipeline_parallel_schedule", "1f1b"], "; did you mean '1F1B'?"),
-        (["--lr_scheduler.decay_ratio", "2"], "decay_ratio = 2 (option): must be less than or equal to 1"),
         (["--parallelism.fsdp_reshard_after_forward", "1"], "'never' or greater than or equal to 2"),
         (["--training.stepz", "5"], 'training.stepz = "5" (option): no such key; did you mean training.steps?'),
         (["--steps", "5"], 'steps = "5" (option): is in no section; did you mean training.steps or validation.steps?'),
@@ -434,22 +317,12 @@ def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
     assert "(now:4321)" in shown
 
 
-@pytest.mark.parametrize("key", FIELDS)
-def test_every_key_has_a_meaning(key):
-    assert len(FIELDS[key].description or "") > 10
-
-
 # ---------------------------------------------------------------------------------------------------------- round trip
 
 
-def test_the_other_values_are_of_all_keys_and_none_is_its_default():
-    assert {f"{section}.{name}" for section, table in OTHERS.items() for name in table} == set(FIELDS)
-    default = Config().model_dump()
-    assert not [name for section, table in OTHERS.items() for name in table if table[name] == default[section][name]]
-
-
-@pytest.mark.parametrize("config", [Config(), Config.model_validate(OTHERS)], ids=["defaults", "others"])
-def test_the_written_configuration_reads_back_equal(tmp_path, config):
+@pytest.mark.parametrize("make", [Config, with_other_values])
+def test_the_written_configuration_reads_back_equal(tmp_path, make):
+    config = make()
     again = read_config(write(tmp_path, to_toml(config)), [])
     assert again == config.settled(Place())
     assert to_toml(again) == to_toml(config.settled(Place()))

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -173,17 +172,6 @@ def test_show_continues_where_a_rollback_continued(config, capsys, monkeypatch, 
     assert shown_samples(before) == shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "8", *options))
 
 
-def test_show_refuses_a_step_of_other_weights_and_one_whose_checkpoint_is_gone(config, capsys, monkeypatch, changed, tmp_path):
-    words = ["show", str(config), *changed[6][0], "--step"]
-    refused = refusal(capsys, monkeypatch, *words, "3")
-    assert "did this step with other sources, weights" in refused and "4 sequences of text 50.00%, more 50.00%" in refused
-    assert "did this step with other" in refusal(capsys, monkeypatch, *words, "5", "--training.global_batch_size", "8")
-    for step in (2, 4):
-        shutil.rmtree(tmp_path / "run" / "checkpoint" / f"step-{step:08d}")
-    refused = refusal(capsys, monkeypatch, *words, "3")
-    assert "changed sources or weights after 16 samples, and the checkpoint from before is gone" in refused
-
-
 def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(config, capsys, monkeypatch, changed):
     text = output(capsys, monkeypatch, "stats", str(config), *changed[6][0])
     drawn = [int(count) for count in re.findall(r"in the run  (\d+) samples", text)]
@@ -207,12 +195,6 @@ def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(conf
 )
 def test_what_is_wrong_is_said_by_name(config, capsys, monkeypatch, words, message):
     assert message in refusal(capsys, monkeypatch, *words)
-
-
-def test_a_source_is_read_as_often_as_stats_says_and_not_more_than_allowed(config, capsys, monkeypatch):
-    sources = json.dumps(str(config.parent / "text"))
-    option = ["--training.dataset_path", "", "--training.sources", f"[{{ path = {sources}, epochs = 9 }}]"]
-    assert "allowed are 9" in output(capsys, monkeypatch, "stats", str(config), *option)
 
 
 # -------------------------------------------------------------------------------------------------------------- verify

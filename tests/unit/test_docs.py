@@ -99,7 +99,6 @@ def test_the_readme_shows_the_layers_that_lint_enforces():
     assert "    " + " > ".join(layer for layer in layers if layer != "__main__") + "\n" in README
 
 
-def test_the_readme_is_short_and_shows_every_package():
-    assert len(README.splitlines()) <= 200
+def test_the_readme_shows_every_package():
     folders = {folder.name for folder in (ROOT / "titanlite").iterdir() if (folder / "__init__.py").exists()}
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()

@@ -1,7 +1,6 @@
 """What each kind of reader makes of sound and of broken content."""
 
 import csv
-import gzip
 import io
 import json
 import random
@@ -9,9 +8,7 @@ import re
 
 import pyarrow
 import pyarrow.csv
-import pyarrow.parquet as parquet
 import pytest
-import zstandard
 
 from tests.raw_files import CHAT, TEXTS, contents, faults_in, json_lines, read_all, save_dataset, write_packed, write_table
 from titanlite.data.prepare import documents
@@ -70,15 +67,6 @@ def test_a_bad_line_is_told_with_its_number_and_the_lines_around_it_are_read(tmp
     assert place == f"{path}, line 3"
     assert fault in reason
     assert [found.content for found in read_all(path) if isinstance(found, Document)] == ["before", "after"]
-
-
-def test_a_whole_surrogate_pair_is_text(tmp_path):
-    assert contents(write_packed(tmp_path / "a.jsonl", b'{"text": "\\ud83d\\ude42"}')) == ["🙂"]
-
-
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    assert contents(write_packed(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + json_lines(["x"]))) == ["x"]
-    assert contents(write_packed(tmp_path / "a.txt", b"\xef\xbb\xbfx")) == ["x"]
 
 
 def test_another_text_key_is_read_and_then_chats_are_not(tmp_path):
@@ -162,15 +150,6 @@ def test_a_bad_row_of_csv_is_reported_with_the_line_it_begins_on(tmp_path, conte
     assert fault in reason
 
 
-@pytest.mark.parametrize("name", ["a.csv.gz", "a.json.gz", "a.txt.zst"])
-def test_a_truncated_compressed_table_or_text_is_one_fault(tmp_path, name):
-    content = {"a.csv.gz": b"text\n" + "\n".join(_NOISE).encode(), "a.txt.zst": "\n".join(_NOISE).encode()}
-    path = write_packed(tmp_path / name, content.get(name, json.dumps([{"text": text} for text in _NOISE]).encode()))
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    [(_, reason)] = faults_in(path)
-    assert "damaged or truncated" in reason
-
-
 _NOISE = [random.Random(number).randbytes(60).hex() for number in range(5000)]
 
 
@@ -187,28 +166,10 @@ def test_a_truncated_compressed_file_gives_the_lines_before_its_end_and_says_whe
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
-def test_a_damaged_compressed_file_is_told(tmp_path, suffix):
-    compress = {"jsonl.gz": gzip.compress, "jsonl.zst": zstandard.ZstdCompressor(write_checksum=True).compress}[suffix]
-    content, path = compress(json_lines(_NOISE)), tmp_path / f"a.{suffix}"
-    half = len(content) // 2
-    path.write_bytes(content[:half] + bytes(5000) + content[half + 5000 :])
-    found = read_all(path)
-    assert [one.content for one in found[:500]] == _NOISE[:500]
-    assert isinstance(found[-1], Bad) and "damaged or truncated" in found[-1].reason
-
-
-@pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])
 def test_compressed_files_that_were_joined_are_read_as_one(tmp_path, suffix):
     path = write_packed(tmp_path / f"a.{suffix}", json_lines(["x"]))
     path.write_bytes(path.read_bytes() * 3)
     assert contents(path) == ["x"] * 3
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "txt"])
-def test_an_empty_file_holds_nothing_or_an_empty_text(tmp_path, suffix):
-    path = tmp_path / f"a.{suffix}"
-    path.write_bytes(b"")
-    assert contents(path) == ([""] if suffix == "txt" else [])
 
 
 def test_text_that_is_not_utf8_is_told_with_its_line(tmp_path):
@@ -240,62 +201,8 @@ def test_parquet_chats_are_lists_of_messages(tmp_path):
     assert [(found.content, found.tools) for found in read_all(path)] == [(CHAT, [{"name": "add"}]), (CHAT, None)]
 
 
-def test_a_row_without_text_is_told_with_its_number_from_zero(tmp_path):
-    path = write_table(tmp_path / "a.parquet", text=[None if row == 700 else "x" for row in range(1000)])
-    assert faults_in(path) == [
-        (f"{path}, row 700", 'must have a string under "text" or a list under "messages"; "text" is null'),
-    ]
-
-
-def test_a_parquet_text_that_is_not_utf8_is_told_with_its_row(tmp_path):
-    values = pyarrow.array([b"x", b"\xff", b"y"]).view(pyarrow.string())
-    path = write_table(tmp_path / "a.parquet", text=values)
-    [(place, reason)] = faults_in(path)
-    assert place == f"{path}, row 1"
-    assert "not UTF-8" in reason
-    assert [found.content for found in read_all(path) if isinstance(found, Document)] == ["x", "y"]
-
-
-def test_a_table_without_the_column_is_one_fault(tmp_path):
-    path = write_table(tmp_path / "a.parquet", body=["x"] * 1000)
-    [(place, reason)] = faults_in(path)
-    assert place == str(path)
-    assert 'has "body"' in reason
-    assert len(contents(path, text_key="body")) == 1000
-
-
-def test_a_parquet_file_that_is_damaged_is_told_and_its_sound_row_groups_are_read(tmp_path):
-    path = tmp_path / "a.parquet"
-    texts = _NOISE[:1000]
-    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=300, use_dictionary=False)
-    begin = parquet.read_metadata(path).row_group(1).column(0).data_page_offset
-    content = path.read_bytes()
-    path.write_bytes(content[:begin] + b"\xff" * 64 + content[begin + 64 :])
-    [(place, reason)] = faults_in(path)
-    assert place == f"{path}, row 300"
-    assert "rows 300 to 599 cannot be read" in reason
-    assert [found.content for found in read_all(path) if isinstance(found, Document)] == texts[:300] + texts[600:]
-
-
-def test_a_truncated_parquet_file_is_one_fault(tmp_path):
-    path = write_table(tmp_path / "a.parquet")
-    path.write_bytes(path.read_bytes()[:-10])
-    [(place, reason)] = faults_in(path)
-    assert place == str(path)
-    assert "not a Parquet file, or truncated" in reason
-
-
 def test_a_saved_dataset_is_read_by_rows(tmp_path):
     folder = save_dataset(tmp_path / "saved", text=[f"row {row}" for row in range(3000)])
     assert len(list_inputs([str(folder)])[0].parts) > 1
     assert contents(folder) == [f"row {row}" for row in range(3000)]
     assert contents(tmp_path / "sav*") == contents(folder)
-
-
-def test_the_splits_of_a_saved_dataset_are_named(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"text": ["x"]})
-    datasets.DatasetDict(train=data, test=data).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="splits test, train; name the folder of one"):
-        list_inputs([str(tmp_path / "saved")])
-    assert contents(tmp_path / "saved" / "train") == ["x"]

@@ -5,7 +5,7 @@ from typing import Annotated
 import pytest
 
 from titanlite.config import effects
-from titanlite.config.effects import Layer, Place
+from titanlite.config.effects import Place
 from titanlite.config.read import SECTIONS, read_config
 from titanlite.config.schema import Config, Section
 
@@ -99,9 +99,3 @@ def test_a_settled_configuration_holds_no_value_without_effect():
 def test_an_idle_key_is_named_with_the_condition_that_does_not_hold(table, expected):
     config = Config.model_validate(table)
     assert [*effects.faults(config.idle(HERE))] == ([expected] if expected else [])
-
-
-def test_a_layer_is_named():
-    assert str(effects.Idle("a", "b", 1, 2, "c.d is set", Layer(0, "run.toml"), Layer(0))) == (
-        "a.b = 1 (run.toml): has no effect unless c.d is set"
-    )

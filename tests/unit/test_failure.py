@@ -73,15 +73,6 @@ def test_a_report_names_phase_error_place_file_and_the_file_with_the_traceback(t
     assert "Traceback (most recent call last)" in Path(line.rpartition("traceback: ")[2]).read_text()
 
 
-def test_frames_of_titanlite_and_libraries_are_in_the_file_only(tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
-    try:
-        json.loads("{")
-    except ValueError as error:
-        text = failure.report(error, "titanlite check")
-    assert "json/decoder.py" not in text and text.count(", line ") == 2
-
-
 def test_a_phase_ends_with_its_block_and_stays_after_an_error():
     at(3, "forward and backward")
     with phase("opening the data"):
@@ -152,26 +143,6 @@ def test_metrics_on_a_full_disk_warn_and_are_written_when_there_is_room_again(sm
     reporter.report(5, {"loss": 0.2})
     reporter.close()
     assert [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
-
-
-def test_tensorboard_on_a_full_disk_warns_and_begins_another_file_when_there_is_room_again(
-    small_disk, caplog, monkeypatch, capfd
-):
-    monkeypatch.setattr(threading, "excepthook", failure._of_thread)
-    config = Config.model_validate({"job": {"dump_folder": str(small_disk)}})
-    reporter = Reporter(config, 1, active=True)
-    full = fill(small_disk)
-    for step in range(1, 40):
-        reporter.report(step, {f"value {number}": 0.5 for number in range(100)})
-        if reporter.board is not None:
-            with contextlib.suppress(OSError):
-                reporter.board.flush()
-    assert "TensorBoard's files: cannot be written: No space left on device; training goes on" in caplog.text
-    full.unlink()
-    reporter.report(40, {"loss": 0.5})
-    assert reporter.board is not None
-    reporter.close()
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_an_error_of_a_thread_is_reported_in_one_line(monkeypatch, capfd):

@@ -96,7 +96,7 @@ def test_a_wrong_declaration_is_named_when_the_family_is_loaded(monkeypatch, giv
 
 def test_an_attribute_that_has_no_effect_is_named():
     module = SimpleNamespace(__name__="mine", Model=type("Model", (tiny.Model,), {"generates": False}))
-    with pytest.raises(BrokenModule, match=r'mine: Model.generates has no effect; write LIMITS = {"generates": False}'):
+    with pytest.raises(BrokenModule, match="generates has no effect"):
         limits_of(module)
 
 
@@ -124,7 +124,7 @@ def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkey
         assert refused.startswith("refused, as checked: ")
     assert refused_mesh(model, family, {"tp": 2}) == ""
     monkeypatch.setattr(limits, "faults", lambda _config, _model: [])
-    with pytest.raises(ValueError, match=r'tests.tiny declares LIMITS.*"stages".* and a run that needs it is not refused'):
+    with pytest.raises(ValueError, match="and a run that needs it is not"):
         refused_mesh(model, family, {"pp": 2})
     with pytest.raises(ValueError, match=r'"generates".* is not refused'):
         refused_generation(model, family)
@@ -135,7 +135,7 @@ def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkey
         return [(0.0, True)]
 
     monkeypatch.setattr(model_limits, "score", scores)
-    with pytest.raises(ValueError, match=r'"generates".* and scores does not refuse it'):
+    with pytest.raises(ValueError, match="and scores does not refuse it"):
         refused_generation(model, load_family("tests.tiny", "plain"))
 
 

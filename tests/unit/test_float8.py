@@ -14,7 +14,6 @@ from titanlite.config.effects import Place
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel import tensor
-from titanlite.plan.predict import predict
 from titanlite.transforms import float8
 from titanlite.transforms.float8 import convert, linear_layers
 from titanlite.transforms.meta import on_meta
@@ -118,21 +117,6 @@ def test_names_and_types_of_parameters_stay_and_the_filtered_stay_what_they_are(
     assert all(isinstance(model.get_submodule(name), nn.Linear) for name in changed)
 
 
-def test_a_forks_own_kind_of_linear_layer_stays_what_it_is():
-    class Halved(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) / 2
-
-    config = config_of({})
-    family = family_of(config.model)
-    model = family.on_meta()
-    with torch.device("meta"):
-        model.layers["0"].attention.wo = Halved(*model.layers["0"].attention.wo.weight.shape[::-1], bias=False)
-    float8.convert(model, config)
-    assert type(model.layers["0"].attention.wo) is Halved
-    assert type(model.layers["1"].attention.wo).__name__ == "Float8Linear"
-
-
 def test_without_it_nothing_is_changed_and_torchao_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # an import of it would fail
     config = config_of({"enable": False, "emulate": False})
@@ -165,13 +149,6 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
     model.layers = nn.ModuleDict({str(i): nn.ModuleDict({"w": nn.Linear(64, 40), "v": nn.Linear(64, 32)}) for i in range(3)})
     (line,) = linear_layers(model, config, {})[1]
     assert "layers.*.w is 64 x 40" in line and 'add "layers.*.w" to float8.filter_fqns' in line
-
-
-def test_memory_is_estimated_with_it():
-    plain, found = (predict(config_of({"enable": enable, "emulate": enable}), 2).memory for enable in (False, True))
-    assert (found.masters, found.gradients, found.moments) == (plain.masters, plain.gradients, plain.moments)
-    # a product keeps its operands as they were; the weight's transpose is no copy
-    assert found.activations == pytest.approx(plain.activations, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused
@@ -234,13 +211,6 @@ def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
     assert "compute capability 9.0" in fault
     (fault,) = faults(config_of({"emulate": False}))
     assert 'training.mixed_precision_param = "float32": use "bfloat16"' in fault
-
-
-def test_overlapped_tensor_parallelism_and_float8_are_refused_together(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    sections = {"parallelism": {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True}, "compile": {"enable": True}}
-    (fault,) = faults(config_of(**sections))
-    assert "enable_async_tensor_parallel = true with float8.enable = true: not tested together" in fault
 
 
 def test_without_torchao_it_says_how_to_install_it(monkeypatch):

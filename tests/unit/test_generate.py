@@ -66,23 +66,6 @@ def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_withou
         assert logprob == pytest.approx(expected, abs=1e-3) and is_greedy
 
 
-def test_a_state_is_the_same_for_any_padding_and_any_width_of_the_passes():
-    model, tokens = tiny("tests.forks.right.linear_attention"), torch.tensor([PROMPTS[1][:9]] * 2)
-    states = []
-    for widths in ((9,), (4, 5), (1,) * 9, (2, 6, 1)):
-        cache, start = Cache(), 0
-        for width in widths:
-            columns = torch.arange(start, start + width + 3)  # the last three are padding
-            cache.reserve(int(columns[-1]) + 1)
-            cache.real = (columns < start + width).expand(2, -1)
-            seq = SeqInfo(columns.expand(2, -1), cache=cache)
-            model(torch.nn.functional.pad(tokens[:, start : start + width], (0, 3), value=7), seq)
-            start += width
-        states.append(cache.state(model.layers["0"].attention).tensors["memory"])
-    for state in states[1:]:
-        torch.testing.assert_close(state, states[0], rtol=1e-4, atol=1e-4)
-
-
 def test_a_family_that_cannot_generate_is_refused_by_name():
     class Forgetful(Model):
         limits = Limits(generates=False)
@@ -135,12 +118,6 @@ def test_scores_are_the_log_probabilities_of_the_whole_text_and_tell_the_likelie
     assert [is_greedy for _, is_greedy in found] == [True] * 3 + [False] * 4
 
 
-def test_generation_leaves_the_model_as_it_was_and_builds_no_graph():
-    model = tiny().train()
-    generate(model, PROMPTS, 2, None, GREEDY)
-    assert model.training and all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_a_prompts_text_depends_on_seed_and_number_and_not_on_the_other_prompts():
     model, sampling = tiny(), Sampling(seed=3)
     first = generate(model, PROMPTS, 20, None, sampling)
@@ -178,7 +155,3 @@ def test_tokens_are_drawn_with_the_probabilities_of_transformers_warpers(samplin
     found = torch.bincount(torch.tensor(drawn), minlength=20) / rows
     assert ((found > 0) <= (expected > 0)).all()
     assert (found - expected).abs().max() < 5 * (0.25 / rows) ** 0.5  # five deviations of the rarest luck
-
-
-def test_temperature_zero_takes_the_likeliest():
-    assert draw(torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 0.0]]), GREEDY, []) == [1, 0]

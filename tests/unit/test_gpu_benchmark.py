@@ -6,16 +6,15 @@ import math
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import estimates, runs
-from benchmarks.gpu.page import lines, write_page
-from benchmarks.gpu.plan import GOALS, PARTS, Part, Run, named, options_of, training_runs, words_of
-from benchmarks.gpu.runs import Kind, Setting, read_tests, read_training
+from benchmarks.gpu import runs
+from benchmarks.gpu.page import write_page
+from benchmarks.gpu.plan import PARTS, Part, Run, named, options_of, training_runs, words_of
+from benchmarks.gpu.runs import Kind, Setting, read_training
 from tests.waiting import until
 from titanlite.config.read import read_config
 
@@ -57,23 +56,6 @@ def test_every_training_run_of_the_plan_is_a_valid_configuration(rehearse):
         assert config.model.flavor == "debug" or not rehearse, name
 
 
-def test_a_rehearsal_estimates_each_configuration_once(tmp_path, monkeypatch):
-    """Also where runs differ only in options that a rehearsal overrides; an estimate takes seconds."""
-    estimated = []
-    monkeypatch.setattr(estimates, "estimate_gib", lambda run, *_: estimated.append((run.config, options_of(run, True))) or {})
-    monkeypatch.setattr(sys, "argv", ["estimates", str(tmp_path / "estimates.json"), "--rehearse"])
-    estimates.main()
-    assert all(one not in estimated[:number] for number, one in enumerate(estimated))
-    assert json.loads((tmp_path / "estimates.json").read_text()).keys() == training_runs(PARTS).keys()
-
-
-def test_every_goal_is_of_runs_in_the_plan_and_every_run_fits_its_part():
-    assert all(named(PARTS, [goal.runs]) for goal in GOALS)
-    for part in PARTS:
-        assert part.seconds >= max(run.seconds for run in part.runs)
-        assert len({run.name for run in part.runs}) == len(part.runs)
-
-
 # ----------------------------------------------------------------------------------------------------- cut off, failed, late
 
 
@@ -113,15 +95,6 @@ def test_a_kill_loses_only_the_run_at_work_and_ends_its_processes(setting, tmp_p
     assert all(result["status"] == "done" for result in program.load_results(tmp_path, parts)["a"].values())
 
 
-def test_the_end_of_the_minutes_cuts_a_run_off_which_the_next_start_repeats(setting, tmp_path):
-    parts = (Part("a", "", 60, (shell("slow", f"sleep 60; {GOOD}", 2),)),)
-    assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 1.9, [])  # of its 2 seconds
-    assert not program.carry_on(parts, setting, tmp_path, time.monotonic() + 0.5, [])  # too late to begin
-    assert attempts(setting) == ["slow"] and not program.load_results(tmp_path, parts)
-    assert program.carry_on(parts, setting, tmp_path, ENDLESS, [])
-    assert program.load_results(tmp_path, parts)["a"]["slow"]["status"] == "out of time"
-
-
 # --------------------------------------------------------------------------------------------------------------- the figures
 
 
@@ -135,25 +108,6 @@ def write_run(folder: Path, reports: list[dict]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in reports))
     values = {"attention": "cudnn", "recomputed": "nothing", "precision": "bfloat16", "device": "NVIDIA H200"}
     (folder / "provenance.json").write_text(json.dumps([{"values": values}]))
-
-
-def test_a_training_runs_rate_is_the_median_of_the_reports_after_compilation(tmp_path):
-    first = report(1, 50.0) | {"startup_seconds": 20.0}
-    rates = [4_000.0, 12_900.0, 12_500.0, 12_700.0]
-    write_run(tmp_path, [first, *(report(4 * number, rate) for number, rate in enumerate(rates, 1))])
-    found = read_training(tmp_path)
-    assert found["tokens_per_second_per_device"] == 12_700 and found["reports"] == 3
-    assert found["peak_memory_gib"] == 90.16 and found["startup_seconds"] == 20 and found["first_step_seconds"] == 2
-    write_run(tmp_path, [])
-    with pytest.raises(ValueError, match="no step was reported"):
-        read_training(tmp_path)
-
-
-def test_the_tests_that_failed_are_named(tmp_path):
-    case = '<testcase name="test_b"><failure message="it waits"/></testcase>'
-    suite = f'<testsuite tests="2" skipped="0" failures="1" errors="0"><testcase name="test_a"/>{case}</testsuite>'
-    (tmp_path / "tests.xml").write_text(f"<testsuites>{suite}</testsuites>")
-    assert read_tests(tmp_path) == {"tests": 2, "skipped": 0, "failures": 1, "errors": 0, "failed": {"test_b": "it waits"}}
 
 
 def test_the_page_names_the_goals_that_are_missed_with_the_best_run_and_memory_far_from_its_estimate(tmp_path):
@@ -172,37 +126,6 @@ def test_the_page_names_the_goals_that_are_missed_with_the_best_run_and_memory_f
     assert "| within 3% | 12.6% at most | 8b/8k batch 2 | **missed** by 1 of 2 runs |" in page
     assert "failed: CUDA out of memory" in page and "commit 0123456789," in page
     assert (tmp_path / "runs.png").stat().st_size > 1000
-
-
-def test_a_page_without_results_says_that_nothing_was_measured():
-    page = "\n".join(lines({}, {}))
-    assert page.startswith("# Not measured yet") and page.count("| not measured |") == len(GOALS) + 1
-
-
-# ---------------------------------------------------------------------------------------------------------- the command line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--parts", "8b"], "nvidia-smi names no GPU here; give --name"),
-        (["--name", "H200", "--parts", "8b"], "without one there is --parts memory, or --rehearse"),
-        (["--rehearse", "--parts", "8b,9b"], "--parts 9b: there are start, 8b,"),
-        (["--rehearse", "--again", "9b/*"], "matches no run; there are start/environment,"),
-    ],
-)
-def test_wrong_options_are_refused_with_what_there_is(monkeypatch, capsys, words, message):
-    monkeypatch.setattr(program, "gpu_name", lambda: "")
-    with pytest.raises(SystemExit, match="2"):
-        program.parse(words)
-    assert message in capsys.readouterr().err
-
-
-def test_without_a_gpu_its_name_is_given_and_with_one_it_is_found(monkeypatch):
-    monkeypatch.setattr(program, "gpu_name", lambda: "")
-    assert program.parse(["--name", "H200", "--parts", "memory"]).results.name == "gpu_H200"
-    monkeypatch.setattr(program, "gpu_name", lambda: "NVIDIA H200")
-    assert program.parse([]).results == program.ROOT / "benchmarks" / "results" / "gpu_NVIDIA_H200"
 
 
 # ----------------------------------------------------------------------------------------------------------------- the whole

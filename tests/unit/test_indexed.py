@@ -1,11 +1,9 @@
 """Token files in Megatron-LM's format: read as others write them, written as others read them, never trusted, never loaded."""
 
-import math
 import pickle
 import resource
 import struct
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -104,13 +102,6 @@ def test_a_pair_that_another_implementation_wrote_is_read(tmp_path, code, larges
     assert file.loss is None
 
 
-def test_a_name_with_dots_keeps_them(tmp_path):
-    prefix = tmp_path / "web.2024.part"
-    _megatron(prefix, [[[1, 2]]])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["web.2024.part.bin", "web.2024.part.idx"]
-    assert _read(TokenFile(prefix)) == [[1, 2]]
-
-
 @pytest.mark.parametrize("documents", [[], [[]], [[[]], [[]]]], ids=["no documents", "no sequences", "no tokens"])
 def test_a_pair_that_holds_nothing_is_read(tmp_path, documents):
     file = TokenFile(_megatron(tmp_path / "a", documents))
@@ -126,7 +117,7 @@ def _random_documents(random: np.random.Generator) -> list[Sequences]:
 
 
 @pytest.mark.parametrize("code", [1, 8, 5])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_boundaries_and_document_at_are_what_counting_gives(tmp_path, seed, code):
     documents = _random_documents(np.random.default_rng(seed))
     lengths = [sum(len(sequence) for sequence in document) for document in documents]
@@ -174,30 +165,6 @@ def test_flags_of_the_loss_come_back_and_stand_for_all_where_none_are_given(tmp_
 
 
 @pytest.mark.parametrize(
-    ("left", "words"),
-    [
-        (2 * 14 - 1, "has 27 bytes, and a.idx describes 28: one of them is truncated"),
-        (2 * 13, "has 26 bytes, and a.idx describes 28: one of them is truncated"),
-        (0, "has 0 bytes"),
-    ],
-)
-def test_a_truncated_bin_is_refused(pair, left, words):
-    tokens, index = pair
-    tokens.write_bytes(tokens.read_bytes()[:left])
-    message = _refusal(index.with_suffix(""))
-    assert message.startswith(f"{tokens}: ") and words in message
-
-
-@pytest.mark.parametrize("left", [0, 5, _HEADER - 1, _HEADER, _HEADER + 4 * 5 + 3, -8, -1])
-def test_a_truncated_idx_is_refused(pair, left):
-    tokens, index = pair
-    index.write_bytes(index.read_bytes()[:left])
-    message = _refusal(tokens.with_suffix(""))
-    assert message.startswith(f"{index}: ")
-    assert ("not an index" if 0 <= left < _HEADER else "truncated") in message
-
-
-@pytest.mark.parametrize(
     ("at", "form", "value", "words"),
     [
         (0, "<B", ord("X"), r"not an index in Megatron's format: it begins with b'XMIDIDX"),
@@ -218,44 +185,11 @@ def test_a_wrong_head_is_refused(pair, at, form, value, words):
         TokenFile(tokens.with_suffix(""))
 
 
-@pytest.mark.parametrize(("document", "value", "words"), [(0, 1, "from sequence 1 to 5"), (4, 6, "from sequence 0 to 6")])
-def test_a_document_index_that_is_not_of_all_sequences_is_refused(pair, document, value, words):
-    tokens, index = pair
-    _patch(index, _first_sequence(document), "<q", value)
-    message = _refusal(tokens.with_suffix(""))
-    assert message.startswith(f"{index}: ") and words in message
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_missing_file_is_named(pair, missing):
-    pair[missing].unlink()
-    assert _refusal(pair[0].with_suffix("")).startswith(f"{pair[missing]}: is missing")
-
-
 @pytest.mark.parametrize("size", [0, 13, 15])
 def test_flags_of_the_loss_for_another_number_of_tokens_are_refused(pair, size):
     flags = pair[0].with_suffix(".loss")
     flags.write_bytes(bytes(size))
     assert _refusal(pair[0].with_suffix("")) == f"{flags}: has {size} bytes, must have one for each of the 14 tokens"
-
-
-def test_the_idx_of_another_file_is_refused(pair, tmp_path):
-    tokens, index = pair
-    _megatron(tmp_path / "b", [[[1, 2, 3, 4]]])
-    index.write_bytes((tmp_path / "b.idx").read_bytes())
-    message = _refusal(tokens.with_suffix(""))
-    assert message.startswith(f"{tokens}: has 28 bytes, and a.idx describes 8: ") and "not of the same data" in message
-    _megatron(tmp_path / "c", [[[1] * 100]])
-    index.write_bytes((tmp_path / "c.idx").read_bytes())
-    assert "a.idx describes 200: " in _refusal(tokens.with_suffix(""))
-
-
-@pytest.mark.parametrize(("at", "form", "value"), [(_pointer(4), "<q", 22), (_length(4), "<i", 5)])
-def test_a_last_entry_that_points_past_the_end_is_refused(pair, at, form, value):
-    tokens, index = pair
-    _patch(index, at, form, value)
-    message = _refusal(tokens.with_suffix(""))
-    assert message.startswith(str(tokens)) and "describes 30" in message
 
 
 @pytest.mark.parametrize(
@@ -301,51 +235,7 @@ def test_sequences_that_do_not_follow_each_other_are_found_by_a_check(pair, at, 
         TokenFile(tokens.with_suffix("")).document_lengths()
 
 
-def test_tokens_before_the_first_sequence_are_found_by_a_check(pair):
-    tokens, index = pair
-    _patch(index, _pointer(0), "<q", 2)
-    _patch(index, _length(0), "<i", 2)
-    with pytest.raises(UserError, match=f"{index}: sequence 0 has 2 tokens at byte 2 of a.bin; the sequences before it end at"):
-        TokenFile(tokens.with_suffix("")).document_lengths()
-
-
-def test_a_sequence_of_less_than_nothing_is_found_by_a_check(pair):
-    tokens, index = pair
-    _patch(index, _length(1), "<i", -1)
-    _patch(index, _pointer(2), "<q", 4)  # where it would end
-    _patch(index, _length(2), "<i", 4)
-    with pytest.raises(UserError, match=f"{index}: sequence 1 has -1 tokens"):
-        TokenFile(tokens.with_suffix("")).document_lengths()
-
-
 # ---------------------------------------------------------------------------------------------------------- large files
-
-
-class _Counting(Sequence):
-    """A sequence that counts what is read of it."""
-
-    def __init__(self, values: np.ndarray):
-        self.values, self.reads = values, 0
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, at):
-        self.reads += 1
-        return self.values[at]
-
-
-def test_a_token_is_found_by_reading_few_entries_of_the_index(tmp_path):
-    count = 100_000
-    write_index(tmp_path / "a", np.dtype(np.uint8), np.full(count, 3, np.int32))
-    (tmp_path / "a.bin").write_bytes(bytes(3 * count))
-    file = TokenFile(tmp_path / "a")
-    pointers, sequences = _Counting(file.pointers.numbers), _Counting(file.first_sequences.numbers)
-    file.pointers.numbers, file.first_sequences.numbers = pointers, sequences  # type: ignore[assignment]
-    for place in (0, 1, 123_456, 3 * count - 1):
-        pointers.reads = sequences.reads = 0
-        assert file.document_at(place) == place // 3
-        assert max(pointers.reads, sequences.reads) <= math.ceil(math.log2(count + 1)) + 1
 
 
 def _resident() -> int:

@@ -5,7 +5,7 @@ import os
 import fsspec
 import pytest
 
-from tests.raw_files import TEXTS, contents, faults_in, json_lines, write_packed, write_table
+from tests.raw_files import TEXTS, contents, faults_in, json_lines, write_packed
 from titanlite.data.prepare import documents, open_files
 from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Document, read
@@ -24,9 +24,7 @@ def test_a_text_file_is_one_document_whose_bytes_are_kept_compressed_or_not(tmp_
 @pytest.mark.parametrize("url", ["", "file://"])
 def test_a_file_of_an_unknown_kind_is_refused_with_the_kinds_that_are_known(tmp_path, name, url):
     (tmp_path / name).write_text("text")
-    with pytest.raises(
-        UserError, match=r"not of a known kind of text; known are \.jsonl \.ndjson \.json .*\.gz or \.zst"
-    ) as error:
+    with pytest.raises(UserError, match="not of a known kind of text") as error:
         list_inputs([f"{url}{tmp_path / name}"], "training.dataset_path =")
     assert f'training.dataset_path = "{url}{tmp_path / name}"' in str(error.value)
 
@@ -46,22 +44,8 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
     assert [line.strip().rpartition("/")[2] for line in warning.splitlines()[1:]] == sorted(others)
     assert warning.splitlines()[0].startswith(f'--input "{url}{tmp_path}')
     (tmp_path / "data.jsonl").unlink()
-    with pytest.raises(UserError, match=r"holds no file of a known kind of text:\n.*LICENSE"):
+    with pytest.raises(UserError, match="holds no file of a known kind of"):
         list_inputs([f"{url}{tmp_path}{name}"])
-
-
-def test_a_readme_that_is_named_is_text(tmp_path):
-    (tmp_path / "README.md").write_text("text")
-    assert contents(tmp_path / "README.md") == ["text"]
-
-
-def test_of_many_files_that_are_left_out_the_first_fifty_are_named(tmp_path):
-    for number in range(60):
-        (tmp_path / f"{number:02d}.png").touch()
-    (tmp_path / "a.txt").touch()
-    warnings: list[str] = []
-    list_inputs([str(tmp_path)], warn=warnings.append)
-    assert warnings[0].splitlines()[50:] == [f"  {tmp_path}/49.png", "  and 10 more"]
 
 
 @pytest.mark.parametrize(
@@ -88,24 +72,6 @@ def test_inputs_come_in_the_order_given_and_sorted_within_each_pattern_and_folde
     assert contents(tmp_path / "b", tmp_path / "*.txt") == ["b/1.txt", "b/10.txt", "b/2.txt", "a.txt"]
     assert contents(tmp_path / "**" / "*.txt") == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
     assert contents(tmp_path) == ["a.txt", "b/1.txt", "b/10.txt", "b/2.txt"]
-
-
-def test_a_hidden_folder_that_the_user_names_is_read(tmp_path):
-    (tmp_path / ".data").mkdir()
-    (tmp_path / ".data" / "a.txt").write_text("text")
-    assert contents(tmp_path / ".data") == ["text"]
-
-
-def test_a_name_with_brackets_is_a_file_before_it_is_a_pattern(tmp_path):
-    (tmp_path / "a[1].txt").write_text("brackets")
-    (tmp_path / "a1.txt").write_text("pattern")
-    assert contents(tmp_path / "a[1].txt") == ["brackets"]
-
-
-def test_paths_are_absolute_so_that_a_manifest_means_the_same_from_every_folder(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("text")
-    monkeypatch.chdir(tmp_path)
-    assert [entry.path for entry in list_inputs(["a.txt"])] == [str(tmp_path / "a.txt")]
 
 
 @pytest.mark.parametrize(
@@ -190,11 +156,6 @@ def test_a_dataset_by_name_tells_the_shard_and_row_of_a_fault(tmp_path, hub_cach
     assert '"text" is null' in reason
 
 
-def test_a_dataset_that_cannot_be_opened_is_refused_with_its_name(tmp_path, hub_cache):
-    with pytest.raises(UserError, match=f"hub:{tmp_path}/none: cannot be opened"):
-        list_inputs([f"hub:{tmp_path}/none"])
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "*.jsonl", "a.txt"])
 def test_urls_and_their_patterns_are_read_as_files_are(tmp_path, name):
     content = b"text" if name.endswith("txt") else json_lines(TEXTS)
@@ -208,22 +169,6 @@ def test_a_url_is_known_by_its_suffix_before_any_signature_and_even_without_a_fo
     memory.pipe_file(f"/{name}", json_lines(TEXTS))
     assert contents(f"memory://{name}") == TEXTS
     memory.rm(f"/{name}")
-
-
-def test_a_url_that_does_not_tell_its_size_is_one_part(tmp_path):
-    path = write_packed(tmp_path / "a.jsonl", json_lines(TEXTS))
-    [part] = documents._split(f"file://{path}", "jsonl", None, 10)
-    assert [found.content for found in read(part, "text")] == TEXTS
-
-
-def test_parquet_behind_a_url_is_read(tmp_path):
-    write_table(tmp_path / "a.parquet")
-    assert len(contents(f"file://{tmp_path}/a.parquet")) == 1000
-
-
-def test_a_url_of_an_unknown_kind_is_refused():
-    with pytest.raises(UserError, match="nowhere://x: cannot be listed"):
-        list_inputs(["nowhere://x"])
 
 
 @pytest.mark.parametrize(

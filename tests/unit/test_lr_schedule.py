@@ -79,32 +79,6 @@ def test_rate_is_positive_while_training_and_never_below_the_minimum_once_warm(d
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
 
 
-def test_boundaries():
-    schedule = _schedule(100, lr=0.5, warmup_steps=10, decay_ratio=0.2, min_lr_factor=0.1)
-    assert schedule == Schedule(0.5, 10, 80, 100, "linear", 0.1, 100)
-    assert schedule.at(1) == 0.05
-    assert schedule.at(10) == schedule.at(11) == schedule.at(80) == 0.5
-    assert schedule.at(81) == pytest.approx(0.5 * (1 - 0.9 / 20))
-    assert schedule.at(99) == pytest.approx(0.5 * (0.1 + 0.9 / 20))
-    assert schedule.at(100) == schedule.at(101) == schedule.at(10**9) == 0.05
-
-
-def test_no_warm_up_begins_at_the_full_rate():
-    assert _schedule(10, warmup_steps=0, decay_ratio=0.5).at(1) == 1.0
-
-
-def test_without_a_decay_ratio_the_decay_follows_the_warm_up():
-    schedule = _schedule(100, warmup_steps=10)
-    assert (schedule.decay_start, schedule.decay_end) == (10, 101)
-    assert schedule.at(10) == 1.0
-    assert schedule.at(11) == pytest.approx(90 / 91)
-
-
-def test_a_schedule_that_does_not_decay_keeps_the_full_rate_for_good():
-    schedule = _schedule(200, warmup_steps=10, total_steps=100, decay_ratio=0.0, min_lr_factor=0.1)
-    assert [schedule.at(step) for step in (10, 100, 101, 200)] == [1.0] * 4
-
-
 def test_total_steps_decides_the_length_whatever_training_steps_is():
     keys = {"warmup_steps": 5, "decay_ratio": 0.5, "decay_type": "cosine"}
     planned, stopped_early = _schedule(100, **keys), _schedule(30, total_steps=100, **keys)

@@ -56,21 +56,6 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
     }
 
 
-def test_restart_begins_a_new_interval(time):
-    clock = Clock(time.now)
-    with clock.phase(1, "saving"), clock.phase(1, "reading data"):
-        time.passes(3)
-    clock.steps = 4
-    clock.restart()
-    time.passes(2)
-    clock.steps += 1
-    assert speed(clock, step_tokens=10, devices=1, flops=Flops(1.0, 1.0), peak=None, waited=0) == {
-        "tokens_per_second": 5,
-        "tokens_per_second_per_device": 5,
-        "data_wait_fraction": 0,
-    }
-
-
 def test_utilisation_is_shown_both_ways_where_the_peak_is_known(time):
     clock = Clock(time.now)
     time.passes(10)
@@ -137,13 +122,6 @@ def test_numbers_are_written_unrounded(tmp_path):
     assert _lines(tmp_path) == [{"step": 1, **values}]
 
 
-def test_each_report_is_on_disk_at_once(tmp_path):
-    reporter = Reporter(_config(tmp_path), 1, active=True)
-    reporter.report(1, {"loss": 1.0})
-    assert _lines(tmp_path) == [{"step": 1, "loss": 1.0}]
-    reporter.close()
-
-
 def test_reports_from_the_first_step_on_are_dropped_and_earlier_ones_kept(tmp_path):
     _report(tmp_path, 1, {step: {"loss": float(step)} for step in (1, 10, 20, 30)})
     _report(tmp_path, 20, {20: {"loss": 0.5}})
@@ -157,26 +135,6 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
         file.write(torn)
     _report(tmp_path, 3, {3: {"loss": 3.0}})
     assert _lines(tmp_path) == [{"step": step, "loss": float(step)} for step in (1, 2, 3)]
-
-
-def test_reports_stay_when_the_rewriting_fails(tmp_path, monkeypatch):
-    _report(tmp_path, 1, {1: {"loss": 1.0}, 2: {"loss": 2.0}})
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def refuse(*arguments):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("titanlite.launch.run_folder.os.fsync", refuse)
-    with pytest.raises(OSError, match="disk full"):
-        Reporter(_config(tmp_path), 2, active=True)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    reporter = Reporter(_config(tmp_path, tensorboard=True), 1, active=False)
-    reporter.report(1, {"loss": 1.0})
-    reporter.close()
-    assert not list(tmp_path.iterdir())
 
 
 def _board(folder) -> dict[str, dict[int, float]]:
@@ -196,11 +154,6 @@ def test_tensorboard_holds_the_same_scalars_also_after_a_resumption(tmp_path, la
     expected = {name: {line["step"]: _float32(line[name]) for line in _lines(tmp_path)} for name in ("loss", "lr")}
     assert list(expected["loss"]) == [1, 2, *later]
     assert _board(tmp_path / "tb") == expected
-
-
-def test_without_tensorboard_there_are_no_event_files(tmp_path):
-    _report(tmp_path, 1, {1: {"loss": 1.0}})
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_console_line_shows_what_was_measured_and_nothing_else():

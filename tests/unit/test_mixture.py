@@ -3,9 +3,6 @@
 import itertools
 import json
 import logging
-import pickle
-import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +52,6 @@ def test_a_run_that_would_read_a_source_too_often_is_refused(tmp_path):
         check_epochs(data, data.beginning(), 40)
     assert "limited: 2.00 epochs of 10 samples, allowed are 1.5" in str(error.value)
     assert "free" not in str(error.value)
-
-
-def test_every_source_that_would_be_read_too_often_is_told(tmp_path):
-    files = [opened(write_file(tmp_path / name, [[1] * 81]), name, epochs=1) for name in ("a", "b")]
-    data = mix_of(files, Config.model_validate({"training": {"seq_len": 8}}))
-    check_epochs(data, data.beginning(), 20)
-    with pytest.raises(UserError) as error:
-        check_epochs(data, data.beginning(), 24)
-    assert "a: 1.20 epochs" in str(error.value) and "b: 1.20 epochs" in str(error.value)
 
 
 def test_samples_that_replace_those_of_a_rollback_do_not_count_as_epochs(tmp_path, caplog, monkeypatch):
@@ -184,56 +172,6 @@ def test_two_sources_of_the_same_text_keep_their_own_places(parts):
     assert [(reached.order, reached.drawn) for reached in origin.sources] == [(0, 299), (1, 101), (2, 0)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- opens
-
-
-_opens: list[str] | None = None  # the files that this process opens, while a test counts them
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _opens is not None and event == "open" and isinstance(arguments[0], str | Path):
-        _opens.append(str(arguments[0]))
-
-
-sys.addaudithook(_note)  # for good: Python has no way to take it back
-
-
-@pytest.fixture
-def opens(monkeypatch) -> list[str]:
-    monkeypatch.setattr(sys.modules[__name__], "_opens", [])
-    assert _opens is not None
-    return _opens
-
-
-@pytest.mark.parametrize("policy", ["pack", "best_fit"])
-def test_only_the_process_that_opens_the_data_opens_every_file(tmp_path, assets, opens, policy):
-    """A worker, or another rank of the node, opens only the files that it reads, each once."""
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for number in range(4):
-        write_file(folder / str(number), [[number + 1] * 64])
-    opens.clear()
-    training = {"seq_len": 16, "dataset_path": str(folder), "document_policy": policy}
-    data = open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}}))
-    counts = Counter(path for path in opens if path.startswith(str(folder)))
-    every = {f"{n}.{suffix}" for n in range(4) for suffix in ("bin", "idx", "idx.sums")}
-    others = {path.rpartition("/")[2] for path in counts} ^ every
-    assert len(others) == (policy == "best_fit") and others <= {f"{n}.bin.sums" for n in range(4)}  # one sample, for a label
-    assert max(counts.values()) <= (3 if policy == "pack" else 6)  # header, its checksum, fingerprint; best_fit packs it, too
-    travelled = pickle.dumps(data)
-    opens.clear()
-    again = pickle.loads(travelled)
-    assert again.fingerprint == data.fingerprint and again.describe() == data.describe()
-    assert opens == []
-    samples = np.arange(data.sources[0].count)
-    first = samples[: data.sources[0].ends[0]]
-    tokens = again.read(np.zeros_like(first), first).tokens
-    assert (tokens == 1).any() and (tokens <= 1).all()
-    assert {Path(path).name for path in opens if path.startswith(str(folder))} == {"0.bin", "0.bin.sums"}
-    everything = np.zeros_like(samples), samples
-    assert np.array_equal(again.read(*everything).tokens, data.read(*everything).tokens)
-
-
 # ------------------------------------------------------------------------------------------------------------- together
 
 
@@ -270,15 +208,6 @@ def test_fingerprint_of_data_follows_tokenizer_sources_and_weights(tmp_path, ass
     assert len(found | {fingerprint(1, 1)}) == 5
 
 
-def test_fingerprint_of_data_follows_the_tokenizer_where_files_do_not_tell_which_one_made_them(tmp_path, assets):
-    path = write_file(tmp_path / "theirs", [[1] * 50]).prefix
-    keys = {"training": {"seq_len": 16, "dataset_path": str(path)}, "model": {"hf_assets_path": str(assets)}}
-    before = open_data(Config.model_validate(keys)).fingerprint
-    assert open_data(Config.model_validate(keys)).fingerprint == before
-    train_tokenizer(TEXTS[:3]).save(str(assets / "tokenizer.json"))
-    assert open_data(Config.model_validate(keys)).fingerprint != before
-
-
 def test_validation_measures_sources_of_any_sizes_and_a_mixture_without_weights_refuses_them(tmp_path, assets):
     write_file(tmp_path / "small", [[1, 1]])
     write_file(tmp_path / "large", [np.ones(3_000_001)])
@@ -287,5 +216,5 @@ def test_validation_measures_sources_of_any_sizes_and_a_mixture_without_weights_
     config = Config.model_validate(keys | {"validation": {"enable": True, "sources": entries}})
     data = open_data(config, "validation")
     assert [mixed.count for mixed in data.sources] == [1, 3_000_000] and data.fingerprint
-    with pytest.raises(UserError, match=r"training.sources: .*\n  small: its size, which is its weight, is below a millionth"):
+    with pytest.raises(UserError, match=r"training\.sources"):
         open_data(config)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from models import deepseek_v3, gpt_oss, mixtral, olmoe, qwen3_moe
+from models import deepseek_v3, gpt_oss, mixtral
 
 SEQ = 4096
 
@@ -39,34 +39,6 @@ MODELS = {
             head=4096 * 32000,
             pair=32 * (128 + 128),
             windows=(_ALL,) * 32,
-        ),
-    ),
-    "olmoe 1b-7b": (
-        olmoe.FLAVORS["1b-7b"],
-        olmoe,
-        Hand(
-            attention=4 * 2048 * 2048,
-            router=2048 * 64,
-            experts=8 * 3 * 2048 * 1024,
-            mixtures=16,
-            dense=0,
-            head=2048 * 50304,
-            pair=16 * (128 + 128),
-            windows=(_ALL,) * 16,
-        ),
-    ),
-    "qwen3_moe 30b-a3b": (
-        qwen3_moe.FLAVORS["30b-a3b"],
-        qwen3_moe,
-        Hand(
-            attention=2 * 2048 * 4096 + 2 * 2048 * 512,
-            router=2048 * 128,
-            experts=8 * 3 * 2048 * 768,
-            mixtures=48,
-            dense=0,
-            head=2048 * 151936,
-            pair=32 * (128 + 128),
-            windows=(_ALL,) * 48,
         ),
     ),
     "gpt_oss 20b": (  # biases are added, not multiplied

@@ -18,7 +18,6 @@ from titanlite.config.schema import Lora, Optimizer
 from titanlite.errors import UserError
 from titanlite.optim.build import is_orthogonalised
 from titanlite.parallel.fsdp import split_dimension
-from titanlite.plan.predict import predict
 from titanlite.plan.record import Recorder
 from titanlite.transforms.lora import adapt
 from titanlite.transforms.meta import on_meta, training_flops
@@ -211,21 +210,3 @@ def test_fsdp_splits_inside_of_experts_only_where_it_divides_them_and_not_their_
     assert split_dimension((8, 96, 64), 8) == split_dimension((8, 96, 64), 2) == 0
     assert split_dimension((8, 96, 64), 16) == split_dimension((3, 96, 64), 2) == 1
     assert split_dimension((8, 90, 64), 16) == split_dimension((512, 64), 3) == split_dimension((8, 96, 64), 1) == 0
-
-
-def test_every_rank_has_an_equal_part_of_few_experts():
-    one, four = (
-        predict(config_of(degrees, "three", model={"name": "tests.tiny_moe"}), ranks)
-        for degrees, ranks in (({}, 1), ({"dp_shard": 4}, 4))
-    )
-    # masters, gradients and moments; of three experts split by number, rank 0 would hold a third
-    assert sum(four.memory[:3]) == pytest.approx(sum(one.memory[:3]) / 4, rel=0.02)
-
-
-def test_a_prediction_on_a_mesh_counts_the_products_of_each_rank():
-    split = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
-    one, four = (
-        predict(config_of(degrees, "shared", model={"name": "tests.tiny_moe"}, parallelism=keys), ranks)
-        for degrees, keys, ranks in (({}, {}, 1), ({"dp_shard": 2}, split, 4))
-    )
-    assert four.work.flops == pytest.approx(one.work.flops / 4, rel=1e-3)

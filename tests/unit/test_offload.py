@@ -79,15 +79,6 @@ def offloaded() -> Layers:
     return model
 
 
-def test_copies_wait_for_what_computes_an_input_and_what_computes_waits_for_the_copy_back():
-    model, offloading = Layers(), Offload(CPU)
-    checkpoint_blocks(model, 1, offloading)
-    loss = model(torch.linspace(-1, 1, 24).view(3, 8))
-    assert offloading._copies.waited == [COMPUTES] * 4 and COMPUTES.waited == []
-    loss.backward()
-    assert len(offloading._copies.waited) == 4 and COMPUTES.waited == [offloading._copies] * 4
-
-
 def test_gradients_are_those_without_it_bit_for_bit_also_of_several_microbatches(host_copies):
     assert all(map(torch.equal, gradients(offloaded(), 3), gradients(Layers(), 3)))
     assert len(host_copies) == 3 * 4
@@ -101,24 +92,6 @@ def test_between_the_passes_no_input_of_a_block_is_on_the_device():
     gc.collect()
     assert len(inputs) == 3 and not [ref for ref in inputs if ref() is not None]
     loss.backward()
-
-
-def test_the_backward_pass_fetches_one_block_ahead_and_the_host_keeps_nothing(host_copies, monkeypatch):
-    model, order = offloaded(), []
-    fetch = Offload._fetch
-
-    def noted(self, kept):
-        order.append(
-            (len(host_copies) - 1 - [ref() is kept.host for ref in host_copies][::-1].index(True), kept.fetched is None)
-        )
-        return fetch(self, kept)
-
-    monkeypatch.setattr(Offload, "_fetch", noted)
-    gradients(model)
-    # the last block's input is fetched when it is needed, each other one while the block after it is recomputed
-    assert order == [(3, True), (2, True), (2, False), (1, True), (1, False), (0, True), (0, False)]
-    gc.collect()
-    assert not [ref for ref in host_copies if ref() is not None]
 
 
 def test_a_forward_pass_without_a_backward_pass_leaves_nothing_and_disturbs_no_later_one(host_copies):

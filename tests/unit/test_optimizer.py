@@ -97,19 +97,6 @@ def test_steps_equal_those_of_the_plain_loop(name, implementation):
         torch.testing.assert_close(_weights(ours), _weights(theirs), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
-def test_first_adamw_step_equals_the_formula(implementation):
-    model = _model()
-    optimizer = build_optimizer(model, Keys(implementation=implementation, lr=0.1, weight_decay=0.5, eps=1e-3))
-    _set_gradients(model, 1)
-    expected = []
-    for p in model.parameters():
-        kept = p.double() * (1 - 0.1 * 0.5 if p.ndim >= 2 else 1)
-        expected.append((kept - 0.1 * p.grad.double() / (p.grad.double().abs() + 1e-3)).float().detach())
-    optimizer.step()
-    torch.testing.assert_close(_weights(model), expected, rtol=1e-5, atol=1e-6)
-
-
 # ------------------------------------------------------------------------------------------------------------- the state
 
 
@@ -131,16 +118,6 @@ def test_the_state_is_there_before_the_first_step_as_pytorch_would_begin_it(name
         key: (value.dtype, value.shape, value.device) for key, value in expected.items()
     }
     assert all(torch.equal(state[key], value) for key, value in expected.items())
-
-
-def test_state_is_named_after_the_parameters():
-    model = _model()
-    optimizer = build_optimizer(model, Keys())
-    names = [name for name, _ in model.named_parameters()]
-    assert set(named_state(optimizer, model)) == {
-        f"{name}.{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")
-    }
-    assert named_state(optimizer, model)["layers.0.ffn.w1.weight.exp_avg"].shape == (24, 16)
 
 
 # ---------------------------------------------------------------------------------------------------------- the gradients
@@ -192,14 +169,6 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm(group_of_one, bad):
     _set_gradients(model, 3)
     next(model.parameters()).grad[0, 0] = bad
     assert not clip_gradients(_optimizer(model.parameters()), 1.0).isfinite()
-
-
-def test_the_norm_of_a_large_gradient_is_right_to_float32(group_of_one):
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.zeros(4096, 1024))
-    parameter.grad = torch.randn(4096, 1024) * 1e-3
-    expected = parameter.grad.double().norm().item()
-    assert clip_gradients(_optimizer([parameter]), 1e9).item() == pytest.approx(expected, rel=1e-6)
 
 
 class _Operations(TorchDispatchMode):

@@ -59,19 +59,6 @@ def test_far_positions_are_answered_at_once(samples):
     assert seconds < 1.0
 
 
-@pytest.mark.parametrize("index", [-1, 5, 6])
-def test_index_out_of_range_is_refused(index):
-    with pytest.raises(AssertionError):
-        permute(np.array([0, index]), 5, "0/0")
-
-
-def test_negative_position_and_no_samples_are_refused():
-    with pytest.raises(AssertionError):
-        sample_at(np.array([3, -1]), 5, seed=0)
-    with pytest.raises(AssertionError):
-        sample_at(np.array([0]), 0, seed=0)
-
-
 @pytest.mark.parametrize("count", [10_000, 16_384, 20_000])
 def test_neighbours_are_uncorrelated(count):
     order = _order(count)
@@ -133,20 +120,3 @@ def test_far_positions_of_a_mixture_follow_from_what_was_drawn_before():
             before, after = drawn(position, shares), drawn(position + 1, shares)
             assert index == before[source]
             assert [b - a for a, b in zip(before, after, strict=True)] == [number == source for number in range(len(shares))]
-
-
-@pytest.mark.parametrize("position", [-1, MAX_POSITION, 2**62])
-def test_a_position_that_arithmetic_cannot_hold_is_refused(position):
-    with pytest.raises(AssertionError):
-        interleave(np.array([0, position]), [1, 1])
-
-
-@pytest.mark.parametrize("count", [2**20 + 1, 2**33 - 7, 2**40])
-def test_far_places_of_a_permutation_are_distinct_and_in_range(count):
-    random = np.random.default_rng(count)
-    index = np.unique(random.integers(0, count, 20_000))
-    image = permute(index, count, "0/0")
-    assert len(np.unique(image)) == len(index)
-    assert ((image >= 0) & (image < count)).all()
-    with pytest.raises(AssertionError):
-        permute(np.array([count]), count, "0/0")

@@ -174,7 +174,7 @@ def test_generate_eval_and_a_resume_import_no_module_that_a_checkpoint_names(for
     source, config = step_folder(forged / "checkpoint", 10), Config()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UserError, match=r"step-00000010: its model is 'evil\.model', not a family of models/"):
+        with pytest.raises(UserError, match=r"evil\.model"):
             open_model(source, torch.device("cpu"))
         setting = Setting(config, family_of(config.model), data_of([range(3000)], config, 4096), 8)
         with pytest.raises(UserError, match="step-00000010: "):

@@ -10,7 +10,7 @@ from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, microbatch_faults, shares, split_layers, stage_costs
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, shares, split_layers
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.step import pretended_ranks
@@ -56,13 +56,6 @@ def test_a_large_head_leaves_fewer_blocks_to_the_last_stage():
         assert [len(stage) for stage in split_layers(config, family, on_meta(family, config))] == expected
 
 
-def test_costs_of_stages_are_the_models_own_flops():
-    config = pipelined(4)
-    family = family_of(config.model)
-    total = sum(stage_costs(config, family, on_meta(family, config)))
-    assert 6 * total == pytest.approx(family.module.flops(family.config, config.training.seq_len).causal)
-
-
 @pytest.mark.parametrize("schedule", STAGES_OF_A_RANK)
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
 def test_every_tensor_is_on_one_rank_but_a_tied_one(schedule, flavor):
@@ -92,20 +85,11 @@ def test_the_idle_time_of_equal_stages_is_that_of_the_closed_form(schedule, rank
         assert found.kept == [min(microbatches, ranks - rank) for rank in range(ranks)]
 
 
-def test_gradients_of_weights_fill_idle_time():
-    with pretended_ranks(4):
-        idle = [
-            rehearse(orders(pipelined(4, schedule), 8, 8), [1.0] * 8, [2.0] * 8, [1] * 8).idle
-            for schedule in ("Interleaved1F1B", "InterleavedZeroBubble")
-        ]
-    assert idle[1] < 0.75 * idle[0]
-
-
 def test_a_schedule_that_stops_is_found():
     with pretended_ranks(2):
         order = orders(pipelined(2, "GPipe"), 4, 2)
     order[1] = [order[1][-1], *order[1][:-1]]  # the last backward pass first
-    with pytest.raises(UserError, match="the schedule stops, because ranks wait for each other"):
+    with pytest.raises(UserError, match="because ranks wait for each other"):
         rehearse(order, [1.0, 1.0], [2.0, 2.0], [1, 1])
 
 
@@ -164,9 +148,3 @@ def test_offloading_is_refused():
     family = family_of(config.model)
     (fault,) = pipeline_faults(config, family, on_meta(family, config))
     assert "parallelism.cpu_offload = true is not supported with it" in fault
-
-
-def test_a_number_of_microbatches_that_fits_is_no_fault():
-    for schedule, counts in {"1F1B": (2, 3, 8), "GPipe": (2, 5), "Interleaved1F1B": (2, 4, 6), "LoopedBFS": (1, 2, 5)}.items():
-        for count in counts:
-            assert [*microbatch_faults(pipelined(2, schedule, count), 2)] == [], (schedule, count)

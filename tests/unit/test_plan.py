@@ -14,8 +14,7 @@ from tests.traffic_cases import ADAPTERS, BOTH, CASES, EXPECTED, FLOAT8_GATHERS,
 from titanlite.config.schema import Config
 from titanlite.plan.layers import Layers
 from titanlite.plan.predict import Prediction, predict
-from titanlite.plan.record import Allocations, Channel, ring_bytes
-from titanlite.plan.report import limits, traffic_table
+from titanlite.plan.record import Allocations, ring_bytes
 from titanlite.transforms.registry import Family, family_of
 
 
@@ -99,14 +98,6 @@ def test_a_hybrid_in_any_order_of_its_kinds_is_what_all_its_layers_give(name, pa
     assert min(few.memory) >= 0
 
 
-def test_the_order_of_kinds_changes_no_sum(monkeypatch):
-    """Only the peak can depend on it: what runs last runs beside what all the others keep."""
-    found = [hybrid(pattern, Case({}), monkeypatch) for pattern in ORDERS[2:]]
-    assert len({prediction.work.flops for prediction in found}) == 1
-    assert len({prediction.memory[:4] for prediction in found}) == 1
-    assert min(prediction.memory.working for prediction in found) >= 0
-
-
 @pytest.mark.parametrize(
     ("pattern", "ahead", "few"),
     [
@@ -180,36 +171,9 @@ def test_attention_with_sinks_keeps_no_scores_on_a_gpu():
     assert on_gpu.working < scores < on_cpu.working
 
 
-def test_the_loss_of_a_split_vocabulary_is_combined_chunk_by_chunk():
-    """Of 256 tokens in chunks of at most 100, which are equal and so of 64."""
-    traffic = predicted(Case(TP, name="tests.tiny_chunked")).work.traffic
-    assert traffic[Channel("head._combine", "all-gather", ("tp",), 2)][:2] == (4, 4 * 2 * 2 * 64 * 4)
-
-
-def test_a_gather_in_float8_sends_one_byte_a_value():
-    pytest.importorskip("torchao", reason="needs torchao")
-    traffic = predicted(Case(SHARD, others=FLOAT8_GATHERS)).work.traffic
-    shape = tiny.FLAVORS["plain"]
-    heads = shape.head_dim * (2 * shape.n_heads + 2 * shape.n_kv_heads)
-    matrices, norms = shape.dim * (heads + 3 * shape.ffn_dim), 2 * shape.dim * 4
-    gathered = traffic[Channel("layers.*: parameters", "all-gather", ("dp_shard",), 2)]
-    assert gathered[:2] == (2 * shape.n_layers, 2 * shape.n_layers * (matrices + norms))
-
-
 @pytest.mark.parametrize(("kind", "sent"), [("all-gather", 600), ("reduce-scatter", 600), ("all-reduce", 1200), ("send", 600)])
 def test_what_a_rank_sends_is_that_of_a_ring(kind, sent):
     assert ring_bytes(kind, 800, 4) == sent
-
-
-def test_muon_sends_each_rank_the_parts_of_its_matrices():
-    """On 2 ranks, 7 rounds of 2 matrices of one shape, each there and back."""
-    prediction = predicted(Case(SHARD, others=MUON))
-    traffic = prediction.work.traffic[Channel("whole_matrices._all_to_all", "all-to-all", ("dp_shard",), 2)]
-    shape = tiny.FLAVORS["plain"]
-    matrices = shape.n_layers * shape.dim * (shape.head_dim * 2 * (shape.n_heads + shape.n_kv_heads) + 3 * shape.ffn_dim) * 4
-    assert traffic.calls == 2 * 7
-    # there, half of rank 1's matrices; back, half of rank 0's: together half of all matrices
-    assert traffic.sent == matrices // 2
 
 
 def test_a_compiled_kernel_of_an_optimizer_has_no_temporaries():
@@ -220,22 +184,6 @@ def test_a_compiled_kernel_of_an_optimizer_has_no_temporaries():
         config = {"model": {"name": "tests.tiny", "flavor": "large"}, "optimizer": {"implementation": implementation}, **keys}
         working[implementation] = predict(Config.model_validate(config), 1).memory.working
     assert working["fused"] < working["for-loop"] / 2
-
-
-def test_the_table_adds_up():
-    table = traffic_table(predicted(Case(HYBRID)))
-    counts = [int(line.split(" x")[-2].split()[-1]) for line in table]
-    assert counts[-1] == sum(counts[:-1]) == 17
-
-
-def test_what_is_left_out_is_named():
-    config = Case(
-        TP, reduced="budget", parallelism={"enable_async_tensor_parallel": True}, others={"compile": {"enable": True}}
-    )
-    text = "\n".join(limits(config.config()))
-    for word in ("CPU's attention", "compilation", "enable_async_tensor_parallel", "memory_budget"):
-        assert word in text
-    assert len(limits(Case({}).config())) == 1
 
 
 def test_a_measured_size_does_not_hang_on_what_was_there_before():

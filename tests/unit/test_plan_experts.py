@@ -2,10 +2,10 @@
 
 import json
 import random
-import sys
 
 import pytest
 
+from tests.repetitions import slow_but
 from tests.tiny_moe import FLAVORS
 from tests.traffic_cases import Case
 from titanlite.errors import UserError
@@ -14,9 +14,7 @@ from titanlite.plan.experts import Routing, on_busiest_rank
 from titanlite.plan.memory import kept_bytes
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
-from titanlite.plan.report import limits
-from titanlite.plan.trace import Mixture, Trace, check_trace, read_trace, received_by, spread
-from titanlite.tools import estimate
+from titanlite.plan.trace import Mixture, Trace, check_trace, read_trace, spread
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.registry import family_of
 
@@ -80,41 +78,7 @@ def test_with_the_worst_routing_rank_0_keeps_its_rows_and_returns_those_of_all_o
     assert found["results"] == found["slopes of rows"] == (2 * LAYERS, LAYERS * 512 * ROW, LAYERS * 256 * ROW)
 
 
-def test_flops_are_those_of_whole_experts_and_with_the_worst_routing_of_all_rows():
-    whole, split = predicted(case({"dp_shard": 2})), predicted(case({"dp_shard": 2, "ep": 2}))
-    assert whole.work.flops == split.work.flops
-    worst = predicted(case({"dp_shard": 2, "ep": 2}), "worst")
-    row = 2 * SHAPE.dim * SHAPE.expert_dim  # one product
-    more = LAYERS * 256 * 9 * row + LAYERS * (512 - 384) * 2 * row  # what exceeds the first round is computed again
-    assert worst.work.flops == split.work.flops + more
-    assert worst.memory == split.memory
-
-
-# degrees, the dimensions over which experts are split, how many ranks have the same experts
-MESHES: dict[str, tuple[dict[str, int], tuple[str, ...], int]] = {
-    "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, ("dp_shard",), 2),
-    "shard 2 x tp 2, ep 2": ({"dp_shard": 2, "tp": 2, "ep": 2}, ("tp",), 2),
-    "shard 4 x tp 2, ep 4": ({"dp_shard": 4, "tp": 2, "ep": 4}, ("dp_shard", "tp"), 2),
-}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_gathers_of_experts_are_those_of_ranks_with_equal_experts(mesh):
-    degrees, among, ranks = MESHES[mesh]
-    over = ("dp_shard",)
-    traffic = predicted(case(degrees)).work.traffic
-    stacks = 3 * SHAPE.n_experts * SHAPE.dim * SHAPE.expert_dim * 4 // degrees["ep"]
-    gathers = [(each, found) for each, found in traffic.items() if each.sender == "layers.*: parameters"]
-    sizes = {(each.over, each.ranks): found.size // found.calls for each, found in gathers}
-    if degrees["dp_shard"] == ranks:  # other parameters are gathered over as many ranks
-        assert sizes.keys() == {(over, ranks)}
-    else:
-        assert sizes.keys() == {(over, ranks), (("dp_shard",), degrees["dp_shard"])}
-        assert sizes[over, ranks] == stacks
-    assert {(each.over, each.ranks) for each in traffic if each.sender.startswith("experts")} == {(among, degrees["ep"])}
-
-
-@pytest.mark.parametrize("reduced", ["none", "full"])
+@pytest.mark.parametrize("reduced", slow_but(["none"], ["none", "full"]))
 def test_memory_has_room_for_any_routing(monkeypatch, reduced):
     """One of two layers runs at a time, and its exchange is the worst moment or near it."""
     mesh = {"dp_shard": 2, "ep": 2}
@@ -136,20 +100,11 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", slow_but(["tp, split experts"], KEPT))
 def test_arithmetic_of_what_a_rank_keeps_agrees_with_the_prediction(name):
     config, ranks = KEPT[name].config(), KEPT[name].ranks
     measured = sum(predict(config, ranks, "cpu").memory[:3])
     assert kept_bytes(config, on_meta(family_of(config.model), config), ranks) == pytest.approx(measured, rel=0.03)
-
-
-def test_the_estimate_says_which_routing_it_supposes_and_refuses_one_without_effect(monkeypatch, tmp_path):
-    config = case({"dp_shard": 2, "ep": 2}).config()
-    assert "--routing balanced: " in limits(config)[1] and "rank 0's experts get all rows" in limits(config, "worst")[1]
-    (tmp_path / "run.toml").write_text("")
-    monkeypatch.setattr(sys, "argv", ["titanlite estimate", str(tmp_path / "run.toml"), "--routing", "worst"])
-    with pytest.raises(UserError, match=r"--routing worst: has no effect unless parallelism\.expert_parallel_degree > 1"):
-        estimate.main()
 
 
 def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer():
@@ -166,17 +121,6 @@ def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer()
     stays = (256 * 12 // 16 + 256 * 10 // 16) * ROW
     assert exchanged(recorded)["rows"] == (LAYERS, LAYERS * 256 * ROW, LAYERS * 256 * ROW - stays)
     assert recorded.memory == balanced.memory
-
-
-def test_a_recorded_step_with_equal_counts_is_a_balanced_one_and_one_rank_with_all_rows_is_the_worst():
-    for mesh, factor in (({"dp_shard": 2, "ep": 2}, 0.5), ({"dp_shard": 4, "ep": 4}, 1.5)):
-        each = case(mesh, factor=factor)
-        equal, alone = ([Mixture(top_k=2, counts=counts)] * LAYERS for counts in ([7] * 8, [5, 5, *[0] * 6]))
-        assert predicted(each, Trace(step=1, mixtures=equal)) == predicted(each)
-        worst = predicted(each, "worst")
-        found = predicted(each, Trace(step=1, mixtures=alone))
-        assert found.work.flops == worst.work.flops
-        assert exchanged(found)["results"] == exchanged(worst)["results"]
 
 
 def test_rows_of_further_rounds_are_those_of_a_rank_that_counts_them_one_by_one():
@@ -199,13 +143,6 @@ def test_rows_of_further_rounds_are_those_of_a_rank_that_counts_them_one_by_one(
         )
 
 
-def test_shares_keep_their_sum_and_their_values_where_these_fit():
-    assert spread([3, 0, 5], 8) == [3, 0, 5] and spread([3, 0, 5], 16) == [6, 0, 10]
-    for rows in (1, 7, 1000):
-        assert sum(spread([3, 1, 5, 2], rows)) == rows
-    assert received_by([3, 1, 5, 2], 11, 2) == [4, 7]
-
-
 def test_a_trace_of_another_model_is_refused_with_what_differs(tmp_path):
     config = case({"dp_shard": 2, "ep": 2}).config()
     model, path = on_meta(family_of(config.model), config), tmp_path / "routing.json"
@@ -221,11 +158,3 @@ def test_a_trace_of_another_model_is_refused_with_what_differs(tmp_path):
     assert "mixture 1: 4 experts and top_k = 2, in the model 8 and 2" in refusal(right, {"top_k": 2, "counts": [1] * 4})
     assert "mixture 0: 8 experts and top_k = 3, in the model 8 and 2" in refusal({**right, "top_k": 3}, right)
     assert "mixtures.0.counts: are all 0" in refusal({**right, "counts": [0] * 8}, right)
-
-
-@pytest.mark.parametrize("words", [["--routing", "recorded"], ["--routing", "worst", "--trace", "."], ["--trace", "."]])
-def test_recorded_routing_and_its_trace_are_given_together(monkeypatch, tmp_path, words):
-    (tmp_path / "run.toml").write_text("[parallelism]\nexpert_parallel_degree = 2\n")
-    monkeypatch.setattr(sys, "argv", ["titanlite estimate", str(tmp_path / "run.toml"), *words])
-    with pytest.raises(UserError, match="--routing recorded and --trace RUN: give both, or none"):
-        estimate.main()

@@ -95,50 +95,6 @@ def test_tracing_says_nothing_and_writing_counts_as_a_pause(tmp_path, capfd):
         assert capfd.readouterr() == ("", "")
 
 
-class _Gpu:
-    """A device that works on what is queued for it, and a profiler of it, on a clock that steps forward by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now, self.queued, self.calls = 1000.0, 0.0, []
-        monkeypatch.setattr("titanlite.loop.metrics.time.perf_counter", lambda: self.now)
-        monkeypatch.setattr("titanlite.loop.profiling.profile", lambda **keys: self)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.finish())
-
-    def finish(self) -> None:
-        self.now, self.queued = self.now + self.queued, 0.0
-
-    def prepare_trace(self) -> None:
-        self.now += 1
-
-    def start_trace(self) -> None:
-        self.calls.append(("start", self.queued))
-
-    def stop_trace(self) -> None:
-        self.calls.append(("stop", self.queued))
-        self.finish()
-
-    def export_chrome_trace(self, path: str) -> None:
-        self.now += 2
-
-
-def test_a_trace_begins_with_an_idle_gpu_and_finishing_its_queue_counts_as_training(tmp_path, monkeypatch):
-    gpu, config = _Gpu(monkeypatch), configuration(tmp_path, profiling={"enable_profiling": True, "profile_freq": 3})
-    watch = Watch(config, torch.device("cuda"), Clock(gpu.now))
-    for step in range(1, 5):
-        with watch.step(step):
-            gpu.queued += 10  # seconds of work; the host goes on
-    assert gpu.calls == [("start", 0), ("stop", 0)]
-    assert watch.clock.totals == {"profile": 1 + 2}
-    assert gpu.now == 1000 + 3 * 10 + 1 + 2  # step 4 is still in the queue
-
-
-def test_nothing_is_written_or_reported_where_nothing_is_asked_for(tmp_path):
-    watch = watch_of(configuration(tmp_path, profiling={"profile_freq": 3}))
-    work(watch, 1, 7)
-    assert written(tmp_path) == []
-    assert watch.clock.totals == {}
-
-
 # ----------------------------------------------------------------------------------------------------------- collectives
 
 

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +14,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models import gemma3, llama3, olmo2, qwen3
-from models.attention import Cache, SeqInfo
-from models.rope import DynamicScaling, LongRopeScaling, RopeScaling, TextCache, YarnScaling, check_scaling, rotation
+from models.attention import SeqInfo
+from models.rope import DynamicScaling, LongRopeScaling, RopeScaling, YarnScaling, rotation
 from models.split import Split
 from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
 from tests.hf_folders import their_model
@@ -80,16 +79,6 @@ def test_the_tables_are_those_of_transformers(name, length):
         # llama3 and dynamic are computed in another order: a rounding of a frequency, times the position
         tolerance = 1e-6 * (1 if name not in ("llama3", "dynamic") else max(1, length / 64))
         torch.testing.assert_close(ours[:, :, 0], theirs, rtol=0, atol=tolerance)
-
-
-def test_scaled_tables_differ_from_plain_ones():
-    """So that the comparison above compares something."""
-    seq = SeqInfo(torch.arange(2 * _ORIGINAL)[None])
-    plain = rotation(seq, _HEAD, 5e5)[0]
-    for name, table in TABLES.items():
-        config = llama3.from_hf(_json(table))
-        differs = (rotation(seq, _HEAD, 5e5, config.rope_scaling)[0] - plain).abs().max().item()
-        assert differs > 0.05 or name == "yarn, factor of 1"
 
 
 @pytest.mark.parametrize("table", [{**_YARN, "attention_factor": 0.9}, {**_LONGROPE, "factor": 8.0}, _LLAMA3])
@@ -172,16 +161,6 @@ def test_generation_rotates_a_text_by_the_length_that_it_may_reach_whatever_is_b
         assert sum_of_logs == pytest.approx(chosen.sum().item(), abs=1e-4)
 
 
-def test_rows_of_other_lengths_have_other_tables():
-    cache = TextCache(torch.tensor([_SMALL_ORIGINAL, 3 * _SMALL_ORIGINAL]))
-    seq = SeqInfo(torch.full((2, 1), 9), cache=cache)
-    for name in ("longrope", "dynamic"):
-        cos, _ = rotation(seq, 8, 1e4, _SCALINGS[name])
-        assert cos.shape == (2, 1, 1, 8) and not torch.equal(cos[0], cos[1])
-    with pytest.raises(AssertionError, match="TextCache"):
-        rotation(seq._replace(cache=Cache()), 8, 1e4, _SCALINGS["dynamic"])
-
-
 # ---------------------------------------------------------------------------------------------------------- config.json
 
 
@@ -244,14 +223,6 @@ def test_a_wrong_value_is_refused_by_its_name(tmp_path: Path, table, expected):
     with pytest.raises(UserError) as caught:
         recognise(tmp_path)
     assert str(caught.value).startswith(f"{path}: ") and expected in str(caught.value)
-
-
-@pytest.mark.parametrize("scaling", [YarnScaling(math.nan, 16), YarnScaling(math.inf, 16), YarnScaling(2.0, -1)])
-def test_values_that_no_file_can_hold_are_refused_too(scaling):
-    with pytest.raises(ValueError, match="must be finite and greater than 0"):
-        check_scaling(scaling, 8, 1e4)
-    with pytest.raises(ValueError, match="needs rope_theta > 1"):
-        check_scaling(_SCALINGS["yarn"], 8, 1.0)
 
 
 # -------------------------------------------------------------------------------------------------------------- training

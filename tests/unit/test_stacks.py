@@ -1,17 +1,14 @@
 """What a rank leaves behind when it fails, crashes, or is ended while it hangs."""
 
-import logging
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import PATIENCE
-from titanlite import errors
 from titanlite.launch import stacks
 
 # Where the launcher has held back SIGQUIT, as it does for every rank.
@@ -106,26 +103,6 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
 )
 def test_an_error_of_a_collective_is_reported_as_what_it_means(text, meaning):
     assert stacks._echo(RuntimeError(text)) == meaning
-
-
-def test_a_timeout_is_one_line_of_the_log_and_a_traceback_of_the_dump(tmp_path, monkeypatch, caplog):
-    def collective() -> None:
-        raise RuntimeError(GLOO)
-
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    monkeypatch.setattr(stacks, "_dump", open(tmp_path / "dump", "w"))
-    monkeypatch.setattr(errors, "_position", (0, "loading the checkpoint"))
-    begin = time.monotonic()
-    try:
-        collective()
-    except RuntimeError as error:
-        stacks.report(error, patience=0.5)
-    assert time.monotonic() - begin > 0.5
-    (record,) = caplog.records
-    [line] = record.getMessage().splitlines()
-    assert line.startswith("rank 0, starting, loading the checkpoint: waited 100 s for the other ranks; ")
-    assert f"traceback: {tmp_path / 'dump'}" in line and record.exc_info is None
-    assert "in collective" in (tmp_path / "dump").read_text()
 
 
 def test_empty_dumps_of_killed_ranks_are_removed_and_those_of_others_are_not(tmp_path):

@@ -97,14 +97,6 @@ def test_a_time_limit_counts_from_the_command_and_a_clock_that_is_set_changes_no
     assert stop.Stop(limit).agreed() == reason
 
 
-def test_one_process_answers_at_once_and_makes_no_group(group_of_one, monkeypatch):
-    monkeypatch.setattr(stop, "_received", signal.SIGUSR1)
-    alone = stop.Stop(0.0)
-    assert alone.agreed() == "rank 0 got SIGUSR1"
-    alone.close()
-    assert len(dist.distributed_c10d._world.pg_map) == 1
-
-
 def test_the_launcher_leaves_at_once_while_it_has_no_ranks():
     script = "import os, signal; from titanlite.launch import stop; stop.leave_at_once(); os.kill(os.getpid(), signal.SIGUSR1)"
     assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE).returncode == stop.EXIT_CODE == os.EX_TEMPFAIL

