@@ -14,7 +14,7 @@ from titanlite.config.read import KEYS, Faults, read_config, toml_value
 from titanlite.tools.check import check_here
 from titanlite.transforms.registry import family_names
 
-_PAIRS, _TRIPLES = 80, 60
+_RELATED, _PAIRS, _TRIPLES = 80, 60, 40
 _RANKS = (1, 2, 4, 8, 12)
 # Values beyond those that the schema has, which only a check of several keys, or of the model, refuses.
 _MORE: dict[str, tuple[Any, ...]] = {
@@ -104,7 +104,7 @@ def related() -> Iterator[tuple[dict[str, str], dict[str, str]]]:
 
 def cases(seed: int) -> Iterator[Case]:
     draw = random.Random(f"combined {seed}")
-    every = [list(pair) for pair in related()]
+    every = [list(pair) for pair in draw.sample([*related()], _RELATED)]
     for count, number in ((2, _PAIRS), (3, _TRIPLES)):
         every += [[draw.choice(draw.choice((SINGLE, SEVERAL, UNKNOWN))) for _ in range(count)] for _ in range(number)]
     drawn = (_case(parts, ranks := draw.choice(_RANKS), draw.choice((None, ranks)), draw.random() < 0.5) for parts in every)

@@ -18,7 +18,7 @@ from titanlite.config.read import read_config
 
 _WRONG: list[Any] = ["x", -1, 1.5, True, None, [], {}, [[]], {"x": 1}, 10**30]
 _EXTREME: list[Any] = [-1, 0, 2**31, 2**53, 10**18, 10**39, 10**41, 1e308, -0.5, float("nan"), float("inf")]
-_FLIPS, _CUTS, _PLACES = 3, 2, 8  # draws for a file
+_FLIPS, _CUTS, _PLACES = 2, 2, 4  # draws for a file
 
 
 def cases(seed: int) -> Iterator[Case]:

@@ -24,7 +24,7 @@ dump_folder = "out"
 
 
 _STEP = "step-00000010"
-_ERRORS_A_WAY = 2
+_ERRORS_A_WAY = 1
 
 
 class Way(NamedTuple):
