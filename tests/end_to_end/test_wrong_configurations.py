@@ -122,7 +122,7 @@ CASES = {
     "missing data path": case(
         "run.toml --training.dataset stdlib --training.dataset_path nowhere", 'training.dataset_path = "nowhere": no such file'
     ),
-    "run folder is a file": case("run.toml --job.dump_folder a_file", 'job.dump_folder = "a_file"', "is a file"),
+    "run folder is a file": case("run.toml --job.dump_folder a_file", 'job.dump_folder = "a_file"', "a_file: is not a folder"),
     "no such step": case("run.toml --checkpoint.enable true --checkpoint.load_step 5", "checkpoint.load_step = 5", "has: none"),
     "weights that are none": case(
         "run.toml --checkpoint.enable true --checkpoint.initial_load_path out/step-00000005",
