@@ -83,7 +83,7 @@ MORE: dict[str, dict[str, str]] = {
     "checkpoint.keep_every_n_steps": {"checkpoint.keep_every_n_steps": "2", "checkpoint.keep_latest_k": "1"},
     "checkpoint.keep_latest_k": {"checkpoint.keep_latest_k": "1"},
     "metrics.log_freq": {"metrics.log_freq": "3"},
-    "profiling.profile_freq": {"profiling.profile_freq": "2"},
+    "profiling.profile_freq": {"profiling.profile_freq": "4"},
     "validation.freq": {"validation.freq": "2"},
     "validation.steps": {"validation.steps": "2"},
 }
