@@ -242,7 +242,7 @@ def move(degrees: Degrees, config: Config, source: Path, folder: Path) -> None:
 
 def numbers() -> dict[str, Any]:
     """What a manifest must hold besides the step."""
-    return {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
+    return {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 
 
 def try_folder(folders: list[Path]) -> str:

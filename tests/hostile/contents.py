@@ -221,7 +221,7 @@ def _put_id(folder: Path, source: str, at: int, wrong: int) -> None:
 # -------------------------------------------------------------------------------------------------------------- checkpoints
 
 _STEP, _DATA = "step-00000010", "__0_0.distcp"
-_NUMBERS = {"step": 10, "samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
+_NUMBERS = {"step": 10, "samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 _TENSORS = {"model.weight": torch.arange(48.0).reshape(8, 6), "model.bias": torch.arange(5.0), "scale": torch.tensor(2.0)}
 # (offsets, sizes) of the parts: a mesh of two by two, three ranks of which one has nothing, one rank
 _PARTS = {

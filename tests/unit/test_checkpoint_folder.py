@@ -31,7 +31,7 @@ from titanlite.optim.state import checkpoint_bytes
 from titanlite.transforms.registry import load_family
 
 RUN = "8f0e"
-NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}, "run": RUN}
+NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}, "run": RUN}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,6 @@ NUMBERS: dict[str, Any] = {
     "samples": 800,
     "global_batch": 8,
     "data": {"tokenizer": "8f0e", "sources": []},
-    "schedule": {"lr": 1e-3},
     "config": {"training": {"max_norm": math.inf}},
     "architecture": {"dim": 64},
 }
@@ -145,19 +144,11 @@ def test_the_numbers_of_a_run_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("number", "value", "place"),
     [
-        ("mixture", 5, "mixture = "),
-        ("mixture", {"position": "800", "sources": []}, "mixture.position = "),
-        ("mixture", {"position": -1, "sources": [REACHED]}, "mixture.position = "),
-        ("mixture", {"position": 801, "sources": [REACHED]}, r".*mixture.position is 801, after samples = 800"),
-        ("mixture", {"position": 0, "sources": [REACHED | {"order": 0.5}]}, r"mixture.sources.0.order = "),
-        ("mixture", {"position": 0, "sources": [REACHED | {"more": 1}]}, r"mixture.sources.0.more = "),
-        ("mixture", {"position": 0, "sources": []}, r".*mixture.sources are not those of data.sources"),
         ("model_source", "import torch", "model_source = "),
         ("model_source", {"models.llama3": "import torch"}, r"model_source.models.llama3 = "),
         ("model_source", {"models.llama3": {"hash": 5, "text": ""}}, r"model_source.models.llama3.hash = "),
         ("data", {"sources": [SOURCE | {"share": None}]}, r"data.sources.0.share = "),
         ("step", "100", "step = "),
-        ("loss_count", True, "loss_count = "),
         ("config", [], "config = "),
     ],
 )
@@ -165,6 +156,29 @@ def test_nonsense_whose_checksum_is_right_is_damage_that_names_the_entry(tmp_pat
     manifest.write(tmp_path, Manifest(RUN | {number: value}, FILES))
     with pytest.raises(Damaged, match=f"{tmp_path / manifest.FILE}: is damaged: {place}"):
         manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "place"),
+    [
+        ("mixture", 5, "mixture = "),
+        ("mixture", {"position": "800", "sources": []}, "mixture.position = "),
+        ("mixture", {"position": -1, "sources": [REACHED]}, "mixture.position = "),
+        ("mixture", {"position": 801, "sources": [REACHED]}, r".*mixture.position is 801, after samples = 800"),
+        ("mixture", {"position": 0, "sources": [REACHED | {"order": 0.5}]}, r"mixture.sources.0.order = "),
+        ("mixture", {"position": 0, "sources": [REACHED | {"more": 1}]}, r"mixture.sources.0.more = "),
+        ("mixture", {"position": 0, "sources": []}, r".*mixture.sources are not those of data.sources"),
+        ("schedule", {"total_steps": 0}, r"schedule.total_steps = "),
+        ("loss_count", True, "loss_count = "),
+    ],
+)
+def test_a_run_that_cannot_be_continued_is_refused_by_the_entry(tmp_path, number, value, place):
+    run = RUN | {"schedule": {"total_steps": 20}, "config": {"checkpoint": {}, "training": {}}}
+    manifest.check_run(tmp_path, Manifest(run, FILES))
+    with pytest.raises(
+        UserError, match=f"{tmp_path}: its manifest is sound, but does not describe a run of titanlite: {place}"
+    ):
+        manifest.check_run(tmp_path, Manifest(run | {number: value}, FILES))
 
 
 # ---------------------------------------------------------------------------------------------------------------- a file

@@ -28,7 +28,7 @@ from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
 from titanlite.config.operation import Checkpoint
 from titanlite.errors import UserError
 
-NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "schedule": {}, "config": {}, "architecture": {}}
+NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 DATA = "__0_0.distcp"
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from titanlite.config.schema import Config, LRScheduler, Optimizer, Training
-from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
+from titanlite.optim.lr_schedule import Schedule, build_schedule
 
 _SHAPES = {
     "linear": lambda progress: 1 - progress,
@@ -84,17 +84,3 @@ def test_total_steps_decides_the_length_whatever_training_steps_is():
     planned, stopped_early = _schedule(100, **keys), _schedule(30, total_steps=100, **keys)
     assert planned == stopped_early
     assert [planned.at(step) for step in range(1, 101)] == [stopped_early.at(step) for step in range(1, 101)]
-
-
-@pytest.mark.parametrize("decay_type", _SHAPES)
-@pytest.mark.parametrize(("decay_start", "min_factor"), [(6, 0.1), (6, 0.0), (9, 0.1), (10, 0.1)])
-def test_a_checkpoint_of_version_0_1_keeps_the_formula_that_it_began_with(decay_type, decay_start, min_factor):
-    """There progress was 0 in the first decaying step, and 1 after the last one."""
-    values = {"lr": 1.0, "warmup_steps": 2, "total_steps": 10, "decay_type": decay_type}
-    schedule = stored_schedule(values | {"decay_start": decay_start, "min_factor": min_factor})
-    for step in range(3, 15):
-        way = min(1.0, (step - 1 - decay_start) / max(1, 10 - decay_start))
-        decays = step > decay_start != 10
-        expected = min_factor + (1 - min_factor) * _SHAPES[decay_type](way) if decays else 1.0
-        assert schedule.at(step) == pytest.approx(expected, abs=1e-15), step
-    assert stored_schedule(schedule._asdict()) == schedule

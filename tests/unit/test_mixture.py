@@ -153,17 +153,6 @@ def test_a_change_of_weights_after_a_million_samples_moves_no_source(parts):
     assert after.drawn(origin, 1_000_010) == [500_009, 500_001]
 
 
-def test_a_manifest_without_an_origin_continues_from_what_its_version_had_read(parts):
-    config = Config.model_validate({"training": {"seq_len": SEQ_LEN}})
-    before, after = weighted(parts, config, a=3, b=1, c=2), weighted(parts, config, b=1, a=1)
-    numbers = numbers_of(before, before.beginning(), 777)
-    del numbers["mixture"]
-    assert continued(numbers, before.describe()["sources"]) == before.beginning()
-    drawn_then = drawn(777, before.shares)
-    origin = continued(numbers, after.describe()["sources"])
-    assert [(reached.order, reached.drawn) for reached in origin.sources] == [(n, drawn_then[n]) for n in (1, 0, 2)]
-
-
 def test_two_sources_of_the_same_text_keep_their_own_places(parts):
     config = Config.model_validate({"training": {"seq_len": SEQ_LEN}})
     parts["again"] = parts["a"]._replace(name="again")

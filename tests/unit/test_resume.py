@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests import tiny
 from tests.distributed.scenarios import learnable_data
@@ -30,7 +29,6 @@ from titanlite.loop.resume import (
     load_run,
     numbers_of,
 )  # fmt: skip
-from titanlite.optim.loss_scale import FIRST
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.transforms.registry import Family, family_of, load_family
 
@@ -217,7 +215,8 @@ def test_other_data_needs_its_own_word():
         {"config": {"checkpoint": 3}},
         {"config": {"training": {}}},
         {"data": {}},
-        {"schedule": {"total_steps": 9}},
+        {"schedule": {"total_steps": 0}},
+        {"model_source": None},
     ],
     ids=str,
 )
@@ -226,6 +225,22 @@ def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
     numbers = stored().numbers | foreign
     with pytest.raises(UserError, match="its manifest is sound"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
+
+
+def test_no_run_continues_from_a_checkpoint_of_version_0_1():
+    numbers = stored().numbers
+    for name in ("mixture", "model_source", "loss_sum", "loss_count"):  # it had no such entries
+        del numbers[name]
+    with pytest.raises(UserError, match=r"step-00000010: titanlite 0\.1 wrote it, .*model_only = true, or continue .* 0\.2"):
+        load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
+
+
+def test_a_checkpoint_of_version_0_2_keeps_its_schedule():
+    """It stored every value of the schedule; the length is what the configuration does not say."""
+    keys = STABLE | {STEPS: 40}
+    found = stored(keys)
+    found.numbers["schedule"] = build_schedule(configuration(keys), 20)._asdict()
+    assert resume(keys, found) == build_schedule(configuration(keys), 20)
 
 
 def test_no_run_continues_from_imported_weights():
@@ -302,15 +317,6 @@ def test_a_run_of_another_length_keeps_the_schedule_that_it_began_with(steps):
     assert schedule.at(1000) == pytest.approx(0.1 * schedule.lr)
 
 
-def test_a_run_of_version_0_1_keeps_its_formula_until_a_key_of_its_schedule_changes():
-    found = stored(STABLE)
-    del found.numbers["schedule"]["decay_end"]  # it had no such field
-    old = resume(STABLE | {STEPS: 40}, found)
-    assert old.at(11) == old.lr and old.at(20) > 0.1 * old.lr and old.at(21) == 0.1 * old.lr
-    assert resume(STABLE | {STEPS: 60}, stored(STABLE, schedule=old)) == old
-    assert resume(STABLE | {TOTAL: 40, ALLOW: [TOTAL]}, found) == build_schedule(configuration(STABLE | {TOTAL: 40}))
-
-
 def test_a_schedule_that_was_kept_once_is_kept_by_the_run_after_that():
     """What counts is the schedule that was followed, not what the keys of its run would make again."""
     second = stored(STABLE | {STEPS: 40}, schedule=build_schedule(configuration(STABLE)))
@@ -358,17 +364,14 @@ def test_a_decay_is_begun_from_a_constant_rate_when_it_is_allowed():
     assert schedule.at(15) == build_schedule(configuration(flat)).at(15)
 
 
-# ------------------------------------------------------------------------------------------- sums of losses, the loss scale
+# ---------------------------------------------------------------------------------------------- sums of losses, the run's id
 
 
-def test_a_checkpoint_of_version_0_1_has_no_losses_for_the_mean(monkeypatch):
+def test_the_losses_of_an_unfinished_mean_are_kept(monkeypatch):
     monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
     found = stored()
     found.numbers.update(loss_sum=7.5, loss_count=3)
     assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning(), 7.5, 3)
-    for name in ("loss_sum", "loss_count"):
-        del found.numbers[name]
-    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning())
 
 
 def test_a_resumed_run_keeps_its_id_and_a_checkpoint_of_an_earlier_version_has_none(monkeypatch):
@@ -378,17 +381,3 @@ def test_a_resumed_run_keeps_its_id_and_a_checkpoint_of_an_earlier_version_has_n
     found.numbers.update(run="8f0e")
     progress, schedule = load_run(SOURCE, found, setting(configuration()), {})
     assert numbers_of(setting(configuration()), schedule, progress)["run"] == "8f0e"
-
-
-def test_the_scale_of_version_0_1_which_was_for_the_divided_loss_begins_again(monkeypatch):
-    monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
-    found = stored()
-
-    def scale_after(found: Manifest) -> tuple[float, int]:
-        tensors = {"loss_scale.scale": torch.tensor(2.0**16), "loss_scale.good_steps": torch.tensor(7)}
-        load_run(SOURCE, found, setting(configuration()), tensors)
-        return tuple(tensor.item() for tensor in tensors.values())
-
-    assert scale_after(found) == (2.0**16, 7)
-    del found.numbers["scaled"]  # it had no such entry
-    assert scale_after(found) == (FIRST, 0)

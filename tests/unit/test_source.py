@@ -183,12 +183,6 @@ def test_a_changed_model_is_refused_with_its_difference_until_it_is_allowed(own,
     resume(own(), second, [])
 
 
-def test_a_checkpoint_of_a_version_that_did_not_keep_the_code_is_resumed(own):
-    first = resume(own(), None, [])
-    del first.numbers["model_source"]
-    resume(own(), first, [])
-
-
 def test_who_uses_weights_with_other_code_is_warned(own, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     before = source_of(own())

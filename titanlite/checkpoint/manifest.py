@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import xxhash
 from pydantic import ConfigDict, Field, model_validator
@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, model_validator
 from titanlite import outside
 from titanlite.errors import UserError
 from titanlite.files import publish, replace_file
-from titanlite.outside import MIB, Count, FileName, Number, Positive, Unread
+from titanlite.outside import MIB, Count, FileName, Positive, Unread
 
 FILE = "manifest.json"
 _FORMAT = 3
@@ -67,48 +67,27 @@ class Contents(NamedTuple):
 
 
 class _Numbers(outside.Contents):
-    """What a manifest must hold. Those of titanlite 0.1 and of imported weights lack the optional entries."""
+    """What a manifest must hold."""
 
     step: Count
     samples: Count
     global_batch: Count
     data: _Data
-    schedule: dict[str, Any]
     config: dict[str, dict[str, Any]]
     architecture: dict[str, Any]
-    mixture: _Mixture | None = None
-    model_source: dict[str, _Module] | None = None
-    loss_sum: float = 0.0
-    loss_count: Count = 0
-    run: str = ""
+    model_source: dict[str, _Module] = Field(default={})  # imported weights have none
+    run: str = ""  # imported weights, and runs of titanlite 0.2, have none
     files: dict[FileName, Contents]
-
-    @model_validator(mode="after")
-    def mixture_is_of_the_data(self) -> "_Numbers":
-        if self.mixture is not None:
-            if self.mixture.position > self.samples:
-                raise ValueError(f"mixture.position is {self.mixture.position:,}, after samples = {self.samples:,}")
-            read = [source.fingerprint for source in self.data.sources]
-            if [source.fingerprint for source in self.mixture.sources[: len(read)]] != read:
-                raise ValueError("mixture.sources are not those of data.sources")
-        return self
 
 
 class _RunData(outside.Contents):
     tokenizer: str
+    beginning: str
     sources: list[_Source]
 
 
 class _Schedule(outside.Contents):
-    model_config = ConfigDict(extra="forbid")
-
-    lr: Number
-    warmup_steps: Count
-    decay_start: Count
-    total_steps: Positive
-    decay_type: Literal["linear", "sqrt", "cosine"]
-    min_factor: Number
-    decay_end: Count = 0  # titanlite 0.1 had none
+    total_steps: Positive  # all else is in the configuration
 
 
 class _Sections(outside.Contents):
@@ -119,10 +98,24 @@ class _Sections(outside.Contents):
 class _Run(outside.Contents):
     """What the manifest of a run must hold too; that of imported weights does not."""
 
+    samples: Count
     global_batch: Positive
     data: _RunData
+    mixture: _Mixture
     schedule: _Schedule
     config: _Sections
+    model_source: dict[str, _Module]
+    loss_sum: float
+    loss_count: Count
+
+    @model_validator(mode="after")
+    def mixture_is_of_the_data(self) -> "_Run":
+        if self.mixture.position > self.samples:
+            raise ValueError(f"mixture.position is {self.mixture.position:,}, after samples = {self.samples:,}")
+        read = [source.fingerprint for source in self.data.sources]
+        if [source.fingerprint for source in self.mixture.sources[: len(read)]] != read:
+            raise ValueError("mixture.sources are not those of data.sources")
+        return self
 
 
 class Manifest(NamedTuple):
@@ -184,7 +177,17 @@ def read(folder: Path) -> Manifest:
 
 
 def check_run(folder: Path, manifest: Manifest) -> None:
-    """Raises UserError for a sound manifest that does not describe a run of titanlite."""
+    """Raises UserError for a sound manifest without the state of a run that this version can continue."""
+    weights = "begin from them with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
+    if manifest.numbers.get("imported"):
+        raise UserError(
+            f"{folder}: holds weights alone, made by import-hf, without optimizer state, step or data position; {weights}"
+        )
+    if "mixture" not in manifest.numbers:
+        raise UserError(
+            f"{folder}: titanlite 0.1 wrote it, and only its weights can be used; {weights}, or continue the run with "
+            "titanlite 0.2 and resume from a checkpoint that 0.2 has saved"
+        )
     outside.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
 
 

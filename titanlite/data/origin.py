@@ -41,13 +41,10 @@ def beginning(fingerprints: Iterable[str]) -> Origin:
 def continued(numbers: dict[str, Any], sources: list[dict[str, Any]]) -> Origin:
     """The origin of a run that continues from a checkpoint: that of the checkpoint, or the checkpoint if the mixture changed.
 
-    numbers: of the checkpoint's manifest; one without an origin was written before mixtures could change, so its origin is the
-    first sample. sources: of `Data.describe`, which `numbers` hold for the run before.
+    numbers: of the checkpoint's manifest. sources: of `Data.describe`, which `numbers` hold for the run before.
     """
-    before, stored = numbers["data"]["sources"], numbers.get("mixture")
-    origin = beginning(source["fingerprint"] for source in before)
-    if stored is not None:
-        origin = Origin(stored["position"], tuple(Reached(**source) for source in stored["sources"]))
+    before, stored = numbers["data"]["sources"], numbers["mixture"]
+    origin = Origin(stored["position"], tuple(Reached(**source) for source in stored["sources"]))
     if _mixture(before) == _mixture(sources):
         return origin
     counts = drawn(numbers["samples"] - origin.position, _shares(before))

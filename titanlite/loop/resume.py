@@ -31,8 +31,8 @@ from titanlite.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.loop.divergence import Step
-from titanlite.optim.loss_scale import SCALED, LossScale, restart
-from titanlite.optim.lr_schedule import Schedule, build_schedule, stored_schedule
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.transforms.registry import Family, is_adapter
 from titanlite.transforms.source import Source, changed_modules, diff, source_of
@@ -62,9 +62,7 @@ class Progress(NamedTuple):
     step: int
     samples: int
     origin: Origin  # of the mixture of sources
-    # Those that are finite, since the last multiple of metrics.log_freq. A checkpoint of titanlite 0.1 has none: then the first
-    # mean after it is over the steps after it.
-    loss_sum: float = 0.0
+    loss_sum: float = 0.0  # of those that are finite, since the last multiple of metrics.log_freq
     loss_count: int = 0
     run: str = ""  # an id that its first start makes, and all its checkpoints have; those of titanlite 0.2 have none
 
@@ -107,17 +105,16 @@ def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str
         "mixture": progress.origin.numbers(),
         "global_batch": run.global_batch,
         "data": run.data.describe(),
-        "schedule": schedule._asdict(),
+        "schedule": {"total_steps": schedule.total_steps},  # a longer run keeps it; the rest is in the configuration
         "architecture": run.family.dimensions(),
         "model_source": source_of(run.family.module),
         "config": run.config.model_dump(),
-        "scaled": SCALED,
     }
 
 
 def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
     """The same for imported weights. model: the keys of [model] that describe them."""
-    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}, "schedule": {}}
+    nothing = {"step": 0, "samples": 0, "global_batch": 0, "data": {}}
     return {**nothing, "architecture": family.dimensions(), "config": {"model": model}, "imported": True}
 
 
@@ -182,14 +179,12 @@ def load_run(
     """
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
-    refuse_foreign(source, found)
+    manifest.check_run(source, found)
     schedule = check_changes(run, source, found)
     exclude = run.config.checkpoint.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
         exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
     load.load_tensors(source, found, tensors, exclude, elsewhere=elsewhere)
-    if found.numbers.get("scaled") != SCALED:
-        restart(tensors)
     return _progress(run.data, found.numbers), schedule
 
 
@@ -209,16 +204,6 @@ def of_other_stages(model: nn.Module, tensors: Iterable[str]) -> Collection[str]
     return pipeline.gathered(tensors) if pipeline is not None else ()
 
 
-def refuse_foreign(source: Path, found: Manifest) -> None:
-    """Raises UserError for a sound checkpoint whose numbers are not those of `numbers_of`."""
-    if found.numbers.get("imported"):
-        raise UserError(
-            f"{source}: holds weights alone, made by import-hf, without optimizer state, step or data position; begin "
-            "from it with checkpoint.initial_load_path and checkpoint.initial_load_model_only = true"
-        )
-    manifest.check_run(source, found)
-
-
 def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | None:
     """The checkpoint of this run to continue from: the newest sound one, or the one that `load_step` names.
 
@@ -229,7 +214,7 @@ def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | No
 
     newest = load.newest_sound(folder)
     if newest is not None:
-        refuse_foreign(*newest)
+        manifest.check_run(*newest)
     if newest is None or cfg.load_step < 0:
         return newest
     numbers = newest[1].numbers
@@ -241,7 +226,7 @@ def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | No
 
 
 def check_changes(run: Setting, source: Path, found: Manifest) -> Schedule:
-    """The schedule of a resumed run: the stored one, unless the configuration sets another length and it is allowed.
+    """The schedule of a resumed run, of the length that it had, unless the configuration sets another and it is allowed.
 
     Raises UserError that lists every impossible or forbidden change.
     """
@@ -267,10 +252,7 @@ def check_changes(run: Setting, source: Path, found: Manifest) -> Schedule:
         raise UserError(listed(f"{source}: later steps would be computed differently from the earlier ones:", refused, remedy))
     for change in different:
         log.info("changed since the checkpoint, as allowed: %s", change)
-    if any(change.key.startswith("lr_scheduler.") or change.key == "optimizer.lr" for change in different):
-        schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
-    else:
-        schedule = stored_schedule(numbers["schedule"])
+    schedule = build_schedule(config, config.lr_scheduler.total_steps or numbers["schedule"]["total_steps"])
     if config.training.steps > schedule.total_steps and schedule.at(schedule.total_steps + 1) == 0.0:
         raise UserError(
             f"training.steps = {config.training.steps}: the schedule of {source} ends at step {schedule.total_steps}, with a "
@@ -298,12 +280,12 @@ def changes(run: Setting, numbers: dict[str, Any]) -> Iterator[Change]:
         if key in before and before[key] != value and _ON_RESUME[key] != MAY_CHANGE:
             yield Change(key, before[key], value)
     yield from _data_changes(numbers["data"], run.data.describe())
-    yield from _source_changes(numbers.get("model_source"), source_of(run.family.module))
+    yield from _source_changes(numbers["model_source"], source_of(run.family.module))
 
 
-def _source_changes(before: Source | None, now: Source) -> Iterator[Change]:
-    """The difference in the model's code. before: None for a checkpoint of a version that did not keep it."""
-    if before is None or not (names := changed_modules(before, now)):
+def _source_changes(before: Source, now: Source) -> Iterator[Change]:
+    """The difference in the model's code."""
+    if not (names := changed_modules(before, now)):
         return
     then, here = (
         ", ".join(f"{name} {source[name]['hash'][:12]}" if name in source else f"no {name}" for name in names)
@@ -327,7 +309,7 @@ def _source_sentence(source: dict[str, Any] | None, data: dict[str, Any]) -> str
     return (
         f"{source['name']}: {source['tokens']:,} tokens in {source['documents']:,} documents, fingerprint "
         f"{source['fingerprint'][:12]}, {source['share']:.4%} of samples, texts begin with "
-        f"{data.get('beginning', 'no BOS')}"  # before that entry, none was added
+        f"{data['beginning']}"
     )
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 FIRST = 2.0**8
 # With a smaller scale a slope of 1 is below float16's smallest normal number, and all gradients lose digits.
 LEAST = torch.finfo(torch.float16).smallest_normal
-SCALED = "summed loss"  # what a checkpoint's scale is for; those of titanlite 0.1 name nothing and scaled the divided loss
 _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0, 0.5, 2000
 
 
@@ -42,10 +41,3 @@ class LossScale:
     def report(self) -> dict[str, float]:
         """For the metrics; a host sync."""
         return {"loss_scale": self.scale.item(), "skipped_steps": int(self.skipped.item())}
-
-
-def restart(tensors: dict[str, Tensor]) -> None:
-    """Begins again with the first scale, where a run's tensors have one."""
-    if "loss_scale.scale" in tensors:
-        tensors["loss_scale.scale"].fill_(FIRST)
-        tensors["loss_scale.good_steps"].zero_()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.config.schema import Config
 
@@ -45,17 +45,6 @@ def build_schedule(config: Config, total_steps: int | None = None) -> Schedule:
     start = cfg.warmup_steps if cfg.decay_ratio is None else total - round(total * cfg.decay_ratio)
     end = total + 1 if cfg.min_lr_factor == 0 and start < total else total
     return Schedule(config.optimizer.lr, cfg.warmup_steps, start, total, cfg.decay_type, cfg.min_lr_factor, end)
-
-
-def stored_schedule(values: dict[str, Any]) -> Schedule:
-    """The schedule of a checkpoint, from `Schedule._asdict()`.
-
-    One of titanlite 0.1 has no decay_end: the full rate lasted one step longer, and the minimum followed the last step.
-    """
-    if "decay_end" not in values:
-        start, total = values["decay_start"], values["total_steps"]
-        values = values | ({"decay_start": start + 1, "decay_end": total + 1} if start < total else {"decay_end": start})
-    return Schedule(**values)
 
 
 def faults(config: Config) -> Iterator[str]:

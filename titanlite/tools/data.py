@@ -32,7 +32,6 @@ from titanlite.errors import UserError, listed
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
-from titanlite.loop.resume import refuse_foreign
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
 from titanlite.tools.options import RANKS, STEPS, Whole, command_parser, config_parser, read_command
 from titanlite.transforms.registry import family_of
@@ -71,7 +70,7 @@ def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Or
     number = next((each for each in steps if each >= step), steps[-1])
     source = step_folder(saves, number)
     found = manifest.read(source)
-    refuse_foreign(source, found)
+    manifest.check_run(source, found)
     began = continued(found.numbers, data.describe()["sources"])
     samples, batch = found.numbers["samples"], found.numbers["global_batch"]
     if number < step:  # a rollback to this checkpoint continues with a later sample

@@ -398,7 +398,7 @@ def _save(saves: Path, step: int, tensors: dict[str, Tensor]) -> None:
     if dist.get_rank() == 0:
         saves.mkdir(exist_ok=True)
     saver = Saver(saves, Config().checkpoint.model_copy(update={"async_mode": "async"}), TIMEOUT_SECONDS)
-    sections: dict[str, Any] = {key: {} for key in ("data", "schedule", "config", "architecture")}
+    sections: dict[str, Any] = {key: {} for key in ("data", "config", "architecture")}
     own = {name: local_part(tensor).clone() for name, tensor in tensors.items()}
     saver.save(step, tensors, {"samples": 0, "global_batch": GLOBAL_BATCH, **sections})
     for tensor in tensors.values():

@@ -80,7 +80,7 @@ def diff(before: Source, now: Source) -> str:
 
 
 def warn_of_changes(checkpoint: Path, before: Source | None, module: ModuleType) -> None:
-    """Logs what has changed since a checkpoint was saved. before: of its manifest; None: of a version without it."""
+    """Logs what has changed since a checkpoint was saved. before: of its manifest; None: imported weights have none."""
     if before is not None and (names := changed_modules(before, source_of(module))):
         what, where = diff(before, source_of(module)), "its manifest.json has the code of then"
         log.warning("%s: the code of the model has changed since: %s; %s\n%s", checkpoint, ", ".join(names), where, what)
