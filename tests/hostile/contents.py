@@ -295,13 +295,9 @@ def _tensor(metadata: Metadata, name: str = "model.weight") -> TensorStorageMeta
     return entry
 
 
-def _set_part(metadata: Metadata, number: int, offsets: tuple[int, ...], sizes: tuple[int, ...], move: bool = True) -> None:
-    """Another range of a part; move: of its location too."""
-    chunks = _tensor(metadata).chunks
-    before = MetadataIndex("model.weight", chunks[number].offsets)
-    chunks[number] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    if move:
-        metadata.storage_data[MetadataIndex("model.weight", torch.Size(offsets))] = metadata.storage_data.pop(before)
+def _set_part(metadata: Metadata, number: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    """Another range of a part."""
+    _tensor(metadata).chunks[number] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 def _place(metadata: Metadata, number: int) -> _StorageInfo:
@@ -318,35 +314,17 @@ def _drop(metadata: Metadata, number: int, storage: bool) -> None:
         del metadata.storage_data[MetadataIndex("model.weight", chunk.offsets)]
 
 
-def _same_bytes(metadata: Metadata, number: int, shift: int) -> None:
-    place, before = _place(metadata, number), _place(metadata, number - 1)
-    place.offset = before.offset + shift
-
-
 _FORGED: dict[str, Callable[[Metadata], object]] = {
     **{f"part {n} is missing": functools.partial(_drop, number=n, storage=True) for n in range(4)},
-    **{f"part {n} is missing, its bytes are not": functools.partial(_drop, number=n, storage=False) for n in range(4)},
-    "a part twice": lambda found: _tensor(found).chunks.append(_tensor(found).chunks[0]),
+    "a part is missing, its bytes are not": lambda found: _drop(found, 3, storage=False),
     "no parts": lambda found: _tensor(found).chunks.clear(),
-    "a part over another": lambda found: _set_part(found, 1, (0, 2), (4, 3)),
-    "a part over another, one place free": lambda found: _set_part(found, 3, (3, 3), (4, 3)),
-    "a part that begins before": lambda found: _set_part(found, 0, (-1, 0), (5, 3)),
-    "a part that ends behind": lambda found: _set_part(found, 3, (4, 3), (5, 3)),
+    "a part twice": lambda found: _tensor(found).chunks.append(_tensor(found).chunks[0]),
     "a larger part": lambda found: _set_part(found, 0, (0, 0), (4, 4)),
     "a smaller part": lambda found: _set_part(found, 0, (0, 0), (4, 2)),
-    "a part of other dimensions": lambda found: _set_part(found, 0, (0,), (4,)),
-    "a part of no size": lambda found: _set_part(found, 0, (0, 0), (0, 3)),
-    "a part elsewhere than its bytes": lambda found: _set_part(found, 0, (0, 1), (4, 3), move=False),
     "a larger tensor": lambda found: _change_size(found, 9, 6),
     "a smaller tensor": lambda found: _change_size(found, 7, 6),
-    "another shape of as many elements": lambda found: _change_size(found, 6, 8),
-    "a flat tensor": lambda found: _change_size(found, 48),
     "a tensor of 10^18 elements": lambda found: (_change_size(found, 10**9, 10**9), _tensor(found).chunks.clear()),
     "a tensor with no location": lambda found: found.storage_data.clear(),
-    "bytes of a tensor that is not there": lambda found: found.state_dict_metadata.pop("scale"),
-    **{f"bytes of part {n} are those before": functools.partial(_same_bytes, number=n, shift=0) for n in range(1, 8)},
-    **{f"bytes of part {n} begin in the one before": functools.partial(_same_bytes, number=n, shift=7) for n in range(1, 8)},
-    "fewer bytes than elements": lambda found: setattr(_place(found, 0), "length", 40),
     "a length below zero": lambda found: setattr(_place(found, 0), "length", -1),
     "bytes behind the end": lambda found: setattr(_place(found, 0), "offset", 10**12),
 }

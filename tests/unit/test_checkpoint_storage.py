@@ -277,7 +277,12 @@ LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "bytes": (entry(BytesStorageMetadata()), "BytesStorageMetadata, which no titanlite checkpoint"),
     "no tensor": (entry(5), "'model.weight' is not a tensor"),
     "no name of a tensor": (lambda found, source: found.state_dict_metadata.update({5: None}), "5 is not a tensor"),
-    "a place of no tensor": (lambda found, _: found.storage_data.update({"a": copy.copy(weight(found))}), "has no location"),
+    "a place of no name": (lambda found, _: found.storage_data.update({"a": copy.copy(weight(found))}), "has no location"),
+    "half of a tensor": (
+        lambda found, _: setattr(found.state_dict_metadata["model.weight"].chunks[0], "sizes", torch.Size([1, 4])),
+        "its 1 parts hold 4 of 12 elements",
+    ),
+    "none of a tensor": (lambda found, _: found.state_dict_metadata["model.weight"].chunks.clear(), "0 of 12 elements"),
     "a tensor of no place": (lambda found, source: found.storage_data.update({MetadataIndex("a"): 5}), "has no location"),
     "no tensors": (lambda found, source: setattr(found, "state_dict_metadata", None), "is not the metadata of a checkpoint"),
     "no places": (lambda found, source: setattr(found, "storage_data", None), "is not the metadata of a checkpoint"),
