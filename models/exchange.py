@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from models.grouped import ACTIVATIONS, grouped_outer, grouped_product, grouped_sum
+from models.torch_private import resolve_process_group
 
 
 class Counts(NamedTuple):
@@ -362,8 +362,7 @@ def _backward_flops(
 
 def _group(name: str) -> Any:
     """PyTorch's operations name their groups too."""
-    resolve: Any = _resolve_process_group
-    return resolve(name)
+    return resolve_process_group(name)
 
 
 def _counts_of_all(counts: Tensor, group: Any) -> Counts:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from models.torch_private import onednn_linear
+
 
 @torch.library.custom_op("titanlite::grouped_product", mutates_args=())
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
@@ -87,7 +89,7 @@ def _multiply(left: Tensor, right: Tensor, result: Tensor) -> None:
         torch.mm(left, right, out=result)
         return
     for part, rows in zip(result.split(_AT_A_TIME), left.split(_AT_A_TIME), strict=True):
-        part.copy_(torch.ops.mkldnn._linear_pointwise(rows, right.t(), None, "none", [], ""))
+        part.copy_(onednn_linear(rows, right.t()))
 
 
 def _runs(ends: Tensor) -> Any:

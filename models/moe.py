@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from models.blocks import SwiGLU, local_weight
 from models.exchange import Weights, exchanged_experts
 from models.grouped import Activated, ActivationName
-
-_c10d = torch.ops._c10d_functional
+from models.torch_private import collectives, wait_tensor
 
 # What selective checkpointing by operation keeps. The choice is kept because a recomputation that rounds differently could
 # send a token to another expert.
@@ -190,7 +189,7 @@ class Router(nn.Module):
         if losses.balance:
             counts = torch.zeros_like(scores).scatter(1, chosen, 1.0).unflatten(0, (rows, -1)).sum(dim=1)
             if losses.group_name:
-                counts = _c10d.wait_tensor(_c10d.all_reduce(counts, "sum", losses.group_name))
+                counts = wait_tensor(collectives.all_reduce(counts, "sum", losses.group_name))
             length = len(scores) // rows * losses.ranks
             shares = (scores / scores.sum(dim=-1, keepdim=True)).unflatten(0, (rows, -1)).sum(dim=1) / length
             total = total + losses.balance * (counts * (scores.shape[1] / (self.top_k * length)) * shares).sum()

@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from models.torch_private import all_to_all_single, cpu_attention, cpu_attention_backward, wait_tensor
 
 _SEQUENCE, _HEADS = 1, 2  # dimensions of (batch, seq, heads, head_dim)
 
@@ -102,7 +103,7 @@ class _CausalAtTheEnd(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         outs, sums = [], []
         for keys, causal in _blocks(q, k):
-            out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            out, logsumexp = cpu_attention(
                 q, _for_each_head(k[:, :, keys], q), _for_each_head(v[:, :, keys], q), 0.0, causal, scale=scale
             )
             outs.append(out)
@@ -122,9 +123,7 @@ class _CausalAtTheEnd(torch.autograd.Function):
         of_v: list[Tensor] = []
         for keys, causal in _blocks(q, k):
             wide = (_for_each_head(x[:, :, keys], q) for x in (k, v))
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, *wide, out, logsumexp, 0.0, causal, scale=ctx.scale
-            )
+            parts = cpu_attention_backward(grad, q, *wide, out, logsumexp, 0.0, causal, scale=ctx.scale)
             of_q += parts[0]
             for found, gradient in zip((of_k, of_v), parts[1:], strict=True):
                 found.append(gradient.unflatten(1, (k.shape[1], -1)).sum(2))

@@ -22,6 +22,7 @@ from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.errors import UserError
+from titanlite.torch_private import foreach_copy_, like
 from titanlite.transforms.shards import local_part
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class _Stager(AsyncStager):
             self._copies = {name: self._empty_copy(tensor) for name, tensor in tensors.items()}
         assert self._copies.keys() == tensors.keys()
         sources = [local_part(tensor) for tensor in tensors.values()]
-        torch._foreach_copy_([local_part(copy) for copy in self._copies.values()], sources, non_blocking=self._pinned)
+        foreach_copy_([local_part(copy) for copy in self._copies.values()], sources, non_blocking=self._pinned)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return self._copies
@@ -137,8 +138,7 @@ class _Stager(AsyncStager):
     def _empty_copy(self, tensor: Tensor) -> Tensor:
         local = local_part(tensor)
         copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._pinned)
-        # The constructor, because from_local would move the copy to the device of the mesh.
-        return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+        return like(tensor, copy) if isinstance(tensor, DTensor) else copy
 
 
 def _free_space(folder: Path) -> str:

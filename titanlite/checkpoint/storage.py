@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,6 +28,7 @@ from titanlite.checkpoint import opcodes
 from titanlite.checkpoint.manifest import Contents, Damaged, damage, fault
 from titanlite.launch.failure import ran_out
 from titanlite.outside import MIB, read_bytes
+from titanlite.torch_private import StorageInfo
 
 METADATA = ".metadata"
 _LIMIT = 16 * 1024 * MIB  # of a model in 10,000 parts: 1 GiB
@@ -221,7 +222,7 @@ def _check_metadata(metadata: Any, files: dict[str, Contents]) -> None:
     if not isinstance(metadata, Metadata) or not isinstance(tensors, dict) or not isinstance(storage, dict):
         raise ValueError("it is not the metadata of a checkpoint")
     for index, place in storage.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+        if not isinstance(index, MetadataIndex) or not isinstance(place, StorageInfo):
             raise ValueError(f"{index!r} has no location")
         if place.relative_path not in files:  # whose names have no path
             raise ValueError(f"{index.fqn} is in {place.relative_path!r}, which the manifest does not list")

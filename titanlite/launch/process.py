@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from titanlite import torch_private
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.launch import addresses
@@ -100,8 +100,8 @@ def use_deterministic_algorithms() -> None:
 
 def set_timeout(seconds: int, but: dist.ProcessGroup | None = None) -> None:
     """The timeout of every process group from now on, except one that has its own."""
-    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not but]:
-        _set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+    for group in [group for group in torch_private.all_groups if group is not but]:
+        torch_private.set_group_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def seed_step(seed: int, step: int, part: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from titanlite import torch_private
 from titanlite.config.schema import Config
 from titanlite.files import tolerated
 from titanlite.launch.run_folder import COLLECTIVES
@@ -33,7 +34,7 @@ class Watch:
             # PyTorch 2.13 writes two lines about GPUs to standard error for each trace, at a level above its errors.
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         if config.profiling.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
+            torch_private.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -55,7 +56,7 @@ class Watch:
             self.profiler.stop_trace()
             self.profiler = None
         if self.config.profiling.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            torch_private.record_memory_history(enabled=None)
 
     def _begin(self, step: int) -> None:
         cfg = self.config.profiling
@@ -95,7 +96,7 @@ class Watch:
     def _snapshot(self, step: int, suffix: str = "") -> None:
         cfg = self.config.profiling
         with tolerated(cfg.save_memory_snapshot_folder):
-            torch.cuda.memory._dump_snapshot(self._file(cfg.save_memory_snapshot_folder, step, "pickle", suffix))
+            torch_private.dump_snapshot(self._file(cfg.save_memory_snapshot_folder, step, "pickle", suffix))
 
     def _file(self, folder: str, step: int, kind: str, suffix: str = "") -> str:
         path = Path(self.config.job.dump_folder) / folder / f"step-{step:08d}{suffix}" / f"rank-{dist.get_rank()}.{kind}"

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from models.moe import Router, RouterLosses, experts_of, routers_of
 from titanlite.config.schema import Config
+from titanlite.torch_private import resolve_process_group
 
 
 def balance_experts(
@@ -113,8 +113,7 @@ def routing(model: nn.Module) -> list[dict[str, Any]]:
     """
     routers = _counting(model)
     exchange = next((experts.exchange for experts in experts_of(model)), None)
-    resolve: Any = _resolve_process_group  # declared for names of a type of their own
-    group = resolve(exchange.group_name) if exchange else getattr(model, "router_ranks", None)
+    group = resolve_process_group(exchange.group_name) if exchange else getattr(model, "router_ranks", None)
     latest = _added_up([router.counts for router in routers if router.counts is not None], torch.device("cpu"), group)
     found = [{"top_k": router.top_k, "counts": each.tolist()} for router, each in zip(routers, latest, strict=True)]
     return _in_order(model, found)

@@ -15,6 +15,7 @@ from titanlite.errors import UserError
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
+from titanlite.torch_private import foreach_div_, foreach_norm
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.shards import local_part
 
@@ -128,7 +129,7 @@ def clip_gradients(
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]  # as torch.amp.GradScaler sets it
     else:
         for local in by_replication.values():
-            torch._foreach_div_(local, divisor)
+            foreach_div_(local, divisor)
     return norm
 
 
@@ -139,7 +140,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 def _of_all_at_once(tensors: list[Tensor]) -> Tensor:
     """By as many operations for a hundred tensors as for one. A GPU adds up a tensor in blocks."""
-    return torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).square().sum()
+    return torch.stack(foreach_norm(tensors, 2, torch.float32)).square().sum()
 
 
 def _row_by_row(tensors: list[Tensor]) -> Tensor:

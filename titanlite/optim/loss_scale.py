@@ -9,6 +9,8 @@ All of this stays on the device. It depends on the gradient's global norm, so al
 import torch
 from torch import Tensor
 
+from titanlite.torch_private import amp_update_scale_
+
 # A label's slope is at most 1, a weight's gradient is a sum over the tokens of a microbatch, and float16 ends at 65,504: with
 # 2,048 tokens a microbatch, the debug recipe's first steps overflow with 2**9. Each halving costs a step.
 FIRST = 2.0**8
@@ -31,7 +33,7 @@ class LossScale:
 
     def update(self, overflow: Tensor) -> None:
         """Adapts the scale after a step; overflow: () float32, 1 where the step was skipped."""
-        torch._amp_update_scale_(self.scale, self.good_steps, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
+        amp_update_scale_(self.scale, self.good_steps, overflow, _GROWTH, _BACKOFF, _GROWTH_INTERVAL)
         self.skipped += overflow
 
     def tensors(self) -> dict[str, Tensor]:

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-import torch.fx.experimental._config
 from torch import Tensor
 
+from titanlite.torch_private import shapes_config
 from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
 
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]
@@ -148,4 +148,4 @@ def elementwise(update: Callable[..., None], compiler: Compiler | None) -> Calla
 
 def any_shape() -> AbstractContextManager:
     """Compiles for matrices of any shape: a square one must not make the compiler assume that all are square."""
-    return torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]  # added at import
+    return shapes_config.patch(use_duck_shape=False)

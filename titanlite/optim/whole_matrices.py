@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import _disable_current_modes
+
+from titanlite.torch_private import compute_shape_and_offset_at, disable_current_modes
 
 
 class Box(NamedTuple):
@@ -112,7 +112,7 @@ def _boxes(matrix: Tensor, world: int) -> list[Box]:
     """The box of every rank."""
     if not isinstance(matrix, DTensor):
         return [Box(0, 0, *matrix.shape)] * world
-    with _disable_current_modes():  # meshes are compared and read as tensors, which must be real also in FakeTensorMode
+    with disable_current_modes():  # meshes are compared and read as tensors, which must be real also in FakeTensorMode
         return _boxes_of_layout(tuple(matrix.shape), matrix.device_mesh, tuple(matrix.placements))
 
 
@@ -122,6 +122,6 @@ def _boxes_of_layout(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple
     boxes = {}
     coordinates = itertools.product(*map(range, mesh.shape))
     for rank, coordinate in zip(mesh.mesh.flatten().tolist(), coordinates, strict=True):
-        local, offset = _compute_local_shape_and_global_offset(shape, mesh.shape, list(coordinate), placements)
+        local, offset = compute_shape_and_offset_at(shape, mesh.shape, list(coordinate), placements)
         boxes[rank] = Box(*offset, *local)
     return [boxes[rank] for rank in sorted(boxes)]

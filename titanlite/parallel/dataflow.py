@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
 from titanlite.errors import UserError
+from titanlite.torch_private import TorchDispatchMode, schema, storage_of, tree_flatten, tree_leaves, tree_map, with_children
 from titanlite.transforms.registry import Family, place_of
 
 _BETWEEN = -1  # in the place of a call's number: code of `Model.forward` between the calls
@@ -77,6 +76,10 @@ Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 class _Stand:
     """In the place of an embedding or a block: its attributes are the module's, and a call goes to `run`."""
 
+    _name: str
+    _module: Any
+    _run: Run
+
     def __init__(self, name: str, module: Any, run: Run):
         vars(self).update(_name=name, _module=module, _run=run)
 
@@ -94,7 +97,7 @@ def through(model: Decoder, run: Run) -> Decoder:
     """The same model, in whose forward pass each call of the embedding or a block is `run(name, module, args, kwargs)`."""
     view: Any = copy.copy(model)
     layers = {name: _Stand(f"layers.{name}", block, run) for name, block in model.layers.items()}
-    view._modules = {**model._modules, "embed": _Stand("embed", model.embed, run), "layers": layers}
+    with_children(view, model, {"embed": _Stand("embed", model.embed, run), "layers": layers})
     return view
 
 
@@ -111,7 +114,7 @@ def trace(model: Decoder, batch: int = 1, seq_len: int = 16, alone: str = "", wh
     tracer, head = _Tracer(model, alone, whole), model.head
     assert head is not None
     split = any(isinstance(parameter, DTensor) for parameter in head.parameters())
-    tracer.makers[_storage(tokens)] = _BETWEEN
+    tracer.makers[storage_of(tokens)] = _BETWEEN
     with tracer:
         hidden = through(model, tracer.run)(tokens, SeqInfo(tokens))
         tracer.run("head", nn.Flatten() if split else head, (hidden,) if split else (hidden, tokens), {})
@@ -125,7 +128,7 @@ class _Tracer(TorchDispatchMode):
         super().__init__()
         self.flow, self.alone, self.whole = Flow([], [], []), alone, whole
         self.order = ["embed", *(f"layers.{name}" for name in model.layers), "head"]
-        self.owned = {_storage(each): name for name, each in itertools.chain(model.named_parameters(), model.named_buffers())}
+        self.owned = {storage_of(each): name for name, each in itertools.chain(model.named_parameters(), model.named_buffers())}
         self.makers: dict[int, int] = {}  # storage -> the call that has made it; _BETWEEN once it was returned
         self.depends: dict[int, set[int]] = {}  # storage -> the numbers that its values depend on
         self.returned: set[int] = set()  # storages of what calls have returned
@@ -135,7 +138,7 @@ class _Tracer(TorchDispatchMode):
 
     def _begin(self, number: int, name: str, usable: Iterable[Tensor]) -> None:
         self.number, self.call = number, Call(name, None, set(), [])
-        self.usable = {_storage(tensor) for tensor in usable}  # arguments, parameters and buffers
+        self.usable = {storage_of(tensor) for tensor in usable}  # arguments, parameters and buffers
 
     def run(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a block and notes what it uses and returns."""
@@ -146,7 +149,7 @@ class _Tracer(TorchDispatchMode):
         if calls and self.order.index(name) < self.order.index(calls[-1].name):
             raise NotCarried(f"{name} runs again after {calls[-1].name}; a block may run several times in a row only")
         own = [*module.parameters(), *module.buffers()]
-        for owner in (self.owned.get(_storage(each), f"{name}.") for each in own):
+        for owner in (self.owned.get(storage_of(each), f"{name}.") for each in own):
             if not owner.startswith(("head.", "embed.") if name == "head" else f"{name}."):  # which may be tied
                 raise NotCarried(f"{name} shares {owner}, which several ranks would train apart: give each block its own")
         # Copies, since what it finds by another way is then no argument, even if it is the same tensor.
@@ -180,7 +183,7 @@ class _Tracer(TorchDispatchMode):
             return leaf
         if id(leaf) in self.objects:
             return Slot(self.objects[id(leaf)])
-        number, storage = len(self.flow.tensors), _storage(leaf)
+        number, storage = len(self.flow.tensors), storage_of(leaf)
         self.flow.tensors.append(torch.empty_like(leaf, requires_grad=leaf.requires_grad))
         self.flow.makers.append(self.number)
         self.makers[storage], self.depends[storage], self.objects[id(leaf)] = _BETWEEN, {number}, number
@@ -197,10 +200,10 @@ class _Tracer(TorchDispatchMode):
         for tensor in used:
             self._use(tensor, any(tensor is each for each in written))
         result = func(*args, **kwargs)
-        depends = set().union(*(self.depends.get(_storage(each), ()) for each in used))
+        depends = set().union(*(self.depends.get(storage_of(each), ()) for each in used))
         for tensor in (each for each in [*tree_leaves(result), *written] if isinstance(each, Tensor)):
             self.alive.append(tensor)
-            if (storage := _storage(tensor)) not in self.owned:
+            if (storage := storage_of(tensor)) not in self.owned:
                 self.makers.setdefault(storage, self.number)
             self.depends[storage] = self.depends.get(storage, set()) | depends
         return result
@@ -215,7 +218,7 @@ class _Tracer(TorchDispatchMode):
 
     def _use(self, tensor: Tensor, written: bool) -> None:
         """Raises NotCarried unless what runs may use this tensor."""
-        storage, name = _storage(tensor), self.call.name
+        storage, name = storage_of(tensor), self.call.name
         maker, owner = self.makers.get(storage), self.owned.get(storage)  # None: it was there before; no parameter or buffer
         if maker == self.number and storage not in self.returned:
             return
@@ -228,14 +231,9 @@ class _Tracer(TorchDispatchMode):
         self.call.reads.update(self.depends.get(storage, ()))
 
 
-def _storage(tensor: Tensor) -> int:
-    """What a tensor shares with its views."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes into."""
-    arguments = func._schema.arguments
+    arguments = schema(func).arguments
     values = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
     into = [values.get(each.name) for each in arguments if each.alias_info is not None and each.alias_info.is_write]
     return [each for each in tree_leaves(into) if isinstance(each, Tensor)]

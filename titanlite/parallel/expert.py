@@ -15,6 +15,7 @@ from models.decoder import Decoder
 from models.moe import Exchange, experts_of
 from titanlite.config.schema import Config
 from titanlite.parallel.mesh import WITHIN_A_REPLICA
+from titanlite.torch_private import concatenate, flatten, unflatten
 
 
 class ExpertMeshes(NamedTuple):
@@ -41,11 +42,11 @@ def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> E
 
 def expert_meshes(mesh: DeviceMesh, degree: int) -> ExpertMeshes:
     """Makes groups of ranks, so all ranks together call it once."""
-    every = mesh[WITHIN_A_REPLICA]._flatten("within_a_replica")
-    apart = every._unflatten(0, (every.size() // degree, degree), ("expert_shard", "ep"))
+    every = flatten(mesh[WITHIN_A_REPLICA], "within_a_replica")
+    apart = unflatten(every, (every.size() // degree, degree), ("expert_shard", "ep"))
     shards = apart["expert_shard"]
     replicated = mesh["dp_replicate"].size() > 1
-    return ExpertMeshes(apart["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if replicated else shards)
+    return ExpertMeshes(apart["ep"], concatenate([mesh["dp_replicate"], shards]) if replicated else shards)
 
 
 def unsplittable(model: nn.Module, degree: int) -> str:

@@ -14,9 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 
 from models.decoder import Decoder
@@ -24,11 +21,20 @@ from models.moe import experts_of
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.parallel.mesh import data_degree, fsdp_mesh
+from titanlite.torch_private import (
+    DefaultReduceScatter,
+    TrainingState,
+    fsdp_common,
+    fsdp_groups,
+    mesh_per_parameter,
+    set_reduce_scatter,
+    set_training_state,
+)
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.shards import local_part
 
 # PyTorch 2.11 has one mesh for all parameters of a unit. There, experts that are split are units inside of their block's.
-MESH_PER_PARAMETER = hasattr(_fsdp_common, "ShardPlacementResult")
+MESH_PER_PARAMETER = mesh_per_parameter()
 
 
 def apply_fsdp(
@@ -87,8 +93,8 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and Deferred.of(config).replicas:
         for unit in waiting_units(model):
-            for group in _groups(unit):
-                group._reduce_scatter_comm = _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group)
+            for group in fsdp_groups(unit):
+                set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
         depth = parallelism.fsdp_prefetch
         for place, block in enumerate(blocks):
@@ -104,22 +110,14 @@ def _placement_on_two(parameter: nn.Parameter, ranks: int, apart: set[int], info
     """The placement of a parameter whose unit has two meshes. apart: parameters on the other one, which `info` describes."""
     if id(parameter) not in apart:
         return _placement(parameter, ranks)
-    return _fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
+    return fsdp_common.ShardPlacementResult(_placement(parameter, info.shard_mesh_size), info)
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:
     """A mesh as FSDP2 describes it: of shards, or of replicas and shards."""
     if mesh.ndim == 1:
-        return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def _groups(unit: nn.Module) -> list[Any]:
-    """FSDP2's groups of a unit's parameters, which are gathered and reduced together: one for each mesh."""
-    state = unit._get_fsdp_state()  # type: ignore[operator]  # of FSDPModule
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # 2.11
+        return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def split_dimension(shape: Sequence[int], ranks: int) -> int:
@@ -209,6 +207,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The unit of tied embedding and head has run the head last, waits for the embedding, and would stay gathered.
-            for group in _groups(module):
-                group._training_state = TrainingState.IDLE
+            for group in fsdp_groups(module):
+                set_training_state(group, TrainingState.IDLE)
             module.reshard()

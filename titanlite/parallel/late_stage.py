@@ -7,14 +7,12 @@ PyTorch's schedules compute the loss after the last forward pass. titanlite's he
 float32: for 8B, 2 GiB for each microbatch that waits for its backward pass. So the loss is computed when that begins.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 from torch.profiler import record_function
 
 _META = torch.device("meta")  # tensors without memory
@@ -101,19 +99,3 @@ def _replace(infos: Iterable[Any], device: torch.device, requires_grad: bool = F
         buffer = getattr(info, "buffer", None)
         if buffer is not None and buffer.device.type != device.type:
             info.buffer = torch.empty_like(buffer, device=device, requires_grad=requires_grad and buffer.is_floating_point())
-
-
-@contextmanager
-def bounded_waits(group: ProcessGroup, device: torch.device) -> Iterator[Callable[[list[Work]], Any]]:
-    """PyTorch's schedules wait for messages as long as the group's present timeout says; yields the function that waits.
-
-    gloo waits for a message as long as the timeout was when the group was made. NCCL needs nothing, and would block the host.
-    """
-    plain = schedules._wait_batch_p2p
-    if device.type == "cpu":
-        timeout = group._get_backend(device).options._timeout
-        schedules._wait_batch_p2p = lambda work: [each.wait(timeout) for each in work]
-    try:
-        yield schedules._wait_batch_p2p
-    finally:
-        schedules._wait_batch_p2p = plain

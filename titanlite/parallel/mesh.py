@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.config.effects import Place, effective_when
 from titanlite.config.schema import Config, Parallelism
 from titanlite.errors import UserError
+from titanlite.torch_private import concatenate, flatten
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples
@@ -59,8 +60,8 @@ def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """What `fully_shard` takes: the ranks that share the parameters, after the replicas, if there are any."""
-    shards = mesh["dp_shard"] if mesh["cp"].size() == 1 else mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if mesh["dp_replicate"].size() > 1 else shards
+    shards = mesh["dp_shard"] if mesh["cp"].size() == 1 else flatten(mesh["dp_shard", "cp"], "dp_shard_cp")
+    return concatenate([mesh["dp_replicate"], shards]) if mesh["dp_replicate"].size() > 1 else shards
 
 
 def data_degree(mesh: DeviceMesh) -> int:
@@ -75,12 +76,12 @@ def parts_of(degrees: dict[str, int]) -> int:
 
 def sequence_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ranks that have parts of the same sequences, between which context and sequence parallelism split them."""
-    return mesh["cp", "tp"]._flatten("cp_tp")
+    return flatten(mesh["cp", "tp"], "cp_tp")
 
 
 def stage_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that have the same layers; None: all of them."""
-    return mesh[WITHIN_A_STAGE]._flatten("within_a_stage").get_group() if mesh["pp"].size() > 1 else None
+    return flatten(mesh[WITHIN_A_STAGE], "within_a_stage").get_group() if mesh["pp"].size() > 1 else None
 
 
 def ranks_of(degrees: dict[str, int]) -> int:

@@ -23,6 +23,7 @@ from titanlite.config.schema import Config
 from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.torch_private import BEFORE_2_13, bounded_waits, with_children
 from titanlite.transforms.meta import numbers_of_a_token, on_meta
 from titanlite.transforms.registry import Family
 
@@ -176,7 +177,7 @@ class Stage(nn.Module):
         self.part = copy.copy(model)  # the same blocks and parameters, and other attributes
         ends = {"embed": model.embed if number == 0 else None, "head": model.head if last else None}
         blocks = nn.ModuleDict({name: model.layers[name] for name in layers})
-        self.part._modules = {**model._modules, "layers": blocks, **ends}
+        with_children(self.part, model, {"layers": blocks, **ends})
         self.after: Callable[[Decoder], None] | None = None  # called after each forward pass
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -197,7 +198,7 @@ class Pipeline:
     def __init__(self, stages: list[Stage], model: Decoder, config: Config, mesh: DeviceMesh, device: torch.device):
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-        from titanlite.parallel.late_stage import LateStage, bounded_waits
+        from titanlite.parallel.late_stage import LateStage
 
         logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it logs what it raises
         pp, cfg = mesh["pp"], config.parallelism
@@ -351,7 +352,7 @@ def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[st
     """What cannot run a backward pass in two parts."""
     cfg, schedule = config.activation_checkpoint, config.parallelism.pipeline_parallel_schedule
     twice = f'parallelism.pipeline_parallel_schedule = "{schedule}": has a backward pass for inputs, and then one for weights'
-    if torch.__version__ < "2.13":  # 2.11's second part cannot begin at an autograd.Function such as the head's
+    if BEFORE_2_13:
         yield f"{twice}, which needs PyTorch 2.13; use another schedule"
     if config.compile.enable:
         yield f"{twice}; a compiled one reuses what it has read: set compile.enable = false, or use another schedule"
@@ -376,9 +377,7 @@ def _stage_faults(config: Config, family: Family, model: Decoder, key: str) -> I
         yield f'{key}, pipeline_parallel_schedule = "{schedule}": {error} of {config.model.title}; lower it'
         return
     stages, flow = len(layers), trace(family.on_meta())
-    if torch.__version__ < "2.13" and not all(
-        each.is_floating_point() for part in received_by_stages(flow, layers) for each in part
-    ):
+    if BEFORE_2_13 and not all(each.is_floating_point() for part in received_by_stages(flow, layers) for each in part):
         yield f"{key}: blocks of {config.model.name} use whole numbers of earlier stages, which needs PyTorch 2.13; set it to 1"
     yield from (f"{key}: {fault}" for fault in _frozen(layers, model))
     of_a_rank = STAGES_OF_A_RANK[schedule]

@@ -9,9 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -19,6 +17,7 @@ from models.decoder import Decoder
 from models.moe import Experts
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
+from titanlite.torch_private import enable_symm_mem_for_group, has_parameters, set_async_tensor_parallel
 from titanlite.transforms.float8 import linear_layers
 from titanlite.transforms.registry import Family, every_layer, match_table, tie
 
@@ -116,7 +115,7 @@ def styles_of(model: nn.Module, family: Family) -> tuple[dict[str, str], list[st
 
     An nn.Identity marks a point in the data flow, for which the table gives a style.
     """
-    holders = [name for name, module in model.named_modules() if module._parameters or isinstance(module, nn.Identity)]
+    holders = [name for name, module in model.named_modules() if has_parameters(module) or isinstance(module, nn.Identity)]
     return match_table(family.module.sharding(family.config), holders, "sharding")
 
 
@@ -160,7 +159,7 @@ def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
     Its pass matches these patterns in each graph ("async TP"; one setting a process). Where several matrices read a gathered
     sequence, the backward pass sums their products, which does not match, and stays as it is.
     """
-    torch._inductor.config._micro_pipeline_tp = enable
+    set_async_tensor_parallel(enable)
     if enable:
         with warnings.catch_warnings():  # 2.13 deprecates the call, and its own pass still requires it
             warnings.simplefilter("ignore", FutureWarning)

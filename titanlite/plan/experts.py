@@ -5,10 +5,10 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from models.exchange import Load, taken
 from titanlite.plan.trace import spread
+from titanlite.torch_private import disable_current_modes, packet
 
 Routing = Literal["balanced", "worst"] | list[int]
 """Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks. A list:
@@ -43,10 +43,10 @@ class Exchanged(NamedTuple):
 
 def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchanged | None:
     """How much an operation with these arguments exchanges on rank 0; None for any other operation."""
-    packet = operation._overloadpacket
-    if packet is not _FORWARD and packet is not _BACKWARD:
+    name = packet(operation)
+    if name is not _FORWARD and name is not _BACKWARD:
         return None
-    forward = packet is _FORWARD
+    forward = name is _FORWARD
     w1, counts = given["weights"][0], given["counts"] if forward else given["counts"][0]
     experts, hidden, dim = w1.shape
     ranks, rows = len(counts) // experts if forward else len(counts), len(given["order"])
@@ -64,7 +64,7 @@ def on_busiest_rank(shares: tuple[int, ...], rows: int, ranks: int, capacity: in
     shares: of the experts. rows: of each rank. Row i of all rows, sorted by expert, is one of rank i % ranks: all send equal
     shares to each expert, up to one row.
     """
-    with _disable_current_modes():  # pretended tensors have no values
+    with disable_current_modes():  # pretended tensors have no values
         ends = torch.tensor(spread(list(shares), rows * ranks)).cumsum(0)
         sent_until = (ends - torch.arange(ranks)[:, None] + ranks - 1) // ranks  # (senders, experts)
         counts = sent_until.diff(dim=1, prepend=ends.new_zeros(ranks, 1)).view(ranks, ranks, -1)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
+from titanlite.torch_private import tree_flatten
 from titanlite.transforms.meta import on_meta, run_forward
 from titanlite.transforms.registry import Family
 

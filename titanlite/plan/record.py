@@ -12,12 +12,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.parallel.mesh import DIMENSIONS
 from titanlite.plan import experts
+from titanlite.torch_private import (
+    TorchDispatchMode,
+    cpu_attention,
+    cpu_attention_backward,
+    is_traceable_wrapper_subclass_type,
+    packet,
+    resolve_process_group,
+    schema,
+    storage_of,
+    tree_leaves,
+)
 from titanlite.transforms.registry import every_layer
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -89,7 +98,7 @@ class Recorder(TorchDispatchMode):
         given = _given(operation, args, kwargs)
         group = given.get("process_group", given.get("group_name"))
         if operation.namespace == "profiler":
-            if "enter" in operation._schema.name:
+            if "enter" in schema(operation).name:
                 self._labels.append(args[0])
             elif self._labels:
                 self._labels.pop()
@@ -97,10 +106,10 @@ class Recorder(TorchDispatchMode):
             self._flops += experts.flops(exchanged.load, given)
             for what, calls, size, sent in experts.messages(exchanged, given):
                 self._add(group, what, "all-to-all", Traffic(calls, size, sent))
-        elif formula := _FORMULAS.get(operation._overloadpacket) or flop_registry.get(operation._overloadpacket):
+        elif formula := _FORMULAS.get(packet(operation)) or flop_registry.get(packet(operation)):
             self._flops += formula(*args, **kwargs, out_val=result)
         elif group is not None:
-            self._count(operation._schema.name, given, group, result)
+            self._count(schema(operation).name, given, group, result)
         return result
 
     def _count(self, operation: str, given: dict[str, Any], group: Any, result: Any) -> None:
@@ -146,12 +155,12 @@ def mesh_slices(mesh: DeviceMesh) -> dict[tuple[str, ...], set[int]]:
 
 def _given(operation: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operation by name."""
-    return {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)} | kwargs
+    return {argument.name: value for argument, value in zip(schema(operation).arguments, args, strict=False)} | kwargs
 
 
 def _resolved(group: Any) -> Any:
     """The group that an operation has as an object or by its name."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group if isinstance(group, str) else dist.ProcessGroup.unbox
+    resolve: Any = resolve_process_group if isinstance(group, str) else dist.ProcessGroup.unbox
     return resolve(group)
 
 
@@ -173,8 +182,8 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int) -> i
 _FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: _attention_flops(q, k, 2),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
+    cpu_attention: lambda q, k, *_, **__: _attention_flops(q, k, 2),
+    cpu_attention_backward: lambda _, q, k, *__, **___: _attention_flops(q, k, 5),
 }
 
 
@@ -198,9 +207,9 @@ class Allocations(TorchDispatchMode):
         result = operation(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                if self._storages.get(storage._cdata, (lambda: None,))[0]() is None:
-                    self._storages[storage._cdata] = weakref.ref(storage), self.place, 0
+                storage, number = tensor.untyped_storage(), storage_of(tensor)
+                if self._storages.get(number, (lambda: None,))[0]() is None:
+                    self._storages[number] = weakref.ref(storage), self.place, 0
         self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
         return result
 

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 
 from models import attention
 from models.decoder import Decoder
@@ -31,6 +28,7 @@ from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
 from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_slices
+from titanlite.torch_private import FakeStore, FakeTensorMode, tree_leaves
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import Family, tie

@@ -45,6 +45,7 @@ from titanlite.tools.compare import (
 )
 from titanlite.tools.ranks import describe_error
 from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
+from titanlite.torch_private import AnyDropout
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.initialize import fill, match_initial
 from titanlite.transforms.registry import Family, every_layer, family_of
@@ -355,7 +356,7 @@ def make_sensitive(model: Decoder, family: Family, seed: int) -> None:
                 fill(noise, name, Normal(0.1), seed)
                 parameter.add_(noise)
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, AnyDropout):
             module.p = 0.0
 
 

@@ -14,29 +14,37 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as partitioner
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.blocks import SwiGLU
 from models.decoder import Decoder
+from titanlite import torch_private
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import ActivationCheckpoint, Config
+from titanlite.torch_private import (
+    collectives,
+    cpu_attention,
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+    math_attention,
+)
 from titanlite.transforms.offload import Offload
 
-_aten, _c10d, _higher = torch.ops.aten, torch.ops._c10d_functional, torch.ops.higher_order
+_aten, _higher = torch.ops.aten, torch.ops.higher_order
 
 # Expensive, so kept: attention in all its kernels, and sums over ranks. Gathers are repeated: each result is as large as the
 # whole sequence on every rank (405b with tp 8: 2 GiB a layer). A model's module can list more under KEEP.
 KEPT_OPERATIONS = (
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_attention_math.default,
+    flash_attention.default,
+    efficient_attention.default,
+    cudnn_attention.default,
+    cpu_attention.default,
+    math_attention.default,
     _higher.flex_attention,  # inside a compiled block
     _higher.inductor_compiled_code,  # the same outside of one: models/attention.py compiles nothing else that a block calls
-    _c10d.reduce_scatter_tensor.default,
-    _c10d.all_reduce.default,
+    collectives.reduce_scatter_tensor.default,
+    collectives.all_reduce.default,
 )
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.linear.default)
 
@@ -90,11 +98,7 @@ def chunk_feed_forward(model: Decoder, chunks: int) -> None:
 
 def set_memory_budget(cfg: ActivationCheckpoint) -> None:
     """Sets the share of activations that the compiler's partitioner keeps; it has one budget a process."""
-    partitioner.activation_memory_budget = cfg.memory_budget if cfg.mode == "memory_budget" else 1.0
-    # Under tensor parallelism a graph's inputs include the DeviceMesh, whose size PyTorch 2.13 cannot
-    # determine. It holds no activations. 2.11 has no such setting and needs none.
-    if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
-        partitioner.unsafe_treat_script_objects_as_zero_size = True
+    torch_private.set_memory_budget(cfg.memory_budget if cfg.mode == "memory_budget" else 1.0)
 
 
 @functools.cache

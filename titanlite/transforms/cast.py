@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.stateless import _reparametrize_module
 
 from models.decoder import Decoder
 from models.head import Head
+from titanlite.torch_private import reparametrize_module, storage_of
 
 
 def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iterable[nn.Module] = ()) -> None:
@@ -53,7 +53,7 @@ def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.d
         cast = {name: self.get_parameter(name).to(dtype) for name in names}
         kept: Any = _kept_as_masters(self, cast) if again and not torch.compiler.is_compiling() else contextlib.nullcontext()
         # As torch.func.functional_call replaces parameters; that would call the module, and so come back here.
-        with kept, _reparametrize_module(self, cast):
+        with kept, reparametrize_module(self, cast):
             return kind.forward(self, *args, **kwargs)
 
     return type(f"Casting{kind.__name__}", (kind,), {"forward": forward})
@@ -62,10 +62,10 @@ def _casting_class(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.d
 def _kept_as_masters(unit: nn.Module, cast: dict[str, Tensor]) -> saved_tensors_hooks:
     """Makes autograd keep the master instead of its cast copy, and repeat the cast in the backward pass."""
     # by the storage itself: those of a prediction (titanlite/plan) have no memory, and so all the same address
-    masters = {part.untyped_storage()._cdata: name for name, part in cast.items()}
+    masters = {storage_of(part): name for name, part in cast.items()}
 
     def pack(tensor: Tensor) -> Any:
-        name = masters.get(tensor.untyped_storage()._cdata)
+        name = masters.get(storage_of(tensor))
         return tensor if name is None else (name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def unpack(kept: Any) -> Tensor:

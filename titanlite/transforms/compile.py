@@ -9,6 +9,7 @@ import torch
 
 from models.decoder import Decoder
 from models.head import Head, Kernels
+from titanlite import torch_private
 from titanlite.config.schema import Compile, Config
 from titanlite.errors import MachineFault
 from titanlite.files import cache_folder
@@ -55,7 +56,7 @@ class RecompilationWatch:
 
     def settle(self) -> None:
         """Everything compiled so far was expected."""
-        self.expected = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        self.expected = torch_private.compile_counters["stats"]["unique_graphs"]
 
     def report(self, cfg: Compile) -> dict[str, int]:
         """For the metrics, where anything is compiled."""
@@ -63,13 +64,13 @@ class RecompilationWatch:
 
     def check(self, step: int) -> list[str]:
         """Warns of every compilation since `settle` or the last check; returns their causes."""
-        new = 0 if self.expected is None else torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.expected
+        new = 0 if self.expected is None else torch_private.compile_counters["stats"]["unique_graphs"] - self.expected
         if new <= 0:
             return []
         self.recompilations += new
         causes = []
         # without those of a backward pass, which has no code of its own and is compiled with its forward pass
-        of_code = [metrics for metrics in torch._dynamo.utils.get_compilation_metrics() if metrics.co_name is not None]
+        of_code = [metrics for metrics in torch_private.get_compilation_metrics() if metrics.co_name is not None]
         for metrics in of_code[-new:]:
             causes.append(metrics.recompile_reason or "another code path")
             log.warning("step %d: recompiled %s (%s); each costs much of a step", step, metrics.co_name, causes[-1])
@@ -82,8 +83,8 @@ def faults(config: Config) -> Iterator[str]:
     cfg = config.compile
     if not cfg.enable:
         return
-    if cfg.backend not in torch._dynamo.list_backends(exclude_tags=()):
-        yield f'compile.backend = "{cfg.backend}": no such backend; there are: {", ".join(torch._dynamo.list_backends())}'
+    if cfg.backend not in torch.compiler.list_backends(exclude_tags=()):
+        yield f'compile.backend = "{cfg.backend}": no such backend; there are: {", ".join(torch.compiler.list_backends())}'
     elif cfg.backend == "inductor" and not torch.cuda.is_available():
         yield from compiler_faults('compile.backend = "inductor":', "compile.enable = false")
 
@@ -96,8 +97,7 @@ def compiler_faults(what: str, instead: str) -> Iterator[str]:
 
 def has_compiler() -> bool:
     """Whether inductor finds a C++ compiler, by its own rules."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # imports much, and is seldom needed
-    from torch._inductor.exc import InvalidCxxCompiler
+    from titanlite.torch_private import InvalidCxxCompiler, get_cpp_compiler  # imports much, and is seldom needed
 
     try:
         return bool(get_cpp_compiler())

@@ -4,13 +4,13 @@ import logging
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models.attention import SeqInfo
 from models.blocks import Flops
 from models.decoder import Decoder
 from models.moe import MoE
 from titanlite.config.schema import Config
+from titanlite.torch_private import FakeTensorMode
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.registry import Family, tie

@@ -30,7 +30,7 @@ OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
 A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 # the files of models/ that are not families
-_SHARED = ("attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "rope", "split")
+_SHARED = ("attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "rope", "split", "torch_private")
 _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
 FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
 

@@ -10,8 +10,8 @@ import hashlib
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import _disable_current_modes
+
+from titanlite.torch_private import compute_local_shape_and_global_offset, disable_current_modes
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def global_offset(tensor: Tensor) -> tuple[int, ...]:
     """The position in the whole tensor where this rank's shard, a box, begins."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
-    with _disable_current_modes():  # PyTorch computes offsets with tensors, which must be real also in FakeTensorMode
+    with disable_current_modes():  # PyTorch computes offsets with tensors, which must be real also in FakeTensorMode
         return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 

@@ -1,0 +1,92 @@
+"""PyTorch's private names: which are gone, and that they stand in two files alone."""
+
+import ast
+import contextlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import models.torch_private
+from titanlite import torch_private
+from titanlite.torch_private import ATTRIBUTES, INHERITED, NAMES, VERSIONS, Name
+
+ROOT = Path(__file__).parents[2]
+FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # the latter is imported only if all are there
+# What is private to others, or is private by its spelling only.
+OTHERS = {
+    "_replace", "_asdict", "_fields", "_field_defaults",  # of named tuples
+    "_exit", "_getframe",  # os, sys
+    "_output_child_to_const",  # jinja2, in data/prepare/chat.py
+    "_option_string_actions", "_AppendAction",  # argparse, in tools/options.py
+    "_strip_protocol",  # fsspec, in data/prepare/documents.py
+}  # fmt: skip
+INHERITED_NAMES = {name.path.rpartition(".")[2] for name in INHERITED}
+
+
+def is_there(path: str) -> bool:
+    """Whether a module has a name, or a class an attribute, which its source may set on each object."""
+    with contextlib.suppress(AttributeError, ImportError):
+        pkgutil.resolve_name(path)
+        return True
+    owner, _, name = path.rpartition("." if "." in path.partition(":")[2] else ":")
+    with contextlib.suppress(AttributeError, ImportError, TypeError, OSError):
+        return re.search(rf"\b{name}\b", inspect.getsource(pkgutil.resolve_name(owner))) is not None
+    return False
+
+
+def test_every_private_name_is_in_this_pytorch():
+    running = ".".join(torch.__version__.split(".")[:2])
+    running = running if running in VERSIONS else VERSIONS[-1]
+    names: list[Name] = [*NAMES.values(), *ATTRIBUTES, *INHERITED]
+    gone = [f"{path}: {purpose}" for path, purpose, tried in names if running in tried and not is_there(path)]
+    assert gone == [], f"PyTorch {torch.__version__} has no longer"
+
+
+def test_a_name_that_is_gone_is_missed():
+    for path in ("torch:_no_such_name", "torch.nn:Module._no_such_name", "torch._no_such_module:name", "torch:Tensor._no"):
+        assert not is_there(path)
+    assert all(hasattr(torch_private, name.purpose) for name in ATTRIBUTES)  # the function that uses it
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """The names that a file defines: functions, classes, parameters, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def private(tree: ast.Module, own: set[str]) -> Iterator[str]:
+    """The private names of others that a file uses: attributes, and imports from torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own:
+            yield f"line {node.lineno}: {node.attr}"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            names = [f"{module}.{alias.name}" if module else alias.name for alias in node.names]
+            yield from (f"line {node.lineno}: {name}" for name in names if re.match(r"torch\b.*\._[^_]", name))
+
+
+def strangers(files: list[Path]) -> list[str]:
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    own = {name for tree in trees.values() for name in own_names(tree)} | OTHERS | INHERITED_NAMES
+    return [f"{file.relative_to(ROOT)}, {use}" for file, tree in trees.items() for use in private(tree, own)]
+
+
+def test_no_other_file_uses_a_private_name_of_pytorch():
+    files = [file for folder in ("titanlite", "models") for file in (ROOT / folder).rglob("*.py")]
+    assert strangers([file for file in files if file not in FILES]) == []
+
+
+def test_private_names_are_seen():
+    code = "import torch._a\nfrom torch.b import _c\nfrom torch._d import e\nf._g = 1\nself._h = self._h(i._j, __name__)\n"
+    tree = ast.parse(code)
+    found = {use.partition(": ")[2] for use in private(tree, set(own_names(tree)))}
+    assert found == {"torch._a", "torch.b._c", "torch._d.e", "_g", "_j"}

@@ -1,0 +1,253 @@
+"""PyTorch's private names: all that titanlite uses, what for, and the versions that each was tried on.
+
+PyTorch may rename them in any version. `tests/unit/test_torch_private.py` says which are gone, and that no other file uses one;
+models/torch_private.py has those of the model families. A name of `NAMES` is imported from here like any other:
+
+    from titanlite.torch_private import TrainingState
+
+Its module is loaded at that moment, and not with this file, since some take a second.
+"""
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
+
+VERSIONS = ("2.11", "2.13")
+
+
+class Name(NamedTuple):
+    """A name of a module, or an attribute of a class: "module:name" or "module:Class.attribute"."""
+
+    path: str
+    purpose: str
+    tried: tuple[str, ...] = VERSIONS  # the versions of PyTorch that have it
+
+
+_FSDP, _ATEN = "torch.distributed.fsdp._fully_shard", "torch:ops.aten."
+_DISPATCH, _C10D = "torch.utils._python_dispatch", "torch.distributed.distributed_c10d"
+
+NAMES = {
+    # checkpoints
+    "StorageInfo": Name("torch.distributed.checkpoint.filesystem:_StorageInfo", "the location of a shard, in DCP's metadata"),
+    "foreach_copy_": Name("torch:_foreach_copy_", "copies all tensors of a checkpoint at once"),
+    # process groups
+    "set_group_timeout": Name(f"{_C10D}:_set_pg_timeout", "short timeouts after a long first step"),
+    "all_groups": Name(f"{_C10D}:_world.pg_map", "every process group there is, to set its timeout"),
+    "resolve_process_group": Name(f"{_C10D}:_resolve_process_group", "the group of a name, as operations have it"),
+    "FakeStore": Name("torch.testing._internal.distributed.fake_pg:FakeStore", "the process group of a prediction"),
+    "enable_symm_mem_for_group": Name(
+        "torch.distributed._symmetric_memory:enable_symm_mem_for_group", "async TP: the compiler's pass requires the call"
+    ),
+    # DTensor
+    "compute_local_shape_and_global_offset": Name(
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "the positions of a shard in the whole tensor"
+    ),
+    "compute_shape_and_offset_at": Name(
+        "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset", "the same for the shard of any rank"
+    ),
+    # FSDP2
+    "fsdp_common": Name(f"{_FSDP}:_fsdp_common", "its descriptions of meshes, for experts on a mesh of their own"),
+    "DefaultReduceScatter": Name(f"{_FSDP}._fsdp_collectives:DefaultReduceScatter", "checks what a waiting all-reduce adds up"),
+    "TrainingState": Name(f"{_FSDP}._fsdp_common:TrainingState", "frees a unit that a validation leaves gathered"),
+    # modes and trees
+    "TorchDispatchMode": Name(f"{_DISPATCH}:TorchDispatchMode", "sees every operation: predictions, and what blocks exchange"),
+    "is_traceable_wrapper_subclass_type": Name(f"{_DISPATCH}:is_traceable_wrapper_subclass_type", "lets DTensors be"),
+    "disable_current_modes": Name(f"{_DISPATCH}:_disable_current_modes", "reads meshes while FakeTensorMode is on"),
+    "FakeTensorMode": Name("torch._subclasses.fake_tensor:FakeTensorMode", "a forward pass without memory"),
+    "tree_flatten": Name("torch.utils._pytree:tree_flatten", "the tensors among arguments and results"),
+    "tree_leaves": Name("torch.utils._pytree:tree_leaves", "the same"),
+    "tree_map": Name("torch.utils._pytree:tree_map", "the same, replaced"),
+    "reparametrize_module": Name("torch.nn.utils.stateless:_reparametrize_module", "parameters that are cast for one call"),
+    # compiler
+    "compile_counters": Name("torch._dynamo.utils:counters", "counts recompilations"),
+    "get_compilation_metrics": Name("torch._dynamo.utils:get_compilation_metrics", "the cause of each"),
+    "partitioner": Name("torch._functorch:config", "activation_checkpoint.memory_budget"),
+    "inductor_config": Name("torch._inductor:config", "switches async TP on, whose option is private too"),
+    "shapes_config": Name("torch.fx.experimental:_config", "kernels for matrices of any shape"),
+    "get_cpp_compiler": Name("torch._inductor.cpp_builder:get_cpp_compiler", "whether inductor finds a C++ compiler"),
+    "InvalidCxxCompiler": Name("torch._inductor.exc:InvalidCxxCompiler", "says that it finds none"),
+    # operations
+    "flash_attention": Name(f"{_ATEN}_scaled_dot_product_flash_attention", "its result is kept for the backward pass"),
+    "efficient_attention": Name(f"{_ATEN}_scaled_dot_product_efficient_attention", "the same"),
+    "cudnn_attention": Name(f"{_ATEN}_scaled_dot_product_cudnn_attention", "the same"),
+    "math_attention": Name(f"{_ATEN}_scaled_dot_product_attention_math", "the same"),
+    "cpu_attention": Name(f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu", "the same, and its FLOPs"),
+    "cpu_attention_backward": Name(f"{_ATEN}_scaled_dot_product_flash_attention_for_cpu_backward", "its FLOPs"),
+    "collectives": Name("torch:ops._c10d_functional", "results of collectives are kept for the backward pass"),
+    "foreach_div_": Name("torch:_foreach_div_", "divides all gradients at once"),
+    "foreach_norm": Name("torch:_foreach_norm", "the norms of all gradients at once, on a GPU"),
+    "amp_update_scale_": Name("torch:_amp_update_scale_", "the loss scale of float16, without a host sync"),
+    "record_memory_history": Name("torch.cuda.memory:_record_memory_history", "profiling.enable_memory_snapshot"),
+    "dump_snapshot": Name("torch.cuda.memory:_dump_snapshot", "the same"),
+    "AnyDropout": Name("torch.nn.modules.dropout:_DropoutNd", "the base of all dropout layers"),
+}
+
+# Attributes of PyTorch's objects, which the functions below use.
+ATTRIBUTES = (
+    Name("torch.distributed.tensor:DTensor._spec", "like"),
+    Name("torch.distributed.tensor:DTensor._local_tensor", "storage_of"),
+    Name("torch:UntypedStorage._cdata", "storage_of"),
+    Name("torch._ops:OpOverload._schema", "schema"),
+    Name("torch._ops:OpOverload._overloadpacket", "packet"),
+    Name("torch.nn:Module._modules", "with_children"),
+    Name("torch.nn:Module._parameters", "has_parameters"),
+    Name("torch.distributed.device_mesh:DeviceMesh._flatten", "flatten"),
+    Name("torch.distributed.device_mesh:DeviceMesh._unflatten", "unflatten"),
+    Name("torch.distributed.device_mesh:DeviceMesh._concatenate", "concatenate"),
+    Name("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "fsdp_groups"),
+    Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_groups", "fsdp_groups", ("2.13",)),
+    Name(f"{_FSDP}._fsdp_state:FSDPState._fsdp_param_group", "fsdp_groups", ("2.11",)),
+    Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._reduce_scatter_comm", "set_reduce_scatter"),
+    Name(f"{_FSDP}._fsdp_param_group:FSDPParamGroup._training_state", "set_training_state"),
+    Name(f"{_FSDP}._fsdp_common:ShardPlacementResult", "mesh_per_parameter", ("2.13",)),
+    Name("torch._functorch.config:unsafe_treat_script_objects_as_zero_size", "set_memory_budget", ("2.13",)),
+    Name("torch._inductor.config:_micro_pipeline_tp", "set_async_tensor_parallel"),
+    Name("torch.distributed.pipelining.schedules:_wait_batch_p2p", "bounded_waits"),
+    Name("torch.distributed:ProcessGroup._get_backend", "bounded_waits"),
+    Name("torch.distributed:ProcessGroupGloo.Options._timeout", "bounded_waits"),
+)
+
+# Private methods and attributes of PyTorch's classes that classes of titanlite override or read: they are where the class is.
+_CONTEXT = "torch.distributed.elastic.multiprocessing.api:SubprocessContext"
+_STAGE = "torch.distributed.pipelining:PipelineStage"
+INHERITED = (
+    Name(f"{_CONTEXT}._poll", "launch/launcher.py: the launcher looks at its ranks"),
+    Name(f"{_CONTEXT}._capture_process_failures", "launch/launcher.py: exit codes that are no failures"),
+    Name(f"{_CONTEXT}._close", "launch/launcher.py: how ranks are ended"),
+    Name(f"{_CONTEXT}._failures", "launch/launcher.py: the failures so far"),
+    Name(f"{_STAGE}._prepare_forward_infra", "parallel/late_stage.py: buffers without memory"),
+    Name(f"{_STAGE}._prepare_backward_infra", "parallel/late_stage.py: the same"),
+    Name(
+        "torch.distributed.checkpoint.staging:AsyncStager._synchronize_after_execute",
+        "checkpoint/save.py: staging ends before it returns",
+    ),
+)
+
+# 2.11 cannot begin the second part of a backward pass at an autograd.Function such as the head's, and a pipeline's messages of
+# whole numbers need gradients there.
+BEFORE_2_13 = torch.__version__ < "2.13"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"titanlite.torch_private has no {name}")
+    return pkgutil.resolve_name(NAMES[name].path)
+
+
+# ------------------------------------------------------------------------------------------------------- tensors and modules
+
+
+def like(tensor: Any, local: Tensor) -> Tensor:
+    """A DTensor of this local part, laid out as `tensor`. from_local would move the part to the device of the mesh."""
+    return type(tensor)(local, tensor._spec, requires_grad=False)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What a tensor shares with its views, where it has memory and where it has none."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def schema(operation: Any) -> Any:
+    """Name and arguments of an operation."""
+    return operation._schema
+
+
+def packet(operation: Any) -> Any:
+    """An operation without its overload, as in torch.ops.aten.mm."""
+    return operation._overloadpacket
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own, also if they are None."""
+    return bool(module._parameters)
+
+
+def with_children(view: Any, model: nn.Module, children: dict[str, Any]) -> None:
+    """Gives a shallow copy of a model other children, of any type; the model keeps its own."""
+    view._modules = {**model._modules, **children}
+
+
+# ------------------------------------------------------------------------------------------------------------------- meshes
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All dimensions of a mesh as one."""
+    return mesh._flatten(name)
+
+
+def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The first dimension of a mesh as several."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh of the dimensions of several."""
+    return DeviceMesh._concatenate(meshes)
+
+
+# -------------------------------------------------------------------------------------------------------------------- FSDP2
+
+
+def mesh_per_parameter() -> bool:
+    """Whether parameters of a unit can be on different meshes. PyTorch 2.11 has one for all of them."""
+    return hasattr(pkgutil.resolve_name(NAMES["fsdp_common"].path), "ShardPlacementResult")
+
+
+def fsdp_groups(unit: nn.Module) -> list[Any]:
+    """FSDP2's groups of a unit's parameters, which are gathered and reduced together: one for each mesh."""
+    state = unit._get_fsdp_state()  # type: ignore[operator]  # of FSDPModule
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # 2.11
+
+
+def set_reduce_scatter(group: Any, communication: Any) -> None:
+    group._reduce_scatter_comm = communication
+
+
+def set_training_state(group: Any, state: Any) -> None:
+    group._training_state = state
+
+
+# ----------------------------------------------------------------------------------------------------------------- compiler
+
+
+def set_memory_budget(share: float) -> None:
+    """The share of activations that the compiler's partitioner keeps."""
+    partitioner = pkgutil.resolve_name(NAMES["partitioner"].path)
+    partitioner.activation_memory_budget = share
+    # Under tensor parallelism a graph's inputs include the DeviceMesh, whose size PyTorch 2.13 cannot
+    # determine. It holds no activations. 2.11 has no such setting and needs none.
+    if hasattr(partitioner, "unsafe_treat_script_objects_as_zero_size"):
+        partitioner.unsafe_treat_script_objects_as_zero_size = True
+
+
+def set_async_tensor_parallel(enable: bool) -> None:
+    pkgutil.resolve_name(NAMES["inductor_config"].path)._micro_pipeline_tp = enable
+
+
+# ---------------------------------------------------------------------------------------------------------------- pipelines
+
+
+@contextmanager
+def bounded_waits(group: ProcessGroup, device: torch.device) -> Iterator[Callable[[list[Work]], Any]]:
+    """PyTorch's schedules wait for messages as long as the group's present timeout says; yields the function that waits.
+
+    gloo waits for a message as long as the timeout was when the group was made. NCCL needs nothing, and would block the host.
+    """
+    from torch.distributed.pipelining import schedules  # imports much, and is seldom needed
+
+    plain = schedules._wait_batch_p2p
+    if device.type == "cpu":
+        timeout = group._get_backend(device).options._timeout
+        schedules._wait_batch_p2p = lambda work: [each.wait(timeout) for each in work]
+    try:
+        yield schedules._wait_batch_p2p
+    finally:
+        schedules._wait_batch_p2p = plain
