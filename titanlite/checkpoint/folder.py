@@ -165,40 +165,29 @@ def retire(folder: Path, cfg: Checkpoint, run: str) -> None:
 def _delete(path: Path, run: str = "") -> None:
     """Deletes a checkpoint, or what a killed run has left of one.
 
-    Only a folder with a sound manifest of its step and run, and nothing but the files that it lists, is a checkpoint; whatever
-    else has the name of one is kept, with a warning. The manifest goes last, as the proof for the next attempt.
+    Only a folder with a sound manifest of its step and run, and nothing but the files that it lists, is a checkpoint; any other
+    folder with the name of one is kept, with a warning.
     """
     try:
-        if path.suffix == ".unfinished":
-            shutil.rmtree(path)
-            return
-        proved = _files_of_checkpoint(path, run)
-        if path.suffix != ".retired":
+        if step_of(path) is not None:
+            _prove(path, run)
             path = path.rename(path.with_name(f".{path.name}.retired"))
-        for name in proved:
-            (path / name).unlink(missing_ok=True)
-        path.rmdir()
+        shutil.rmtree(path)
     except (OSError, UserError) as error:  # this wastes disk space but loses no checkpoint; the next save tries again
         log.warning("%s: cannot be deleted: %s", path, error)
 
 
-def _files_of_checkpoint(path: Path, run: str) -> list[str]:
-    """The names of a checkpoint's files; its manifest is the last one. Raises UserError for a folder that is none of this run,
-    where it names a run (before titanlite 0.3, none did)."""
+def _prove(path: Path, run: str) -> None:
+    """Raises UserError for a folder that is no checkpoint of this run, or has other files too."""
     if path.is_symlink():
         raise UserError("it is a link")
-    present = set(os.listdir(path))
-    if not present and path.suffix == ".retired":
-        return []
     found = manifest.read(path)
-    match = re.search(_NAME.pattern, path.name)
-    if match is None or found.numbers["step"] != int(match[1]):
+    if found.numbers["step"] != step_of(path):
         raise UserError(f"its manifest is that of step {found.numbers['step']}")
-    if run and found.numbers.get("run", run) != run:
+    if run and found.numbers.get("run", run) != run:  # titanlite 0.2 named none
         raise UserError("it is of another run")
-    if foreign := sorted(present - found.files.keys() - {manifest.FILE}):
+    if foreign := sorted(set(os.listdir(path)) - found.files.keys() - {manifest.FILE}):
         raise UserError(f"its manifest does not list {', '.join(foreign)}")
-    return [*found.files, manifest.FILE]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the check
