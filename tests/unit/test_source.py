@@ -127,6 +127,7 @@ ZOO = [
     "models.llama3",
     "models.rope",
     "models.split",
+    "models.torch_private",
 ]
 MINE = ["helpers_of_mine", "own", "own.later", "own.layers", "own.model", "own.parts.norms"]
 
