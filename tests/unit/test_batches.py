@@ -130,7 +130,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sour
     data.__class__, data.go = Slow, tmp_path / "go"
 
     def after_the_third(record: logging.LogRecord) -> bool:
-        if sum('source "' in each.message for each in caplog.records) == 2:  # without this one; a worker may begin late
+        if sum('source "' in each.message for each in caplog.records) == 3:  # without this one; a worker may begin late
             data.go.touch()
         return True
 
