@@ -48,7 +48,7 @@ def hash_of(text: str) -> str:
         tree = ast.parse(text)
         for node in ast.walk(tree):
             if isinstance(body := getattr(node, "body", None), list):
-                node.body = [each for each in body if not _is_idle(each)]  # type: ignore[attr-defined]
+                node.body = [each for each in body if not _is_idle(each)]  # type: ignore[attr-defined]  # not every node has one
         text = ast.dump(tree)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
