@@ -78,7 +78,6 @@ def line_of(folder: Path, text: str) -> int:
         (0, (), {"WAY_0": "is killed"}),  # rank 1 is in the forward pass, waiting for rank 0's parameters
         pytest.param(1, (), {"WAY_0": "fails right after", "WAY_1": "is killed"}, marks=pytest.mark.slow),
         pytest.param(0, STAGES, {"WAY_0": "is killed"}, marks=pytest.mark.slow),  # rank 1 waits for rank 0's hidden states
-        pytest.param(1, STAGES, {"WAY_1": "is killed"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(tmp_path, killed, words, ways):
@@ -121,12 +120,11 @@ def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failed", [0, 1])
-def test_an_exception_of_one_stage_is_the_one_that_is_reported(tmp_path, failed):
-    ended = run_failing(tmp_path, 2, *STAGES, **{f"WAY_{failed}": "raises"})
+def test_an_exception_of_one_stage_is_the_one_that_is_reported(tmp_path):
+    ended = run_failing(tmp_path, 2, *STAGES, WAY_1="raises")
     assert (ended.code, ended.left) == (1, []), ended.err
-    assert f"rank {failed}, step 1, forward and backward: RuntimeError: the culprit (" in ended.err
-    assert f"rank {failed} (process " in ended.err.splitlines()[-1] and "Traceback" not in ended.err
+    assert "rank 1, step 1, forward and backward: RuntimeError: the culprit (" in ended.err
+    assert "rank 1 (process " in ended.err.splitlines()[-1] and "Traceback" not in ended.err
 
 
 def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_other(tmp_path):
@@ -152,12 +150,3 @@ def test_out_of_memory_ends_a_run_with_what_helps_and_without_a_traceback(tmp_pa
     assert "2. training.local_batch_size = 1 with training.global_batch_size = 2" in ended.err
     assert "Traceback" not in ended.err
     assert [line["step"] for line in reports(tmp_path / "out")] == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_stage_that_is_out_of_memory_ends_the_run_with_what_helps(tmp_path):
-    ended = run_failing(tmp_path, 2, *STAGES, WAY_1="out of memory")
-    assert (ended.code, ended.left) == (2, []), ended.err
-    assert "rank 1, step 1, forward and backward: out of memory, 2.00 GiB more were requested" in ended.err
-    assert '1. activation_checkpoint.mode = "selective"' in ended.err
-    assert "Traceback" not in ended.err
