@@ -22,7 +22,7 @@ class Planted(NamedTuple):
     owner: Any
     name: str
     fault: Any
-    cell: str = "1 rank, float32"
+    cell: str = "1 rank, bfloat16"
 
 
 def _before_clipping(fault: Any) -> Planted:
