@@ -70,9 +70,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add(
         "--model",
         default="llama3:debug",
-        help="llama3:FLAVOUR, followed by dimensions that differ: llama3:debug,n_layers=8,dim=512",
+        help="llama3:FLAVOR, followed by dimensions that differ: llama3:debug,n_layers=8,dim=512",
     )
-    add("--vocab", type=int, help="size of the vocabulary; default: the flavour's")
+    add("--vocab", type=int, help="size of the vocabulary; default: the flavor's")
     add("--precision", choices=list(TOLERANCE), default="bfloat16")
     add("--batch", type=int, default=8, help="sequences in one forward and backward pass")
     add("--seq", type=int, default=256, help="tokens in one sequence")
@@ -141,10 +141,10 @@ def pairs(given: list[str], option: str) -> dict[str, str]:
 
 def dimensions(model: str, vocab: int | None) -> llama3.Config:
     """--model and --vocab as the family's own Config."""
-    flavour, *changes = model.split(",")
-    family, _, name = flavour.partition(":")
+    flavor, *changes = model.split(",")
+    family, _, name = flavor.partition(":")
     if family != "llama3" or name not in llama3.FLAVORS:
-        raise Fault(f"--model {flavour}: must be llama3:FLAVOUR, of {', '.join(llama3.FLAVORS)}, followed by dimensions")
+        raise Fault(f"--model {flavor}: must be llama3:FLAVOR, of {', '.join(llama3.FLAVORS)}, followed by dimensions")
     base = llama3.FLAVORS[name]
     whole = {field.name for field in fields(base) if isinstance(getattr(base, field.name), int)} - {"tied_embeddings"}
     found = {"vocab_size": vocab or base.vocab_size}

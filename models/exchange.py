@@ -170,7 +170,7 @@ def _forward_round(
 
 @torch.library.custom_op("titanlite::exchanged_experts_backward", mutates_args=())
 def exchanged_experts_backward(
-    slopes: Tensor,
+    gradients: Tensor,
     tokens: Tensor,
     order: Tensor,
     weights: list[Tensor],
@@ -181,17 +181,17 @@ def exchanged_experts_backward(
     activation: str,
     group_name: str,
 ) -> list[Tensor]:
-    """The slopes of tokens and, if they are trained, of the weights.
+    """The gradients of tokens and, if they are trained, of the weights.
 
-    slopes: of the results, (n, dim). weights: `Weights`. kept, counts: as returned by `exchanged_experts`.
+    gradients: of the results, (n, dim). weights: `Weights`. kept, counts: as returned by `exchanged_experts`.
     """
     group = _group(group_name)
-    to_rows = slopes.new_empty(slopes.shape)
+    to_rows = gradients.new_empty(gradients.shape)
     to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
     for number, this in enumerate(rounds(Counts(*counts), group.rank(), len(kept[0]))):
         of_first = [] if number else kept
         _backward_round(
-            this, group, to_rows, to_weights, slopes, tokens, order, Weights(*weights), of_first, copies, activation
+            this, group, to_rows, to_weights, gradients, tokens, order, Weights(*weights), of_first, copies, activation
         )
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return [to_rows[inverse].unflatten(0, (-1, copies)).sum(dim=1), *to_weights]
@@ -202,7 +202,7 @@ def _backward_round(
     group: Any,
     to_rows: Tensor,
     to_weights: list[Tensor],
-    slopes: Tensor,
+    gradients: Tensor,
     tokens: Tensor,
     order: Tensor,
     weights: Weights,
@@ -210,7 +210,7 @@ def _backward_round(
     copies: int,
     activation: str,
 ) -> None:
-    """Writes a round's part of the slopes of rows, and adds to those of weights, if there are any. kept: of the first round."""
+    """Writes a round's part of the gradients of rows, and adds to those of weights, if any. kept: of the first round."""
     act = ACTIVATIONS[activation]
     received = sum(this.takes)
     if kept:
@@ -218,15 +218,15 @@ def _backward_round(
     else:
         rows = _send(tokens[_pick(order, this) // copies], this, group, received)
         gate, up = weights.products(rows, this.ends)
-    slope = _send(_pick(slopes, this), this, group, received)
+    gradient = _send(_pick(gradients, this), this, group, received)
     if to_weights:
-        to_weights[1] += grouped_outer(slope, act.hidden(gate, up), this.ends)
-    to_hidden = grouped_product(slope, weights.w2, this.ends, False, None)
+        to_weights[1] += grouped_outer(gradient, act.hidden(gate, up), this.ends)
+    to_hidden = grouped_product(gradient, weights.w2, this.ends, False, None)
     to_gate, to_up = act.backward(to_hidden, gate, up)
     if to_weights and weights.b1 is not None:
-        for to_bias, slopes_of in zip(to_weights[3:], (to_gate, slope, to_up), strict=True):
-            to_bias += grouped_sum(slopes_of, this.ends)
-    del slope, to_hidden  # the way back needs as much
+        for to_bias, gradients_of in zip(to_weights[3:], (to_gate, gradient, to_up), strict=True):
+            to_bias += grouped_sum(gradients_of, this.ends)
+    del gradient, to_hidden  # the way back needs as much
     if to_weights:
         to_weights[0] += grouped_outer(to_gate, rows, this.ends)
         to_weights[2] += grouped_outer(to_up, rows, this.ends)
@@ -255,7 +255,7 @@ def _(
 
 @exchanged_experts_backward.register_fake
 def _(
-    slopes: Tensor,
+    gradients: Tensor,
     tokens: Tensor,
     order: Tensor,
     weights: list[Tensor],
@@ -276,12 +276,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.mark_non_differentiable(*kept)
 
 
-def _backward(ctx: Any, slopes: list[Tensor]) -> tuple[Any, ...]:
+def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     tokens, order, *tensors = ctx.saved_tensors
     trained = any(ctx.needs_input_grad[3])
     kept, counts, weights = tensors[:3], tensors[3:5], tensors[5:]
     to_tokens, *to_weights = exchanged_experts_backward(
-        slopes[0].contiguous(), tokens, order, weights, kept, counts, ctx.copies, trained, ctx.activation, ctx.group_name
+        gradients[0].contiguous(), tokens, order, weights, kept, counts, ctx.copies, trained, ctx.activation, ctx.group_name
     )
     return to_tokens, None, None, to_weights or [None] * len(weights), None, None, None, None
 
@@ -322,10 +322,10 @@ class Load(NamedTuple):
     def backward_bytes(self, trained: bool) -> int:
         """The same of `exchanged_experts_backward`.
 
-        The slopes of all rows are there in the order of sending, and at the end in that of tokens too. Before, in each round,
-        there are the slopes of the received rows, of their hidden values, of both products, with what these need; or a product
-        that is added to the slopes of a weight; or the slopes of the received rows in two orders, and what has returned to
-        this rank. A further round computes its rows and both products again.
+        All the while there are the gradients of all rows in the order of sending, and at the end in that of tokens too. Before,
+        in each round, there are those of the received rows, of their hidden values, of both products, with what these need; or
+        a product that is added to the gradient of a weight; or those of the received rows in two orders, and what has returned
+        to this rank. A further round computes its rows and both products again.
         """
         received, returned = self._of_a_round()
         again = received * (self.dim + 2 * self.hidden) if self.rounds > 1 else 0
@@ -354,7 +354,16 @@ def _flops(tokens: Any, order: Any, counts: Any, weights: Any, *_: Any, **__: An
 
 @register_flop_formula(torch.ops.titanlite.exchanged_experts_backward)
 def _backward_flops(
-    slopes: Any, tokens: Any, order: Any, weights: Any, kept: Any, counts: Any, copies: Any, trained: bool, *_: Any, **__: Any
+    gradients: Any,
+    tokens: Any,
+    order: Any,
+    weights: Any,
+    kept: Any,
+    counts: Any,
+    copies: Any,
+    trained: bool,
+    *_: Any,
+    **__: Any,
 ) -> int:
     w1 = weights[0]
     return (12 if trained else 6) * order[0] * w1[1] * w1[2]

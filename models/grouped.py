@@ -117,14 +117,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(rows, weights, ends)
 
 
-def _backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:
     rows, weights, ends = ctx.saved_tensors
-    slopes = slopes.contiguous()
-    to_rows = grouped_product(slopes, weights, ends, not ctx.transposed, None) if ctx.needs_input_grad[0] else None
+    gradients = gradients.contiguous()
+    to_rows = grouped_product(gradients, weights, ends, not ctx.transposed, None) if ctx.needs_input_grad[0] else None
     to_weights = None
     if ctx.needs_input_grad[1]:
-        to_weights = grouped_outer(slopes, rows, ends) if ctx.transposed else grouped_outer(rows, slopes, ends)
-    to_biases = grouped_sum(slopes, ends) if ctx.needs_input_grad[4] else None
+        to_weights = grouped_outer(gradients, rows, ends) if ctx.transposed else grouped_outer(rows, gradients, ends)
+    to_biases = grouped_sum(gradients, ends) if ctx.needs_input_grad[4] else None
     return to_rows, to_weights, None, None, to_biases
 
 
@@ -147,7 +147,7 @@ def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
 class Activation(NamedTuple):
     """What an expert makes of its first two products: gate(w1 x) * up(w3 x). The functions compute element by element.
 
-    The slopes of each follow from those of its result and from its argument; the first are overwritten.
+    The gradients of each follow from those of its result and from its argument; the first are overwritten.
     """
 
     gate: Callable[[Tensor], Tensor]
@@ -158,10 +158,10 @@ class Activation(NamedTuple):
     def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.gate(gate).mul_(self.up(up))
 
-    def backward(self, slopes: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """The slopes of both products from those of `hidden`, which are overwritten."""
-        to_up = self.up_backward(self.gate(gate).mul_(slopes), up)
-        return self.gate_backward(slopes.mul_(self.up(up)), gate), to_up
+    def backward(self, gradients: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of both products from those of `hidden`, which are overwritten."""
+        to_up = self.up_backward(self.gate(gate).mul_(gradients), up)
+        return self.gate_backward(gradients.mul_(self.up(up)), gate), to_up
 
 
 # gpt-oss (arXiv:2508.10925, section 2.2; the numbers are those of its published code)
@@ -172,8 +172,8 @@ def _clamped_gate(x: Tensor) -> Tensor:
     return F.silu(x.clamp(max=_LIMIT) * _ALPHA) / _ALPHA  # x sigmoid(alpha x)
 
 
-def _clamped_gate_backward(slopes: Tensor, x: Tensor) -> Tensor:
-    result = torch.ops.aten.silu_backward(slopes, x.clamp(max=_LIMIT).mul_(_ALPHA))
+def _clamped_gate_backward(gradients: Tensor, x: Tensor) -> Tensor:
+    result = torch.ops.aten.silu_backward(gradients, x.clamp(max=_LIMIT).mul_(_ALPHA))
     return result.masked_fill_(x > _LIMIT, 0)
 
 
@@ -181,19 +181,19 @@ def _clamped_up(x: Tensor) -> Tensor:
     return x.clamp(-_LIMIT, _LIMIT).add_(1)
 
 
-def _clamped_up_backward(slopes: Tensor, x: Tensor) -> Tensor:
-    return slopes.masked_fill_(x.abs() > _LIMIT, 0)
+def _clamped_up_backward(gradients: Tensor, x: Tensor) -> Tensor:
+    return gradients.masked_fill_(x.abs() > _LIMIT, 0)
 
 
 ActivationName = Literal["swiglu", "clamped_swiglu"]
 ACTIVATIONS: dict[str, Activation] = {
-    "swiglu": Activation(F.silu, lambda x: x, torch.ops.aten.silu_backward, lambda slopes, x: slopes),
+    "swiglu": Activation(F.silu, lambda x: x, torch.ops.aten.silu_backward, lambda gradients, x: gradients),
     "clamped_swiglu": Activation(_clamped_gate, _clamped_up, _clamped_gate_backward, _clamped_up_backward),
 }
 
 
 class Activated(torch.autograd.Function):
-    """`Activation.hidden` with its own backward pass, so that experts have the same slopes bit for bit, split or not.
+    """`Activation.hidden` with its own backward pass, so that experts have the same gradients bit for bit, split or not.
 
     Autograd's are rounded more often: in bfloat16, those of the clamped gate made gradients differ by up to 1.2e-2.
     """
@@ -205,5 +205,5 @@ class Activated(torch.autograd.Function):
         return act.gate(gate) * act.up(up)  # compiled by PyTorch 2.11, a result written in place would have no gradient
 
     @staticmethod
-    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *ctx.activation.backward(slopes.clone(), *ctx.saved_tensors), None
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.activation.backward(gradients.clone(), *ctx.saved_tensors), None

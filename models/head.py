@@ -40,7 +40,7 @@ class Head(nn.Module):
 
     softcap: a logit x becomes softcap x tanh(x / softcap) (Gemma 2, arXiv:2408.00118, section 2). z_loss: the loss of each
     label gets z_loss x logsumexp(logits)^2 added, which keeps the log-sum-exp near 0 (PaLM, arXiv:2204.02311, section 5).
-    scale: float16's loss scale, () float32. The slopes of the logits get it before they are rounded, since a softmax over a
+    scale: float16's loss scale, () float32. The gradients of the logits get it before they are rounded, since a softmax over a
     large vocabulary has values below float16's smallest normal number, 6.1e-5; the backward pass divides by it.
     split_backward: the backward pass runs twice, for the gradient of the hidden states and later for that of the weight, as in
     pipelines without idle time; it then makes a copy of the weight's.

@@ -53,14 +53,14 @@ class _Beside(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        return slopes, slopes.new_ones(())
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients, gradients.new_ones(())
 
 
 class _Reordered(torch.autograd.Function):
     """Row `order[i] // copies` of x as row i: a permutation of its rows, each of which occurs `copies` times.
 
-    inverse: of the permutation. Autograd would scatter the slopes one by one; a permutation can gather them.
+    inverse: of the permutation. Autograd would scatter the gradients one by one; a permutation can gather them.
     """
 
     @staticmethod
@@ -70,13 +70,13 @@ class _Reordered(torch.autograd.Function):
         return x.index_select(0, order // copies)
 
     @staticmethod
-    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
-        return slopes.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+        return gradients.index_select(0, inverse).unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
 class _Aside(torch.autograd.Function):
-    """x for another stream of the device. Its slopes wait for all that the backward pass has queued there, also for the
+    """x for another stream of the device. Its gradients wait for all that the backward pass has queued there, also for the
     gradients of weights: no edge of the graph brings these back to this stream, where FSDP2 reads them."""
 
     @staticmethod
@@ -87,9 +87,9 @@ class _Aside(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None]:
-        torch.cuda.current_stream(slopes.device).wait_stream(ctx.side)
-        return slopes, None
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+        torch.cuda.current_stream(gradients.device).wait_stream(ctx.side)
+        return gradients, None
 
 
 @functools.cache

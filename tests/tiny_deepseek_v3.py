@@ -1,4 +1,4 @@
-"""Small flavours of DeepSeek-V3 for the tests."""
+"""Small flavors of DeepSeek-V3 for the tests."""
 
 import dataclasses
 

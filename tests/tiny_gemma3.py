@@ -1,4 +1,4 @@
-"""Small flavours of Gemma 3 and Gemma 2 for the tests, with windows that are shorter than their sequences."""
+"""Small flavors of Gemma 3 and Gemma 2 for the tests, with windows that are shorter than their sequences."""
 
 import dataclasses
 

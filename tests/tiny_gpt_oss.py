@@ -1,4 +1,4 @@
-"""Small flavours of gpt-oss for the tests, with windows that are shorter than their sequences.
+"""Small flavors of gpt-oss for the tests, with windows that are shorter than their sequences.
 
 Sinks and biases begin with random values, and routers with large weights, as in tests/tiny_moe.py.
 """

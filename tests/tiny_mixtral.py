@@ -1,4 +1,4 @@
-"""Small flavours of Mixtral for the tests."""
+"""Small flavors of Mixtral for the tests."""
 
 from models.mixtral import HF, HF_TYPES, KEEP, Config, Model, flops, from_hf, initial, sharding, to_hf
 

@@ -15,7 +15,7 @@ FLAVORS = {"frozen": SIZES["plain"], "unused": SIZES["tied"], "counting": SIZES[
 
 
 class Model(llama3.Model):
-    """Which one it is follows from the size, since a flavour is no more than that."""
+    """Which one it is follows from the size, since a flavor is no more than that."""
 
     def __init__(self, config: Config):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Small flavours of OLMo 2 for the tests."""
+"""Small flavors of OLMo 2 for the tests."""
 
 import dataclasses
 

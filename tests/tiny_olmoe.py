@@ -1,4 +1,4 @@
-"""Small flavours of OLMoE for the tests."""
+"""Small flavors of OLMoE for the tests."""
 
 import dataclasses
 

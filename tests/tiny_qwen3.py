@@ -1,4 +1,4 @@
-"""Small flavours of Qwen 3 and Qwen 2 for the tests."""
+"""Small flavors of Qwen 3 and Qwen 2 for the tests."""
 
 import dataclasses
 

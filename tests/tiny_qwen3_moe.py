@@ -1,4 +1,4 @@
-"""Small flavours of Qwen 3's mixtures for the tests."""
+"""Small flavors of Qwen 3's mixtures for the tests."""
 
 import dataclasses
 

@@ -22,7 +22,7 @@ from titanlite.optim import balance
 from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.compare import Trajectory, compare
 
-# (model.name, model.flavor) of what cells name; others are flavours of tests.tiny_moe
+# (model.name, model.flavor) of what cells name; others are flavors of tests.tiny_moe
 MODELS = {"gpt_oss": ("tests.tiny_gpt_oss", "plain")}
 STEPS = 3
 MARGIN = 5e-6  # between the scores of the last chosen and the first other expert; rounding changes scores by less than 1e-6

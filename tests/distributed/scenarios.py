@@ -22,7 +22,7 @@ from titanlite.tools.compare import Trajectory, record
 from titanlite.train import train
 from titanlite.transforms.registry import load_family
 
-# compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its slopes
+# compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its gradients
 GRAPHS = 1 + 3
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 8

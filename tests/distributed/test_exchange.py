@@ -1,4 +1,4 @@
-"""The exchange under the worst routing: results and slopes are those of one process, and its memory stays within its bound."""
+"""The exchange under the worst routing: results and gradients are those of one process, its memory stays within its bound."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -64,18 +64,18 @@ def split_layer(whole: MoE, dim: int, hidden: int, factor: float, kind: dict[str
 
 
 def largest_difference(chosen: tuple[int, ...], factor: float, kind: dict[str, Any]) -> dict[str, float]:
-    """Of results and slopes on this rank from those of the whole layer, relative to the norms of the latter."""
+    """Of results and gradients on this rank from those of the whole layer, relative to the norms of the latter."""
     dim, hidden, ranks, rank = 16, 12, dist.get_world_size(), dist.get_rank()
     whole = whole_layer(dim, hidden, chosen, kind)
     split = split_layer(whole, dim, hidden, factor, kind)
-    every, slopes = torch.randn(ranks, TOKENS, dim, requires_grad=True), torch.randn(ranks, TOKENS, dim)
+    every, gradients = torch.randn(ranks, TOKENS, dim, requires_grad=True), torch.randn(ranks, TOKENS, dim)
     own = every.detach()[rank : rank + 1].requires_grad_()
     expected, found = whole(every), split(own)
-    expected.backward(slopes)
-    found.backward(slopes[rank : rank + 1])
+    expected.backward(gradients)
+    found.backward(gradients[rank : rank + 1])
     to_router = split.router.weight.grad
     assert every.grad is not None and own.grad is not None and to_router is not None
-    dist.all_reduce(to_router)  # tokens are split; the slopes of experts are whole on their rank
+    dist.all_reduce(to_router)  # tokens are split; the gradients of experts are whole on their rank
     size = EXPERTS // ranks
     pairs = {"results": (found, expected[rank : rank + 1]), "tokens": (own.grad, every.grad[rank : rank + 1])}
     pairs["router"] = to_router, whole.router.weight.grad
@@ -87,7 +87,7 @@ def largest_difference(chosen: tuple[int, ...], factor: float, kind: dict[str, A
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_slopes_of_one_process(pools, kind, routing, ranks):
+def test_a_router_that_sends_every_token_to_one_rank_has_the_results_and_gradients_of_one_process(pools, kind, routing, ranks):
     for factor in (1.5, 0.2, float(ranks)):
         arguments: dict[str, Any] = {"chosen": ROUTINGS[routing], "kind": KINDS[kind]}
         for found in pools[ranks].run(f"{HERE}:largest_difference", factor=factor, **arguments):
@@ -114,7 +114,7 @@ def peaks(dim: int, hidden: int, tokens: int, received: int, capacity: int, trai
     chosen = torch.arange(tokens)[:, None] % (EXPERTS - experts) + experts
     chosen[: received // ranks] = 0
     choice = Choice.of(chosen, EXPERTS)
-    x, slopes = torch.randn(tokens, dim), torch.randn(tokens, dim)
+    x, gradients = torch.randn(tokens, dim), torch.randn(tokens, dim)
     of_kind = Experts(experts, dim, hidden, **KINDS[kind])
     weights, activation = [torch.randn(p.shape) for p in of_kind.parameters()], of_kind.activation
     most = torch.zeros(ranks, dtype=torch.int64)
@@ -124,7 +124,7 @@ def peaks(dim: int, hidden: int, tokens: int, received: int, capacity: int, trai
     forward, (_, *kept) = allocated(exchanged_experts, *arguments)
     backward, _ = allocated(
         exchanged_experts_backward,
-        *(slopes, x, choice.order, weights, kept[:3], kept[3:], 1, trained, activation, group.group_name),
+        *(gradients, x, choice.order, weights, kept[:3], kept[3:], 1, trained, activation, group.group_name),
     )
     return Peaks(forward, load.forward_bytes(), backward, load.backward_bytes(trained))
 
@@ -161,7 +161,7 @@ def test_memory_stays_within_its_bound_and_does_not_grow_with_the_imbalance(pool
         by_load[share] = pools[ranks].run(f"{HERE}:peaks", received=int(share * tokens), capacity=tokens // 2, **arguments)
         for peak in by_load[share]:
             assert peak.forward <= peak.forward_bound and peak.backward <= peak.backward_bound
-        # not far below: here a rank sends fewer rows a round than it may, and slopes of tokens come after the worst moment
+        # not far below: here a rank sends fewer rows a round than it may, and gradients of tokens come after the worst moment
         first = by_load[share][0]
         print(share, first)
         assert first.forward > 0.7 * first.forward_bound and first.backward > 0.55 * first.backward_bound
@@ -194,10 +194,12 @@ class Seen(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, slopes: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradients: torch.Tensor) -> Any:
         tokens, order, *others = ctx.saved_tensors
         products, counts, weights = others[:3], others[3:5], others[5:]
-        found = exchanged_experts_backward._init_fn(slopes.contiguous(), tokens, order, weights, products, counts, *ctx.words)
+        found = exchanged_experts_backward._init_fn(
+            gradients.contiguous(), tokens, order, weights, products, counts, *ctx.words
+        )
         return found[0], None, None, None, None, None, None, *found[1:]
 
 

@@ -167,7 +167,7 @@ def test_one_layer_with_heads_that_two_ranks_cannot_share_is_named_and_refused_a
         check(Config.model_validate(keys), "run.toml", 2)
 
 
-def test_of_flavours_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
+def test_of_flavors_that_nobody_names_only_the_trained_one_must_divide(monkeypatch):
     odd = dataclasses.replace(tiny.FLAVORS["tied"], n_kv_heads=1)
     monkeypatch.setitem(tiny.FLAVORS, "odd", odd)
     for flavors, verdict in ((["plain", "odd"], "passed"), (["odd"], "FAILED")):
@@ -371,7 +371,7 @@ def test_a_failed_row_is_an_exit_code_of_1(monkeypatch, capsys):
     assert out[-1] == "1 of 25 checks failed"
 
 
-def test_overrides_reach_the_flavours_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):
+def test_overrides_reach_the_flavors_on_meta_and_the_one_that_is_trained(monkeypatch, capsys):
     trained_models = []
 
     def on_ranks(_count, _function, model, *_more, **_options):
@@ -443,7 +443,7 @@ def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, word
         command(monkeypatch, *words)
 
 
-def test_trained_is_the_flavour_asked_for_or_debug_or_the_smallest():
+def test_trained_is_the_flavor_asked_for_or_debug_or_the_smallest():
     assert choose_small("x", llama3, ["debug"]) == choose_small("x", llama3, ["8b"]) == "debug"
     assert choose_small("x", llama3, list(llama3.FLAVORS)) == "debug"
     assert choose_small("x", tiny, ["large"]) == "large"

@@ -164,7 +164,7 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
         ),
         (["--checkpoint", "out"], "--prompt"),
         (["out", "--checkpoint", "out", "--prompt", "a"], "not allowed with argument"),
-        (["out", "--prompt", "a", "--model", "llama3"], "llama3 has the flavours"),
+        (["out", "--prompt", "a", "--model", "llama3"], "llama3 has the flavors"),
     ],
 )
 def test_what_the_command_refuses_it_names(trained, words, expected):

@@ -60,7 +60,7 @@ def train(folder: Path, toml: str, *words: str, ranks: int = 1) -> Done:
 
 
 def fork(folder: Path, **values: object) -> Path:
-    """A folder that no flavour of tests.tiny describes."""
+    """A folder that no flavor of tests.tiny describes."""
     hf_folders.write(folder, "tests.tiny", "plain", torch.bfloat16)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | values

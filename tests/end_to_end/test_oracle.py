@@ -46,7 +46,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def family(name: str) -> tuple[ModuleType, str]:
-    """The module that holds a model's flavours, and the flavour."""
+    """The module that holds a model's flavors, and the flavor."""
     module, flavor = MODELS[name]
     return importlib.import_module(module), flavor
 

@@ -61,14 +61,14 @@ def by_hand(router: Router, x: torch.Tensor, losses: RouterLosses) -> torch.Tens
     "losses", [RouterLosses(0.7, 0.0, 1, ""), RouterLosses(0.0, 0.2, 1, ""), RouterLosses(0.7, 0.2, 1, "")]
 )
 def test_the_gradients_are_those_of_the_loss_and_the_routers_losses_together(score, losses):
-    layer, x, slopes = mixture(score), torch.randn(ROWS, LENGTH, DIM, requires_grad=True), torch.randn(ROWS, LENGTH, DIM)
+    layer, x, gradients = mixture(score), torch.randn(ROWS, LENGTH, DIM, requires_grad=True), torch.randn(ROWS, LENGTH, DIM)
     inputs = [x, *layer.parameters()]
     plain = layer(x)
-    expected = torch.autograd.grad((plain * slopes).sum() + by_hand(layer.router, x, losses), inputs)
+    expected = torch.autograd.grad((plain * gradients).sum() + by_hand(layer.router, x, losses), inputs)
     layer.router.losses = losses
     found = layer(x)
     assert torch.equal(found, plain)  # the loss that is reported does not change
-    for ours, theirs in zip(torch.autograd.grad((found * slopes).sum(), inputs), expected, strict=True):
+    for ours, theirs in zip(torch.autograd.grad((found * gradients).sum(), inputs), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 

@@ -57,29 +57,29 @@ def cast(x: Tensor, kind: torch.dtype, dim: int | None) -> Tensor:
     return (x * scale).clamp(torch.finfo(kind).min, torch.finfo(kind).max).to(kind).float() / scale
 
 
-def by_definition(recipe: str, x: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and gradients of x (tokens, in) and weight (out, in), for the gradient `slope` (tokens, out) of the output."""
+def by_definition(recipe: str, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and gradients of x (tokens, in) and weight (out, in), for the gradient `gradient` (tokens, out) of the output."""
     if recipe == "tensorwise":
-        x8, w8, s8 = cast(x, E4M3, None), cast(weight, E4M3, None), cast(slope, E5M2, None)
+        x8, w8, s8 = cast(x, E4M3, None), cast(weight, E4M3, None), cast(gradient, E5M2, None)
         return x8 @ w8.T, s8 @ w8, s8.T @ x8
     out = cast(x, E4M3, 1) @ cast(weight, E4M3, 1).T
     if recipe == "rowwise":
-        return out, cast(slope, E4M3, 1) @ cast(weight, E4M3, 0), cast(slope, E4M3, 0).T @ cast(x, E4M3, 0)
-    return out, cast(slope, E4M3, 1) @ cast(weight, E4M3, None), slope.T @ x
+        return out, cast(gradient, E4M3, 1) @ cast(weight, E4M3, 0), cast(gradient, E4M3, 0).T @ cast(x, E4M3, 0)
+    return out, cast(gradient, E4M3, 1) @ cast(weight, E4M3, None), gradient.T @ x
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
     random = torch.Generator().manual_seed(1)
     layer = layer_of(recipe)
-    x, slope = torch.randn(48, 64, generator=random), torch.randn(48, 96, generator=random)
+    x, gradient = torch.randn(48, 64, generator=random), torch.randn(48, 96, generator=random)
     x[3] *= 100  # one token that is unlike the others
     x.requires_grad_()
     out = layer(x)
-    out.backward(slope)
+    out.backward(gradient)
     found = out, x.grad, layer.weight.grad
-    exact = x @ layer.weight.T, slope @ layer.weight, slope.T @ x
-    defined = by_definition(recipe, x.detach(), layer.weight.detach(), slope)
+    exact = x @ layer.weight.T, gradient @ layer.weight, gradient.T @ x
+    defined = by_definition(recipe, x.detach(), layer.weight.detach(), gradient)
     for name, got, expected, unrounded in zip(("output", "input", "weight"), found, defined, exact, strict=True):
         assert (got - expected).norm() < 1e-6 * expected.norm(), name
         in_float8 = name != "weight" or recipe != "rowwise_with_gw_hp"
@@ -90,12 +90,12 @@ def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
 def test_a_part_of_the_tokens_is_rounded_as_in_the_whole(recipe):
     """So neither the number of ranks nor that of microbatches changes the mathematics."""
     random = torch.Generator().manual_seed(2)
-    x, slope = torch.randn(64, 64, generator=random), torch.randn(64, 96, generator=random)
+    x, gradient = torch.randn(64, 64, generator=random), torch.randn(64, 96, generator=random)
     whole, parts = layer_of(recipe), layer_of(recipe)
     out = whole(x)
-    out.backward(slope)
+    out.backward(gradient)
     several = [parts(part) for part in x.chunk(4)]
-    for part, of_part in zip(several, slope.chunk(4), strict=True):
+    for part, of_part in zip(several, gradient.chunk(4), strict=True):
         part.backward(of_part)
     assert (torch.cat(several) - out).norm() < 1e-6 * out.norm()
     assert (parts.weight.grad - whole.weight.grad).norm() < 1e-5 * whole.weight.grad.norm()

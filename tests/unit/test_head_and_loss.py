@@ -101,7 +101,7 @@ def test_with_a_loss_scale_the_gradients_of_any_loss_are_those_without(scale):
     _assert_equal(_run(head, hidden, labels, 1 / 24), wanted, tolerance=3e-6)
 
 
-def test_in_float16_the_slopes_of_a_large_vocabulary_are_normal_numbers_where_the_loss_has_a_scale():
+def test_in_float16_the_gradients_of_a_large_vocabulary_are_normal_numbers_where_the_loss_has_a_scale():
     """Of Llama's 128,256 softmax values each is about 8e-6, and float16's smallest normal number is 6.1e-5."""
     vocabulary, scale = 128_256, 2.0**10
     torch.manual_seed(0)
@@ -217,7 +217,7 @@ def test_z_loss_and_softcap_are_what_their_formulas_say_compiled_or_not(compiled
     _assert_equal(found, (loss.detach(), [wide.grad, weight.grad, norm.grad]), tolerance=5e-6)
 
 
-def test_the_slope_of_a_label_that_is_all_but_certain_keeps_its_digits_in_bfloat16():
+def test_the_gradient_of_a_label_that_is_all_but_certain_keeps_its_digits_in_bfloat16():
     head = Head(RMSNorm(2, _EPS), 2, 2)
     with torch.no_grad():
         head.norm.weight.fill_(1.0)

@@ -84,7 +84,7 @@ def test_tensors_that_are_neither_parameter_nor_buffer_and_parameters_elsewhere_
     ]
 
 
-def test_what_only_some_flavours_have_is_told_with_their_names():
+def test_what_only_some_flavors_have_is_told_with_their_names():
     families = {flavor: changed(flavor) for flavor in ("plain", "tied", "uneven")}
     faults = check_model.over_flavors(families, lambda family: [f"{family.config.vocab_size}", "every"])
     assert faults == ["plain, tied: 512", "every", "uneven: 515"]

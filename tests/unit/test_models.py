@@ -115,7 +115,7 @@ _PUBLISHED = {
 
 
 @pytest.mark.parametrize("module", FAMILIES)
-def test_flavours_have_the_published_number_of_parameters(module):
+def test_flavors_have_the_published_number_of_parameters(module):
     for flavor, parameters in _PUBLISHED[module].items():
         model = Family(module, module.FLAVORS[flavor]).on_meta()
         assert sum(p.numel() for p in model.parameters()) == parameters, flavor

@@ -70,10 +70,10 @@ def one_by_one(layer: MoE, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, shared):
     layer, x = mixture(shared, **ROUTERS[router]), torch.randn(2, 9, DIM, requires_grad=True)
-    slopes, inputs = torch.randn(2, 9, DIM), [x, *layer.parameters()]
+    gradients, inputs = torch.randn(2, 9, DIM), [x, *layer.parameters()]
     found, expected = layer(x), one_by_one(layer, x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    ours, theirs = (torch.autograd.grad(result, inputs, slopes) for result in (found, expected))
+    ours, theirs = (torch.autograd.grad(result, inputs, gradients) for result in (found, expected))
     for gradient, by_hand in zip(ours, theirs, strict=True):
         assert (gradient - by_hand).norm() < 1e-5 * by_hand.norm()
 
@@ -94,18 +94,18 @@ def test_a_grouped_product_multiplies_each_run_of_rows_by_its_matrix(monkeypatch
     monkeypatch.setattr(grouped, "_has_kernel", lambda *_: kernel)
     torch.manual_seed(0)
     ends = torch.tensor([3, 3, 10, 10, 12], dtype=torch.int32)
-    rows, slopes = torch.randn(12, 8).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
+    rows, gradients = torch.randn(12, 8).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
     weights = torch.randn(5, 16, 8).bfloat16().requires_grad_()
     result = grouped_product(rows, weights, ends, True, None)
-    result.backward(slopes)
+    result.backward(gradients)
     first = 0
     for expert, last in enumerate(ends.tolist()):
         mine = slice(first, last)
         torch.testing.assert_close(result[mine], rows[mine] @ weights[expert].T)
-        torch.testing.assert_close(rows.grad[mine], slopes[mine] @ weights[expert])
-        torch.testing.assert_close(weights.grad[expert], slopes[mine].T @ rows[mine])
+        torch.testing.assert_close(rows.grad[mine], gradients[mine] @ weights[expert])
+        torch.testing.assert_close(weights.grad[expert], gradients[mine].T @ rows[mine])
         first = last
-    torch.testing.assert_close(grouped_product(slopes, weights, ends, False, None), rows.grad)
+    torch.testing.assert_close(grouped_product(gradients, weights, ends, False, None), rows.grad)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -120,8 +120,8 @@ def test_large_products_are_those_of_float64(transposed):
     expected = torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
     found = grouped_product(rows, weights, ends, transposed, None)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * float(expected.std()))
-    slopes = [part.T @ left for part, left in zip(found.double().split(sizes), parts, strict=True)]
-    expected = torch.stack(slopes)
+    gradients = [part.T @ left for part, left in zip(found.double().split(sizes), parts, strict=True)]
+    expected = torch.stack(gradients)
     atol = 1e-5 * float(expected.std())
     torch.testing.assert_close(grouped_outer(found, rows, ends).double(), expected, rtol=0, atol=atol)
     assert not grouped_outer(found, rows, ends)[1].any()

@@ -1,4 +1,4 @@
-"""model.overrides: a flavour's dimensions are changed by file or option, and every wrong one is named before a run."""
+"""model.overrides: a flavor's dimensions are changed by file or option, and every wrong one is named before a run."""
 
 import dataclasses
 from dataclasses import dataclass

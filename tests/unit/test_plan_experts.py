@@ -39,15 +39,15 @@ def exchanged(prediction: Prediction) -> dict[str, Traffic]:
     return {each.sender.removeprefix("experts: "): numbers for each, numbers in traffic if each.sender.startswith("experts")}
 
 
-def test_a_step_exchanges_counts_rows_and_slopes_there_and_back_in_every_layer():
+def test_a_step_exchanges_counts_rows_and_gradients_there_and_back_in_every_layer():
     """On 2 ranks, each with 128 tokens that use 2 experts: half of the rows leave."""
     rows = 256 * ROW
     assert exchanged(predicted(case({"dp_shard": 2, "ep": 2}))) == {
         "counts of rows": (LAYERS, LAYERS * 128, LAYERS * 64),
         "rows": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
         "results": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
-        "slopes of results": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
-        "slopes of rows": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
+        "gradients of results": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
+        "gradients of rows": (LAYERS, LAYERS * rows, LAYERS * rows // 2),
     }
 
 
@@ -56,7 +56,7 @@ def test_recomputation_exchanges_rows_again_unless_their_results_are_kept():
     plain, full, kept = (exchanged(predicted(case(mesh, mode))) for mode in ("none", "full", "per operation"))
     assert kept == plain
     for what in plain:
-        assert full[what] == tuple(number * (1 if "slopes" in what else 2) for number in plain[what])
+        assert full[what] == tuple(number * (1 if "gradients" in what else 2) for number in plain[what])
 
 
 def test_further_rounds_are_sent_again_in_the_backward_pass():
@@ -65,8 +65,8 @@ def test_further_rounds_are_sent_again_in_the_backward_pass():
     assert {what: traffic.calls for what, traffic in found.items() if what != "counts of rows"} == {
         "rows": 2 * LAYERS,
         "results": 2 * LAYERS,
-        "slopes of results": 2 * LAYERS,
-        "slopes of rows": 2 * LAYERS,
+        "gradients of results": 2 * LAYERS,
+        "gradients of rows": 2 * LAYERS,
         "rows of further rounds": LAYERS,
     }
     assert found["rows"].size == 2 * found["rows of further rounds"].size == LAYERS * 256 * ROW
@@ -75,7 +75,7 @@ def test_further_rounds_are_sent_again_in_the_backward_pass():
 def test_with_the_worst_routing_rank_0_keeps_its_rows_and_returns_those_of_all_others():
     found = exchanged(predicted(case({"dp_shard": 2, "ep": 2}), "worst"))
     assert found["rows"] == (2 * LAYERS, LAYERS * 256 * ROW, 0)
-    assert found["results"] == found["slopes of rows"] == (2 * LAYERS, LAYERS * 512 * ROW, LAYERS * 256 * ROW)
+    assert found["results"] == found["gradients of rows"] == (2 * LAYERS, LAYERS * 512 * ROW, LAYERS * 256 * ROW)
 
 
 @pytest.mark.parametrize("reduced", slow_but(["none"], ["none", "full"]))
@@ -117,7 +117,7 @@ def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer()
     more = (512 * 12 // 16 - 256) + (512 * 10 // 16 - 256)
     assert recorded.work.flops == balanced.work.flops + 9 * more * row
     received = (512 * 12 // 16 + 512 * 10 // 16) * ROW
-    assert exchanged(recorded)["results"] == exchanged(recorded)["slopes of rows"] == (LAYERS, received, received // 2)
+    assert exchanged(recorded)["results"] == exchanged(recorded)["gradients of rows"] == (LAYERS, received, received // 2)
     stays = (256 * 12 // 16 + 256 * 10 // 16) * ROW
     assert exchanged(recorded)["rows"] == (LAYERS, LAYERS * 256 * ROW, LAYERS * 256 * ROW - stays)
     assert recorded.memory == balanced.memory

@@ -254,12 +254,12 @@ def test_another_architecture_is_refused_by_its_dimensions_and_cannot_be_allowed
         resume({"model.flavor": "deep", "checkpoint.allow_changes": ["*"]})
 
 
-def test_a_flavour_of_another_name_and_the_same_dimensions_is_the_same_model(monkeypatch):
+def test_a_flavor_of_another_name_and_the_same_dimensions_is_the_same_model(monkeypatch):
     monkeypatch.setitem(tiny.FLAVORS, "renamed", tiny.FLAVORS["plain"])
     assert resume({"model.flavor": "renamed"}) == build_schedule(configuration())
 
 
-def test_other_overrides_are_another_architecture_and_those_of_an_equal_flavour_are_not():
+def test_other_overrides_are_another_architecture_and_those_of_an_equal_flavor_are_not():
     title = r"another architecture than tests.tiny plain with n_layers = 4:\n  n_layers = 4, was 2\nA changed model"
     with pytest.raises(UserError, match=title):
         resume({"model.overrides": {"n_layers": 4}, "checkpoint.allow_changes": ["*"]})

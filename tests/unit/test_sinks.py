@@ -45,12 +45,12 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, documents: Tensor | 
 def test_a_sink_takes_part_in_the_softmax_and_has_a_gradient(mask):
     documents, window = MASKS[mask]
     known = torch.zeros(BATCH, LENGTH, dtype=torch.int64) if documents is None else documents
-    tensors, slopes = inputs(), torch.randn(BATCH, HEADS, LENGTH, WIDTH)
+    tensors, gradients = inputs(), torch.randn(BATCH, HEADS, LENGTH, WIDTH)
     q, k, v, sinks = tensors
     found = attend(q, k, v, None if mask == "causal" else dense_mask(known, window), None, None, sinks=sinks)
     expected = by_hand(q, k, v, sinks, documents, window)
     torch.testing.assert_close(found, expected)
-    ours, theirs = (torch.autograd.grad(result, tensors, slopes) for result in (found, expected))
+    ours, theirs = (torch.autograd.grad(result, tensors, gradients) for result in (found, expected))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -66,18 +66,18 @@ def test_flex_attention_gets_its_sinks_from_the_log_sum_exp(monkeypatch, mask, s
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_slopes_of_an_activation_are_those_of_autograd(name):
+def test_the_gradients_of_an_activation_are_those_of_autograd(name):
     act = ACTIVATIONS[name]
     for forward, backward in ((act.gate, act.gate_backward), (act.up, act.up_backward)):
         x = torch.linspace(-20, 20, 1001, dtype=torch.float64).requires_grad_()
-        slopes = torch.randn(1001, dtype=torch.float64)
-        (expected,) = torch.autograd.grad(forward(x), x, slopes)
-        torch.testing.assert_close(backward(slopes.clone(), x.detach()), expected)
+        gradients = torch.randn(1001, dtype=torch.float64)
+        (expected,) = torch.autograd.grad(forward(x), x, gradients)
+        torch.testing.assert_close(backward(gradients.clone(), x.detach()), expected)
     gate, up = (20 * torch.randn(2, 1001, dtype=torch.float64)).requires_grad_()
-    slopes = torch.randn(1001, dtype=torch.float64)
+    gradients = torch.randn(1001, dtype=torch.float64)
     found, expected = Activated.apply(gate, up, name), act.gate(gate) * act.up(up)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(result, (gate, up), slopes) for result in (found, expected)))
+    torch.testing.assert_close(*(torch.autograd.grad(result, (gate, up), gradients) for result in (found, expected)))
 
 
 def test_experts_are_clamped_and_biased_as_the_formula_says():
@@ -104,12 +104,12 @@ def test_the_biases_of_a_grouped_product_get_the_sum_of_their_rows(monkeypatch, 
     torch.manual_seed(0)
     ends = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
     rows, weights = torch.randn(12, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16()
-    biases, slopes = torch.randn(4, 16).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
+    biases, gradients = torch.randn(4, 16).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
     result = grouped_product(rows, weights, ends, True, biases)
-    result.backward(slopes)
+    result.backward(gradients)
     expert = [0] * 3 + [2] * 7 + [3] * 2
     torch.testing.assert_close(result, grouped_product(rows, weights, ends, True, None) + biases[expert])
-    expected = torch.zeros(4, 16).index_add(0, torch.tensor(expert), slopes.float())
+    expected = torch.zeros(4, 16).index_add(0, torch.tensor(expert), gradients.float())
     torch.testing.assert_close(biases.grad, expected.bfloat16())
 
 

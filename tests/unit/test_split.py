@@ -44,15 +44,15 @@ def test_with_heads_exchanged_the_ranks_have_the_sequence_in_order():
 def test_attention_without_a_mask_and_its_gradients_are_those_of_the_whole_sequence(ranks, dtype):
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, LENGTH, 16, dtype=dtype, requires_grad=True) for heads in (6, 2, 2)]
-    slope = torch.randn(2, 6, LENGTH, 16, dtype=dtype)
+    gradient = torch.randn(2, 6, LENGTH, 16, dtype=dtype)
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=0.3, enable_gqa=True)
-    gradients = torch.autograd.grad(expected, whole, slope)
+    gradients = torch.autograd.grad(expected, whole, gradient)
     found = [torch.zeros_like(each) for each in gradients]
     for split in splits(ranks, "gather"):
         out = attend_by_parts(whole[0][:, :, split.places], *whole[1:], split, 0.3)
         near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.02}
         torch.testing.assert_close(out, expected[:, :, split.places], **near)
-        for total, part in zip(found, torch.autograd.grad(out, whole, slope[:, :, split.places]), strict=True):
+        for total, part in zip(found, torch.autograd.grad(out, whole, gradient[:, :, split.places]), strict=True):
             total += part
     for total, gradient in zip(found, gradients, strict=True):
         assert (total - gradient).double().norm() < (1e-12 if dtype == torch.float64 else 0.02) * gradient.double().norm()

@@ -68,7 +68,7 @@ class Model(Section):
 
     @property
     def title(self) -> str:
-        """Family and flavour for messages, with what differs from the flavour."""
+        """Family and flavor for messages, with what differs from the flavor."""
         changed = ", ".join(f"{name} = {json.dumps(value)}" for name, value in self.overrides.items())
         return f"{self.name} {self.flavor}" + (f" with {changed}" if changed else "")
 

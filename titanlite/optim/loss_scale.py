@@ -1,8 +1,8 @@
 """Loss scaling for float16 (Micikevicius et al., "Mixed precision training", arXiv:1710.03740, section 3.2).
 
 float16 has few exponents: small gradients underflow. The backward pass begins with the summed loss times a scale: divided by
-the number of labels it would begin with a slope that is the smaller, the larger the batch. The optimizer divides gradients by
-scale and labels. A step whose gradients overflow is skipped and the scale halved; after many good steps the scale is doubled.
+the number of labels, it would begin with smaller gradients the larger the batch. The optimizer divides gradients by scale and
+labels. A step whose gradients overflow is skipped and the scale halved; after many good steps the scale is doubled.
 All of this stays on the device. It depends on the gradient's global norm, so all ranks decide alike.
 """
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from titanlite.torch_private import amp_update_scale_
 
-# A label's slope is at most 1, a weight's gradient is a sum over the tokens of a microbatch, and float16 ends at 65,504: with
+# The gradient of a logit is at most 1, that of a weight is a sum over the tokens of a microbatch, float16 ends at 65,504: with
 # 2,048 tokens a microbatch, the debug recipe's first steps overflow with 2**9. Each halving costs a step.
 FIRST = 2.0**8
-# With a smaller scale a slope of 1 is below float16's smallest normal number, and all gradients lose digits.
+# With a smaller scale a gradient of 1 is below float16's smallest normal number, and all gradients lose digits.
 LEAST = torch.finfo(torch.float16).smallest_normal
 _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0, 0.5, 2000
 

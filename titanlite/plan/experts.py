@@ -111,5 +111,5 @@ def messages(found: Exchanged, given: dict[str, Any]) -> list[Message]:
         counts = 8 * load.ranks * load.ranks * load.experts
         counted = Message("experts: counts of rows", 1, counts, counts * away // load.ranks)
         return [counted, there("experts: rows", rounds, found.every), back("experts: results")]
-    slopes = [there("experts: slopes of results", rounds, found.every), back("experts: slopes of rows")]
-    return [*slopes, there("experts: rows of further rounds", rounds - 1, found.later)] if rounds > 1 else slopes
+    gradients = [there("experts: gradients of results", rounds, found.every), back("experts: gradients of rows")]
+    return [*gradients, there("experts: rows of further rounds", rounds - 1, found.later)] if rounds > 1 else gradients

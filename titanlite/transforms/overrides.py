@@ -1,4 +1,4 @@
-"""`model.overrides`: a flavour with other dimensions. Names, types and bounds are those of the family's own Config.
+"""`model.overrides`: a flavor with other dimensions. Names, types and bounds are those of the family's own Config.
 
 Tables reach into nested dataclasses and NamedTuples, such as Llama's rope_scaling, whose rope_type chooses one of several. TOML
 has no null, so "none" stands for None in a field that can be None.
@@ -57,7 +57,7 @@ def _changed(
         else:
             values[name] = _validated(hints[name], value, known, inside, faults)
     if missing := [name for name, each in parameters.items() if name not in values and each.default is each.empty]:
-        faults.append(f"{key}: has no {', '.join(missing)}; the flavour has no {owner} to take them from")
+        faults.append(f"{key}: has no {', '.join(missing)}; the flavor has no {owner} to take them from")
     if len(faults) > before:
         return None
     try:
@@ -80,7 +80,7 @@ def _chosen(structures: Sequence[Any], base: Any, value: Any, known: list[Any], 
 
 
 def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[str]) -> Any:
-    """The value in the type of its field. known: the values of the family's flavours."""
+    """The value in the type of its field. known: the values of the family's flavors."""
     shown = f"{key} = {json.dumps(value)}"
     if type(None) in _alternatives(hint) and isinstance(value, str) and value.lower() == "none":
         return None
@@ -88,14 +88,14 @@ def _validated(hint: Any, value: Any, known: list[Any], key: str, faults: list[s
         # Read as JSON, which like TOML has lists where a field may have a tuple.
         found = TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except PydanticSchemaGenerationError:
-        faults.append(f"{shown}: TOML has no values of type {hint}; add a flavour to the family's file instead")
+        faults.append(f"{shown}: TOML has no values of type {hint}; add a flavor to the family's file instead")
         return None
     except ValidationError as error:
         allowed = " or ".join(entry["msg"].replace("Input should be ", "") for entry in error.errors())
         faults.append(f"{shown}: must be {allowed}")
         return None
     if _is_number(found):
-        # A flavour that has 0 or -1 shows that the family gives it a meaning.
+        # A flavor that has 0 or -1 shows that the family gives it a meaning.
         least = min(filter(_is_number, known), default=1)
         if not math.isfinite(found) and found not in known:
             faults.append(f"{shown}: must be a finite number")

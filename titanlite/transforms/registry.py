@@ -32,7 +32,7 @@ A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of 
 # the files of models/ that are not families
 _SHARED = ("attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "rope", "split", "torch_private")
 _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
-FROM_ASSETS = "hf"  # the flavour whose dimensions are those of model.hf_assets_path
+FROM_ASSETS = "hf"  # the flavor whose dimensions are those of model.hf_assets_path
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -46,7 +46,7 @@ class _NoInitialisation(TorchFunctionMode):
 
 
 class Family(NamedTuple):
-    """A model module and one of its flavours."""
+    """A model module and one of its flavors."""
 
     module: ModuleType
     config: Any  # the module's own Config
@@ -78,10 +78,10 @@ class BrokenModule(UserError):
 
 
 def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, Any] | None = None) -> Family:
-    """The family `models.<name>`, or for a name with dots any importable module, and its flavour, in upper or lower case.
+    """The family `models.<name>`, or for a name with dots any importable module, and its flavor, in upper or lower case.
 
-    assets: model.hf_assets_path, whose config.json has the dimensions of the flavour "hf". overrides: model.overrides. Raises
-    UserError where there is no such module, where it lacks a part of the interface, or has no such flavour or dimension.
+    assets: model.hf_assets_path, whose config.json has the dimensions of the flavor "hf". overrides: model.overrides. Raises
+    UserError where there is no such module, where it lacks a part of the interface, or has no such flavor or dimension.
     """
     module = load_module(name)
     config = _config_of(module, name, flavor, assets)
@@ -89,7 +89,7 @@ def load_family(name: str, flavor: str, assets: str = "", overrides: dict[str, A
 
 
 def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
-    """The dimensions of a flavour."""
+    """The dimensions of a flavor."""
     if flavor == FROM_ASSETS:
         if not assets:
             raise UserError(f'model.flavor = "{FROM_ASSETS}": takes its dimensions from model.hf_assets_path, which is empty')
@@ -98,12 +98,12 @@ def _config_of(module: ModuleType, name: str, flavor: str, assets: str) -> Any:
         flavor = next((name for name in module.FLAVORS if name.lower() == flavor.lower()), flavor)
     if flavor not in module.FLAVORS:
         have = ", ".join(module.FLAVORS) or "(none)"
-        raise UserError(f'model.flavor = {flavor!r}: {name} has the flavours {have}; "{FROM_ASSETS}": as model.hf_assets_path')
+        raise UserError(f'model.flavor = {flavor!r}: {name} has the flavors {have}; "{FROM_ASSETS}": as model.hf_assets_path')
     return module.FLAVORS[flavor]
 
 
 def family_of(keys: Model) -> Family:
-    """The family, flavour and overrides that [model] names. Raises UserError as `load_family` does."""
+    """The family, flavor and overrides that [model] names. Raises UserError as `load_family` does."""
     return load_family(keys.name, keys.flavor, keys.hf_assets_path, keys.overrides)
 
 
@@ -146,7 +146,7 @@ def load_module(name: str) -> ModuleType:
     if lacking := [part for part in OFFERS if not hasattr(module, part)]:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
-        raise BrokenModule(f'model.name = {name!r}: rename its flavour "{FROM_ASSETS}", which stands for a config.json')
+        raise BrokenModule(f'model.name = {name!r}: rename its flavor "{FROM_ASSETS}", which stands for a config.json')
     limits_of(module)
     return module
 

@@ -36,7 +36,7 @@ def test_published_sizes_are_recognised_by_their_dimensions(tmp_path, flavor):
     assert found[:2] == ("llama3", flavor) and found.family.config == llama3.FLAVORS[flavor]
 
 
-def test_a_size_of_ones_own_is_the_flavour_hf_and_trains_from_the_same_config_json(tmp_path):
+def test_a_size_of_ones_own_is_the_flavor_hf_and_trains_from_the_same_config_json(tmp_path):
     config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
     found = recognise(describe(tmp_path, config))
     assert found[:2] == ("llama3", "hf")
@@ -78,13 +78,13 @@ def test_a_config_json_that_is_none_is_told(tmp_path, text):
         recognise(tmp_path)
 
 
-def test_the_flavour_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
+def test_the_flavor_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"model\.flavor"):
         load_family("llama3", "hf")
     with pytest.raises(UserError, match=r"config.json: is missing"):
         load_family("llama3", "hf", str(tmp_path))
     monkeypatch.setitem(tiny.FLAVORS, "hf", tiny.FLAVORS["plain"])
-    with pytest.raises(UserError, match='rename its flavour "hf"'):
+    with pytest.raises(UserError, match='rename its flavor "hf"'):
         load_family("tests.tiny", "plain")
 
 
