@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on the machines of a Slurm job, and puts the job back into the queue until the run is done:
+# Trains on the nodes of a Slurm job, and puts the job back into the queue until the run is done:
 #
 #     sbatch --nodes=16 run_slurm.sh train_configs/llama_8b.toml [--section.key value ...]
 #

@@ -11,17 +11,17 @@
 # code is 75. So does job.time_limit_minutes, counted from here. A second signal ends the run at once, and so does SIGINT.
 #
 # From the environment:
-#   NGPU           ranks on this machine; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
-#   NNODES         machines (default 1); start the same command on each
-#   NODE_RANK      this machine's number, from 0. Machine 0 hosts the rendezvous and has rank 0. All machines must share the
+#   NGPU           ranks on this node; default: its visible GPUs, or 1. Without a GPU they run on the CPU over gloo
+#   NNODES         nodes (default 1); start the same command on each
+#   NODE_RANK      this node's number, from 0. Node 0 hosts the rendezvous and has rank 0. All nodes must share the
 #                  disk of job.dump_folder
-#   RDZV_ENDPOINT  host:port of machine 0; needed when NNODES > 1
-#   RDZV_TIMEOUT   seconds for which the machines wait for each other at a start (default 600); after 60 the log names the
+#   RDZV_ENDPOINT  host:port of node 0; needed when NNODES > 1
+#   RDZV_TIMEOUT   seconds for which the nodes wait for each other at a start (default 600); after 60 the log names the
 #                  missing ones
 #   LOG_RANK       ranks that log, such as 0 or 0,3 (default 0); warnings come from all
 #   MAX_RESTARTS   how often the ranks are restarted after a failure (default 0)
 #   PYTHON         the interpreter; default: .venv beside this script, else python3
-#   OMP_NUM_THREADS  CPU threads a rank; default: this machine's cores shared among its ranks
+#   OMP_NUM_THREADS  CPU threads a rank; default: this node's cores shared among its ranks
 #   PYTORCH_ALLOC_CONF  PyTorch's allocator on GPUs; default expandable_segments:True
 #   MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, MALLOC_TOP_PAD_  glibc's on CPUs; default: freed memory is kept
 set -euo pipefail

@@ -199,7 +199,7 @@ def test_a_cancelled_job_ends_for_good_although_it_has_saved(stubbed):
 # -------------------------------------------------------------------------------------------------------------- real runs
 
 
-@pytest.mark.slow  # the parts: above, and two machines in test_stopping.py
+@pytest.mark.slow  # the parts: above, and two nodes in test_stopping.py
 def test_a_run_on_two_nodes_is_preempted_requeued_and_finished(tmp_path):
     job = job_in(working_folder(tmp_path))
     planned = ("run.toml", "--lr_scheduler.total_steps", "1000000", "--training.steps")

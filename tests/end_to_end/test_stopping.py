@@ -102,17 +102,17 @@ def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_res
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_launcher_of_one_of_two_machines_stops_both(folder):
+def test_a_signal_to_the_launcher_of_one_of_two_nodes_stops_both(folder):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{port}", "NGPU": "1", **SLOWLY}
-    machines = [launch("run.toml", *ENDLESS, folder=folder, NODE_RANK=str(number), **variables) for number in (0, 1)]
+    nodes = [launch("run.toml", *ENDLESS, folder=folder, NODE_RANK=str(number), **variables) for number in (0, 1)]
     try:
-        when_training(machines[0], folder / "out")
-        machines[1].process.send_signal(signal.SIGUSR1)
+        when_training(nodes[0], folder / "out")
+        nodes[1].process.send_signal(signal.SIGUSR1)
     finally:
-        ended = [finish(machine) for machine in machines]
+        ended = [finish(node) for node in nodes]
     assert [(end.code, end.left) for end in ended] == [(75, [])] * 2, ended
     assert "SIGUSR1: the ranks finish" in ended[1].err and "SIGUSR1" not in ended[0].err
     assert checkpoints(folder) == steps(folder)[-1:]

@@ -77,8 +77,8 @@ CASES = {
     # the machine
     "NGPU is 0": case("run.toml", "NGPU=0", "from 1 to 1024", NGPU="0"),
     "NGPU is a word": case("run.toml", "NGPU=abc", "whole number", NGPU="abc"),
-    "two machines without a meeting point": case("run.toml", "NNODES=2 needs RDZV_ENDPOINT", NNODES="2"),
-    "machine 2 of 2": case("run.toml", "NODE_RANK=2", "NNODES=2", NNODES="2", NODE_RANK="2", RDZV_ENDPOINT="localhost:1"),
+    "two nodes without a meeting point": case("run.toml", "NNODES=2 needs RDZV_ENDPOINT", NNODES="2"),
+    "node 2 of 2": case("run.toml", "NODE_RANK=2", "NNODES=2", NNODES="2", NODE_RANK="2", RDZV_ENDPOINT="localhost:1"),
     "degrees that need more ranks": case(
         "run.toml --parallelism.data_parallel_shard_degree 4",
         "data_parallel_shard_degree = 4",
@@ -132,7 +132,7 @@ CASES = {
 }
 
 # what the script itself refuses, and one of all others
-BY_THE_SHELL = ("ranks as an option", "NGPU is 0", "NGPU is a word", "two machines without a meeting point", "machine 2 of 2")
+BY_THE_SHELL = ("ranks as an option", "NGPU is 0", "NGPU is a word", "two nodes without a meeting point", "node 2 of 2")
 SOME = ("degrees that need more ranks",)
 
 

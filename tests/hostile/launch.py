@@ -30,7 +30,7 @@ LOGGING = (
     "0,08", "00", "0,", ",0", ",", "0 3", "0, 1", "4", "0,4", "-1", "0;1", "1e0", "all", "\u0663", "18446744073709551618",
     "0" * 99,
 )  # fmt: skip
-RIGHT = (  # of four ranks, on one machine or on two
+RIGHT = (  # of four ranks, on one node or on two
     {}, {"NGPU": "4"}, {"NGPU": "4", "LOG_RANK": "0,3"}, {"NGPU": "4", "LOG_RANK": "3"}, {"NGPU": "", "LOG_RANK": ""},
     {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "first:29500"}, {"NNODES": "2", "RDZV_ENDPOINT": "[::1]:1"},
     {"NGPU": "1024"}, {"RDZV_TIMEOUT": "604800"}, {"MAX_RESTARTS": "0"}, {"OMP_NUM_THREADS": "3"},
@@ -48,7 +48,7 @@ def cases(seed: int) -> Iterator[Case]:
         yield _refused(f"RDZV_ENDPOINT={text[:20]!a}", {"NNODES": "2", "RDZV_ENDPOINT": text}, "RDZV_ENDPOINT")
     for text in LOGGING:
         yield _refused(f"LOG_RANK={text[:20]!a}", {"NGPU": "4", "LOG_RANK": text}, "LOG_RANK")
-    yield _refused("two machines that do not meet", {"NNODES": "2"}, "RDZV_ENDPOINT")
+    yield _refused("two nodes that do not meet", {"NNODES": "2"}, "RDZV_ENDPOINT")
     for number, name in enumerate(draw.choices(VARIABLES, k=6)):
         text = "".join(draw.choices("0123456789_+-. ,xe\u0660", k=draw.randint(2, 30)))
         if layout.whole_number(text, 0, 10**6) is None:

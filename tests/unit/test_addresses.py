@@ -15,7 +15,7 @@ from titanlite.launch import addresses, layout, process
 
 @pytest.fixture
 def resolver(monkeypatch):
-    """Pretends that the hostname has these addresses, of which this machine has all but those of 203.0.113.0/24."""
+    """Pretends that the hostname has these addresses, of which this node has all but those of 203.0.113.0/24."""
 
     def pretend(*known: str) -> None:
         def look_up(name: str, *_, **__) -> list[tuple]:
@@ -39,8 +39,8 @@ def resolver(monkeypatch):
         (["127.0.1.1"], "127.0.1.1"),
         (["127.0.1.1", "10.0.0.7"], "127.0.1.1"),
         (["::1"], "::1"),
-        (["203.0.113.5"], "no address of this machine"),
-        ([], "no address of this machine"),
+        (["203.0.113.5"], "no address of this node"),
+        ([], "no address of this node"),
         (["10.0.0.7"], ""),
         (["203.0.113.5", "10.0.0.7", "127.0.1.1"], ""),
         (["fe80::1%eth0"], ""),
@@ -50,19 +50,19 @@ def resolver(monkeypatch):
 def test_the_first_address_that_can_be_bound_must_not_be_a_loopback(resolver, known, said):
     resolver(*known)
     expected = (
-        f"the hostname node7 resolves to {said}, where other machines cannot reach its ranks; set GLOO_SOCKET_IFNAME to the "
-        "interface that leads to the other machines (this machine has: eth0, ib0), and PET_LOCAL_ADDR to its address"
+        f"the hostname node7 resolves to {said}, where other nodes cannot reach its ranks; set GLOO_SOCKET_IFNAME to the "
+        "interface that leads to the other nodes (this node has: eth0, ib0), and PET_LOCAL_ADDR to its address"
     )
     assert addresses.hostname_fault() == (expected if said else "")
 
 
-def test_launchers_that_meet_at_a_loopback_address_are_all_on_this_machine(resolver, monkeypatch):
+def test_launchers_that_meet_at_a_loopback_address_are_all_on_this_node(resolver, monkeypatch):
     resolver("127.0.1.1")
     monkeypatch.setenv("RDZV_ENDPOINT", "localhost:29500")
     assert addresses.hostname_fault() == ""
 
 
-def test_only_ranks_of_several_machines_are_refused_and_before_the_process_group(resolver, monkeypatch):
+def test_only_ranks_of_several_nodes_are_refused_and_before_the_process_group(resolver, monkeypatch):
     def joined(*_, **__) -> None:
         raise InterruptedError("joined the store")
 

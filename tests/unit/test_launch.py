@@ -94,7 +94,7 @@ def test_ctrl_c_ends_the_ranks_at_the_next_poll_and_otherwise_the_launcher(launc
     assert launcher.end_now == signal.SIGHUP
 
 
-def test_a_request_after_the_ranks_have_ended_waits_for_the_other_machines_and_a_second_one_does_not(launcher):
+def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_second_one_does_not(launcher):
     launcher.over = True
     launcher.on_request(signal.SIGTERM, None)
     with pytest.raises(SignalException):

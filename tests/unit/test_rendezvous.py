@@ -1,4 +1,4 @@
-"""Launchers of several machines meet, name what is wrong, and end when machine 0 is gone."""
+"""Launchers of several nodes meet, name what is wrong, and end when node 0 is gone."""
 
 import os
 import socket
@@ -31,13 +31,13 @@ def port() -> int:
 
 @pytest.fixture
 def start(port, monkeypatch) -> Iterator[Start]:
-    """Starts the launcher of a machine; all are closed afterwards."""
+    """Starts the launcher of a node; all are closed afterwards."""
     monkeypatch.setattr(rendezvous, "_INTERVAL", 0.02)
     monkeypatch.setattr(rendezvous, "_LEAVING", 600.0)
     started: list[Rendezvous] = []
 
-    def one(machine: int, machines: int = 2, ranks: int = 1, patience: int = 30) -> Rendezvous:
-        layout = Layout(ranks, machines, machine, "localhost", port, "localhost", 0, patience)
+    def one(node: int, nodes: int = 2, ranks: int = 1, patience: int = 30) -> Rendezvous:
+        layout = Layout(ranks, nodes, node, "localhost", port, "localhost", 0, patience)
         started.append(Rendezvous(layout, unreachable=0.5))
         return started[-1]
 
@@ -64,11 +64,11 @@ def meet(*launchers: Rendezvous) -> list[RendezvousInfo | Exception]:
     return results
 
 
-def test_machines_get_the_ranks_of_their_numbers_and_each_start_has_a_store_of_its_own(start):
-    machines = [start(number, 3) for number in range(3)]
+def test_nodes_get_the_ranks_of_their_numbers_and_each_start_has_a_store_of_its_own(start):
+    nodes = [start(number, 3) for number in range(3)]
     stores = []
     for _ in range(2):
-        met = meet(*machines)
+        met = meet(*nodes)
         assert [info.rank for info in met] == [0, 1, 2] and {info.world_size for info in met} == {3}
         met[2].store.set("key", "value")
         assert met[1].store.get("key") == b"value"
@@ -76,19 +76,19 @@ def test_machines_get_the_ranks_of_their_numbers_and_each_start_has_a_store_of_i
     assert len(stores[0]) == len(stores[1]) == 1 and stores[0] != stores[1]
 
 
-def test_a_machine_that_starts_its_ranks_again_makes_the_others_do_so(start):
-    machines = [start(0), start(1)]
-    meet(*machines)
-    assert machines[0].num_nodes_waiting() == 0
-    restarting = threading.Thread(target=machines[1].next_rendezvous)
+def test_a_node_that_starts_its_ranks_again_makes_the_others_do_so(start):
+    nodes = [start(0), start(1)]
+    meet(*nodes)
+    assert nodes[0].num_nodes_waiting() == 0
+    restarting = threading.Thread(target=nodes[1].next_rendezvous)
     restarting.start()
-    until(lambda: machines[0].num_nodes_waiting() == 1)
-    assert machines[0].next_rendezvous().rank == 0
+    until(lambda: nodes[0].num_nodes_waiting() == 1)
+    assert nodes[0].next_rendezvous().rank == 0
     restarting.join()
-    assert machines[0].num_nodes_waiting() == 0
+    assert nodes[0].num_nodes_waiting() == 0
 
 
-def test_one_machine_needs_no_port(start, port):
+def test_one_node_needs_no_port(start, port):
     with socket.create_server(("", port)):
         (alone,) = meet(start(0, 1))
     assert (alone.rank, alone.world_size) == (0, 1)
@@ -97,41 +97,41 @@ def test_one_machine_needs_no_port(start, port):
 @pytest.mark.parametrize(
     "others, words",
     [
-        ([{"machine": 1}, {"machine": 1}], ["NODE_RANK=1 is used twice: by process "]),
-        ([{"machine": 1, "machines": 4}], ["NNODES=4 for process ", "NNODES=3 for machine 0"]),
-        ([{"machine": 1, "ranks": 2}], ["NGPU=2", "NGPU=1", "must be equal"]),
+        ([{"node": 1}, {"node": 1}], ["NODE_RANK=1 is used twice: by process "]),
+        ([{"node": 1, "nodes": 4}], ["NNODES=4 for process ", "NNODES=3 for node 0"]),
+        ([{"node": 1, "ranks": 2}], ["NGPU=2", "NGPU=1", "must be equal"]),
     ],
 )
 def test_launchers_that_do_not_fit_together_all_end_at_once_with_the_variable(start, others, words):
-    for error in meet(start(0, 3), *(start(**{"machines": 3, **other}) for other in others)):
+    for error in meet(start(0, 3), *(start(**{"nodes": 3, **other}) for other in others)):
         assert isinstance(error, UserError) and all(word in str(error) for word in words), error
 
 
 def test_a_launcher_that_comes_too_late_ends_and_the_run_goes_on(start):
-    machines = [start(0), start(1)]
-    meet(*machines)
+    nodes = [start(0), start(1)]
+    meet(*nodes)
     (error,) = meet(start(1))
     assert isinstance(error, UserError) and "NODE_RANK=1 is used twice" in str(error)
-    assert [machine.num_nodes_waiting() for machine in machines] == [0, 0]
+    assert [node.num_nodes_waiting() for node in nodes] == [0, 0]
 
 
 def test_a_busy_port_is_named_at_once(start, port):
-    with socket.create_server(("", port)), pytest.raises(UserError, match=f"RDZV_ENDPOINT=localhost:{port}: machine 0 cannot"):
+    with socket.create_server(("", port)), pytest.raises(UserError, match=f"RDZV_ENDPOINT=localhost:{port}: node 0 cannot"):
         start(0)
 
 
 @pytest.mark.parametrize(
-    "machine, words", [(0, "launchers are missing, with NODE_RANK 1, 2"), (1, "machine 0 does not answer (refused)")]
+    "node, words", [(0, "launchers are missing, with NODE_RANK 1, 2"), (1, "node 0 does not answer (refused)")]
 )
-def test_a_missing_machine_is_named_and_waited_for_until_the_timeout(start, monkeypatch, capsys, machine, words):
+def test_a_missing_node_is_named_and_waited_for_until_the_timeout(start, monkeypatch, capsys, node, words):
     monkeypatch.setattr(rendezvous, "_NAMED_AFTER", 0.3)
-    (error,) = meet(start(machine, 3, patience=1))
+    (error,) = meet(start(node, 3, patience=1))
     assert isinstance(error, RendezvousTimeoutError) and words in str(error) and "RDZV_TIMEOUT=1" in str(error)
     (named,) = capsys.readouterr().err.splitlines()
     assert words in named and "waiting for RDZV_TIMEOUT=1 seconds" in named
 
 
-def test_another_program_at_the_endpoint_is_not_taken_for_machine_0(start, port):
+def test_another_program_at_the_endpoint_is_not_taken_for_node_0(start, port):
     with socket.create_server(("", port)) as server:
 
         def serve() -> None:
@@ -146,7 +146,7 @@ def test_another_program_at_the_endpoint_is_not_taken_for_machine_0(start, port)
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{}", b"GET / HTTP/1.1", b"[" * 100_000, b'{"machine": true, "machines": 2, "ranks": 1, "who": "", "key": ""}'],
+    [b"", b"{}", b"GET / HTTP/1.1", b"[" * 100_000, b'{"node": true, "nodes": 2, "ranks": 1, "who": "", "key": ""}'],
 )
 def test_what_is_no_launcher_gets_no_answer_and_changes_nothing(start, port, text):
     first = start(0)
@@ -157,31 +157,31 @@ def test_what_is_no_launcher_gets_no_answer_and_changes_nothing(start, port, tex
     assert first.meeting is not None and first.meeting.members == {}
 
 
-def test_the_others_end_when_the_launcher_of_machine_0_has_ended(start):
-    machines = [start(0), start(1)]
-    meet(*machines)
-    machines[0].shutdown()
-    until(lambda: machines[1].lost)
-    with pytest.raises(RendezvousConnectionError, match="the launcher of machine 0 has ended"):
-        machines[1].num_nodes_waiting()
+def test_the_others_end_when_the_launcher_of_node_0_has_ended(start):
+    nodes = [start(0), start(1)]
+    meet(*nodes)
+    nodes[0].shutdown()
+    until(lambda: nodes[1].lost)
+    with pytest.raises(RendezvousConnectionError, match="the launcher of node 0 has ended"):
+        nodes[1].num_nodes_waiting()
 
 
-def test_the_others_end_when_machine_0_does_not_answer_any_more_even_if_they_are_stuck(start, monkeypatch, capfd):
+def test_the_others_end_when_node_0_does_not_answer_any_more_even_if_they_are_stuck(start, monkeypatch, capfd):
     codes: list[int] = []
     monkeypatch.setattr(rendezvous, "_ANSWERED_WITHIN", 0.2)
     monkeypatch.setattr(rendezvous, "_LEAVING", 0.0)
     monkeypatch.setattr(os, "_exit", codes.append)
-    machines = [start(0), start(1)]
-    meet(*machines)
-    with machines[0].meeting.lock:  # it accepts connections, as a machine does whose launcher hangs
-        until(lambda: codes and machines[1].lost)  # the watch of machine 0 itself may come first
-    assert codes[0] == 1 and machines[1].lost.startswith("machine 0 has not answered at localhost:")
+    nodes = [start(0), start(1)]
+    meet(*nodes)
+    with nodes[0].meeting.lock:  # it accepts connections, as a node does whose launcher hangs
+        until(lambda: codes and nodes[1].lost)  # the watch of node 0 itself may come first
+    assert codes[0] == 1 and nodes[1].lost.startswith("node 0 has not answered at localhost:")
     assert "the run is over" in capfd.readouterr().err
 
 
 def test_who_has_ended_for_good_is_not_waited_for(start):
-    machines = [start(0), start(1)]
-    meet(*machines)
-    machines[1].shutdown()
-    (error,) = meet(machines[0])
+    nodes = [start(0), start(1)]
+    meet(*nodes)
+    nodes[1].shutdown()
+    (error,) = meet(nodes[0])
     assert isinstance(error, RendezvousClosedError) and "has ended" in str(error)

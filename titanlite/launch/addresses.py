@@ -1,4 +1,4 @@
-"""Addresses of this machine and of others, probed before torch and gloo wait for them or fail in C++."""
+"""Addresses of this node and of others, probed before torch and gloo wait for them or fail in C++."""
 
 import contextlib
 import ipaddress
@@ -15,7 +15,7 @@ _UP = "bring the loopback interface up: ip link set lo up"
 
 
 def serve(host: str, port: int = 0, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A new store on this machine, which is found at host. port 0: any. Raises ConnectionError with the reason, as `join`."""
+    """A new store on this node, which is found at host. port 0: any. Raises ConnectionError with the reason, as `join`."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_ANSWERED_WITHIN).close()
@@ -53,7 +53,7 @@ def join(host: str, port: int, patience: float, timeout: timedelta = _TIMEOUT) -
 
 
 def gloo_fault() -> str:
-    """Why gloo cannot listen on this machine, which one rank needs too; or ""."""
+    """Why gloo cannot listen on this node, which one rank needs too; or ""."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     try:
         for name in names.split(","):
@@ -65,12 +65,12 @@ def gloo_fault() -> str:
 
 
 def hostname_fault() -> str:
-    """Why other machines cannot reach the address at which gloo would listen; or "".
+    """Why other nodes cannot reach the address at which gloo would listen; or "".
 
     Without GLOO_SOCKET_IFNAME, gloo listens at the first address of the hostname that it can bind, or at the loopback address
     (ProcessGroupGloo::createDefaultDevice). The /etc/hosts of Debian maps the hostname to 127.0.1.1. The ranks of the other
-    machines would then wait in vain until the timeout. Launchers that meet at a loopback address are all on this
-    machine.
+    nodes would then wait in vain until the timeout. Launchers that meet at a loopback address are all on this
+    node.
     """
     meeting = os.environ.get("RDZV_ENDPOINT", "").rpartition(":")[0]
     if os.environ.get("GLOO_SOCKET_IFNAME") or meeting in ("localhost", "127.0.0.1", "[::1]"):
@@ -82,8 +82,8 @@ def hostname_fault() -> str:
     if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return ""
     return (
-        f"the hostname {name} resolves to {address or 'no address of this machine'}, where other machines cannot reach its "
-        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other machines (this machine has: "
+        f"the hostname {name} resolves to {address or 'no address of this node'}, where other nodes cannot reach its "
+        "ranks; set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes (this node has: "
         f"{_interfaces(but='lo')}), and PET_LOCAL_ADDR to its address"
     )
 
@@ -93,7 +93,7 @@ def _interfaces(but: str = "") -> str:
 
 
 def _can_bind(address: str) -> bool:
-    """Whether this machine has an address."""
+    """Whether this node has an address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))

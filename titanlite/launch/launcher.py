@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine by torch's elastic agent, and ends as the run ends: with its exit code and one line.
+"""Starts the ranks of this node by torch's elastic agent, and ends as the run ends: with its exit code and one line.
 
 It also forwards a request to stop to the ranks, makes ranks write their stacks before it ends them, and distinguishes a rank
 that was stopped from one that has failed.
@@ -78,7 +78,7 @@ def describe(failures: dict[int, ProcessFailure]) -> str:
 
 
 class Launcher:
-    """One run on this machine, through all starts of its ranks."""
+    """One run on this node, through all starts of its ranks."""
 
     def __init__(self, dump_folder: Path, start_rank: Callable[[dict[str, str]], Child]):
         """start_rank: starts a rank with these variables added to its environment.
@@ -104,7 +104,7 @@ class Launcher:
             self.on_ending(number, _frame)
             return
         self.stop_requested = True
-        what = "finish their step, save and stop" if self.active else "have ended; waiting for those of other machines"
+        what = "finish their step, save and stop" if self.active else "have ended; waiting for those of other nodes"
         _print(f"{request.name}: the ranks {what}; a second signal ends them at once")
 
     def on_ending(self, number: int, _frame: FrameType | None) -> None:
@@ -120,7 +120,7 @@ class Launcher:
 
 
 class Ranks(SubprocessContext):
-    """The ranks of this machine from one start to their end, as torch's agent sees them.
+    """The ranks of this node from one start to their end, as torch's agent sees them.
 
     The agent has no setting for how ranks are started, which signal ends them, which exit codes are no failures, or for
     forwarding a signal. All of that is in the object that it gets from `start_processes`, which looks up this class by the name
@@ -148,7 +148,7 @@ class Ranks(SubprocessContext):
         launcher.active = True
         launcher.starts += 1
         if launcher.starts > 1:
-            why = launcher.failure or "ranks on another machine are restarted"
+            why = launcher.failure or "ranks on another node are restarted"
             of = f" of {launcher.starts + self.restarts_left}" if launcher.failure else ""
             _print(f"{why}; start {launcher.starts}{of}")
             launcher.failure = ""
@@ -223,13 +223,13 @@ class Ranks(SubprocessContext):
             return "" if first_failure(failures)[1].exitcode in _FINAL else describe(failures)
         if self.launcher.stopped:
             return f"the others stopped {_LEAVING:g} s ago"
-        return "ranks on another machine have failed"
+        return "ranks on another node have failed"
 
 
 def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
-    """Runs the ranks of this machine to their end; returns the exit code of the run.
+    """Runs the ranks of this node to their end; returns the exit code of the run.
 
-    unreachable: seconds without an answer of machine 0 after which the run ends. Raises UserError for machines that do not fit
+    unreachable: seconds without an answer of node 0 after which the run ends. Raises UserError for nodes that do not fit
     together.
     """
     logging.disable(logging.CRITICAL)  # the ranks say what went wrong, and the agent's additions follow below in one line
@@ -241,8 +241,8 @@ def launch(layout: Layout, launcher: Launcher, unreachable: float) -> int:
     rendezvous = Rendezvous(layout, unreachable)
     rendezvous_handler_registry.register(rendezvous.get_backend(), lambda _: rendezvous)
     config = LaunchConfig(
-        min_nodes=layout.machines,
-        max_nodes=layout.machines,
+        min_nodes=layout.nodes,
+        max_nodes=layout.nodes,
         nproc_per_node=layout.local_ranks,
         run_id="titanlite",
         rdzv_backend=rendezvous.get_backend(),

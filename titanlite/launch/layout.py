@@ -30,36 +30,36 @@ _LEFT = re.compile(
     "(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE)"
     "|PET_.*"
 )
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts of an endpoint whose launchers are all on this machine
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")  # hosts of an endpoint whose launchers are all on this node
 
 
 class Layout(NamedTuple):
-    """How many ranks this machine and the others run, and where the machines meet."""
+    """How many ranks this node and the others run, and where the nodes meet."""
 
-    local_ranks: int  # on this machine
-    machines: int
-    machine: int  # the number of this one, from 0
-    host: str  # a name or an address of machine 0
+    local_ranks: int  # on this node
+    nodes: int
+    node: int  # the number of this one, from 0
+    host: str  # a name or an address of node 0
     port: int
-    address: str  # of this machine, for the ranks of the others; empty: its hostname
+    address: str  # of this node, for the ranks of the others; empty: its hostname
     max_restarts: int
-    patience: int  # seconds for which the machines wait for each other
+    patience: int  # seconds for which the nodes wait for each other
 
 
 def read_layout() -> Layout:
     """The layout that the environment describes; calls `share_threads`. Raises UserError."""
-    local_ranks, machines, machine = number("NGPU"), number("NNODES"), number("NODE_RANK")
-    if machine >= machines:
-        raise UserError(f"NODE_RANK={machine}: there are NNODES={machines} machines, numbered from 0")
-    if machines > 1 and not os.environ.get("RDZV_ENDPOINT"):
-        raise UserError(f"NNODES={machines} needs RDZV_ENDPOINT=host:port, an address of the machine with NODE_RANK=0")
+    local_ranks, nodes, node = number("NGPU"), number("NNODES"), number("NODE_RANK")
+    if node >= nodes:
+        raise UserError(f"NODE_RANK={node}: there are NNODES={nodes} nodes, numbered from 0")
+    if nodes > 1 and not os.environ.get("RDZV_ENDPOINT"):
+        raise UserError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, an address of the node with NODE_RANK=0")
     host, port = _endpoint(endpoint) if (endpoint := os.environ.get("RDZV_ENDPOINT")) else ("localhost", 0)
-    log_ranks(local_ranks * machines)
+    log_ranks(local_ranks * nodes)
     share_threads(local_ranks)
-    address = os.environ.pop("PET_LOCAL_ADDR", "") if machines > 1 else ""
+    address = os.environ.pop("PET_LOCAL_ADDR", "") if nodes > 1 else ""
     _drop_left_over()
     address = address or ("localhost" if host in _LOCAL else "")
-    return Layout(local_ranks, machines, machine, host, port, address, number("MAX_RESTARTS"), number("RDZV_TIMEOUT"))
+    return Layout(local_ranks, nodes, node, host, port, address, number("MAX_RESTARTS"), number("RDZV_TIMEOUT"))
 
 
 def _drop_left_over() -> None:
@@ -113,7 +113,7 @@ def log_ranks(ranks: int) -> list[int]:
 
 
 def share_threads(ranks: int) -> None:
-    """Sets OMP_NUM_THREADS where it is not set: the cores of this machine shared among its ranks. Raises UserError."""
+    """Sets OMP_NUM_THREADS where it is not set: the cores of this node shared among its ranks. Raises UserError."""
     os.environ["OMP_NUM_THREADS"] = str(number("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // ranks)))
 
 

@@ -43,7 +43,7 @@ def set_up_logging() -> None:
 def start(config: Config, identity: Identity) -> torch.device:
     """Chooses the device and joins the process group; returns the device.
 
-    Raises UserError if there are more ranks on this machine than GPUs, if ranks or machines cannot reach each other, or if
+    Raises UserError if there are more ranks on this machine than GPUs, if ranks or nodes cannot reach each other, or if
     another node has another `identity`.
     """
     rank, world = rank_and_world()

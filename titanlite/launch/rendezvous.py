@@ -1,10 +1,10 @@
-"""The meeting of the machines before every start of the ranks; between starts, whether machine 0 is still there.
+"""The meeting of the nodes before every start of the ranks; between starts, whether node 0 is still there.
 
-Machine 0 listens at RDZV_ENDPOINT. Every launcher, also that of machine 0, sends it the same request again and again: one line
+Node 0 listens at RDZV_ENDPOINT. Every launcher, also that of node 0, sends it the same request again and again: one line
 of JSON on a connection of its own, answered by one line. A request joins a round, which is a start of the ranks, and the answer
-says whether the round is complete, which machines are missing, and what is wrong. So a request that is lost costs nothing, no
-call blocks for longer than its timeout, and the clocks of the machines need not agree. torch's own rendezvous waits without
-limit for a store whose machine has died.
+says whether the round is complete, which nodes are missing, and what is wrong. So a request that is lost costs nothing, no
+call blocks for longer than its timeout, and the clocks of the nodes need not agree. torch's own rendezvous waits without
+limit for a store whose node has died.
 """
 
 import os
@@ -31,13 +31,13 @@ from titanlite.errors import UserError
 from titanlite.launch.addresses import join, serve
 from titanlite.launch.layout import Layout
 
-_NAMED_AFTER = 60.0  # seconds until the missing machines are named
+_NAMED_AFTER = 60.0  # seconds until the missing nodes are named
 _ANSWERED_WITHIN = 10.0  # seconds for one request
 _INTERVAL = 0.5  # seconds between two of them
-_REFUSED = 20  # such answers in a row mean that the launcher of machine 0 has ended, not its machine
-_LEAVING = 30.0  # seconds that this launcher may take to end by itself, when machine 0 is gone
+_REFUSED = 20  # such answers in a row mean that the launcher of node 0 has ended, not its node
+_LEAVING = 30.0  # seconds that this launcher may take to end by itself, when node 0 is gone
 _LOCAL_ADDR = "set PET_LOCAL_ADDR to an address of node 0 that leads to it, or unset it"
-_LINE = 2**20  # bytes of a request or an answer, which may list 100,000 missing machines
+_LINE = 2**20  # bytes of a request or an answer, which may list 100,000 missing nodes
 
 _Number = Annotated[int, Field(ge=0, le=10**9)]
 _Text = Annotated[str, Field(max_length=1000)]
@@ -47,13 +47,13 @@ class Request(BaseModel):
     """What a launcher says of itself."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    machine: _Number
-    machines: _Number
+    node: _Number
+    nodes: _Number
     ranks: _Number
     who: _Text  # for messages
     key: _Text  # of this launcher and no other
     round: _Number = 0  # the start of the ranks that it joins
-    store: tuple[_Text, _Number] = ("", 0)  # of the round, from machine 0
+    store: tuple[_Text, _Number] = ("", 0)  # of the round, from node 0
     ended: bool = False  # it starts no more ranks
 
 
@@ -63,21 +63,21 @@ class Answer(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     round: _Number  # of the request
     fault: str
-    missing: list[_Number]  # machines that have not joined the round
-    newest: _Number  # the newest round that a machine has joined
+    missing: list[_Number]  # nodes that have not joined the round
+    newest: _Number  # the newest round that a node has joined
     ended: _Text  # a launcher that starts no more ranks; or ""
     store: tuple[_Text, _Number]
 
 
 class Meeting(socketserver.ThreadingTCPServer):
-    """On machine 0: who has joined which round."""
+    """On node 0: who has joined which round."""
 
     daemon_threads = True
 
-    def __init__(self, port: int, machines: int):
-        self.machines = machines
-        self.members: dict[int, Request] = {}  # machine -> its newest request
-        self.fault = ""  # ends the start on all machines
+    def __init__(self, port: int, nodes: int):
+        self.nodes = nodes
+        self.members: dict[int, Request] = {}  # node -> its newest request
+        self.fault = ""  # ends the start on all nodes
         self.lock = threading.Lock()
         super().__init__(("", port), _Exchange, bind_and_activate=False)
         self.socket.close()
@@ -93,15 +93,15 @@ class Meeting(socketserver.ThreadingTCPServer):
         with self.lock:
             fault = self._fault_of(request)
             if not fault:
-                self.members[request.machine] = request
-            elif len(self.members) < self.machines:  # a launcher that comes too late does not end a run
+                self.members[request.node] = request
+            elif len(self.members) < self.nodes:  # a launcher that comes too late does not end a run
                 self.fault = self.fault or fault
             members = self.members.values()
-            joined = {member.machine for member in members if member.round >= request.round}
+            joined = {member.node for member in members if member.round >= request.round}
             return Answer(
                 round=request.round,
                 fault=fault or self.fault,
-                missing=[machine for machine in range(self.machines) if machine not in joined],
+                missing=[node for node in range(self.nodes) if node not in joined],
                 newest=max((member.round for member in members), default=0),
                 ended=next((member.who for member in members if member.ended), ""),
                 store=self.members[0].store if 0 in self.members else ("", 0),
@@ -109,14 +109,14 @@ class Meeting(socketserver.ThreadingTCPServer):
 
     def _fault_of(self, request: Request) -> str:
         """What is wrong with a launcher that joins; or ""."""
-        if request.machines != self.machines:
-            return f"NNODES={request.machines} for {request.who}, and NNODES={self.machines} for machine 0: must be equal"
+        if request.nodes != self.nodes:
+            return f"NNODES={request.nodes} for {request.who}, and NNODES={self.nodes} for node 0: must be equal"
         for other in self.members.values():
-            if other.machine == request.machine and other.key != request.key:
-                return f"NODE_RANK={request.machine} is used twice: by {other.who} and by {request.who}"
+            if other.node == request.node and other.key != request.key:
+                return f"NODE_RANK={request.node} is used twice: by {other.who} and by {request.who}"
             if other.ranks != request.ranks:
                 return f"NGPU={request.ranks} for {request.who}, and NGPU={other.ranks} for {other.who}: must be equal"
-        return "" if request.machine < self.machines else f"NODE_RANK={request.machine}: NNODES={self.machines}"
+        return "" if request.node < self.nodes else f"NODE_RANK={request.node}: NNODES={self.nodes}"
 
 
 class _Exchange(socketserver.StreamRequestHandler):
@@ -129,63 +129,63 @@ class _Exchange(socketserver.StreamRequestHandler):
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """What torch's agent needs to know of the other machines, `layout.machines` of them, which may be 1.
+    """What torch's agent needs to know of the other nodes, `layout.nodes` of them, which may be 1.
 
-    PyTorch's static rendezvous has a fixed number of machines too; here they meet before every start, each with its own store.
+    PyTorch's static rendezvous has a fixed number of nodes too; here they meet before every start, each with its own store.
     """
 
     def __init__(self, layout: Layout, unreachable: float):
-        """unreachable: seconds without an answer of machine 0 after which the run ends.
+        """unreachable: seconds without an answer of node 0 after which the run ends.
 
-        Raises UserError where this machine shall listen, and cannot.
+        Raises UserError where this node shall listen, and cannot.
         """
-        super().__init__(layout.host, layout.port, layout.machine, layout.machines, "titanlite", layout.patience)
+        super().__init__(layout.host, layout.port, layout.node, layout.nodes, "titanlite", layout.patience)
         self.layout, self.unreachable = layout, unreachable
         self.endpoint = f"{layout.host}:{layout.port}"
-        self.address: tuple[str, int] | None = None  # of machine 0, once it has answered
+        self.address: tuple[str, int] | None = None  # of node 0, once it has answered
         self.answer: Answer | str = "not yet"  # the newest one, or why there is none
         self.lost = ""  # why the run ends
         self.closed = False
         self.store: TCPStore | None = None
         self.request = Request(
-            machine=layout.machine,
-            machines=layout.machines,
+            node=layout.node,
+            nodes=layout.nodes,
             ranks=layout.local_ranks,
             who=f"process {os.getpid()} on {socket.gethostname()}",
             key=secrets.token_hex(16),
         )
         self.meeting = None
-        if layout.machines > 1 and layout.machine == 0:
+        if layout.nodes > 1 and layout.node == 0:
             try:
-                self.meeting = Meeting(layout.port, layout.machines)
+                self.meeting = Meeting(layout.port, layout.nodes)
             except OSError as error:
                 raise UserError(
-                    f"RDZV_ENDPOINT={self.endpoint}: machine 0 cannot listen at port {layout.port}: {error.strerror}; another "
-                    "program has it, or another launcher with NODE_RANK=0 on this machine"
+                    f"RDZV_ENDPOINT={self.endpoint}: node 0 cannot listen at port {layout.port}: {error.strerror}; another "
+                    "program has it, or another launcher with NODE_RANK=0 on this node"
                 ) from None
 
     def get_backend(self) -> str:
         return "titanlite"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meets the other machines. Raises UserError for a wrong NODE_RANK, NNODES or NGPU, else a RendezvousError."""
+        """Meets the other nodes. Raises UserError for a wrong NODE_RANK, NNODES or NGPU, else a RendezvousError."""
         layout, host, port, number = self.layout, "localhost", 0, self.request.round + 1
-        if layout.machines == layout.local_ranks == 1:  # needs no address, and no network
+        if layout.nodes == layout.local_ranks == 1:  # needs no address, and no network
             return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(host, port))
-        if layout.machine == 0:
-            host = layout.address or (host if layout.machines == 1 else socket.getfqdn())
+        if layout.node == 0:
+            host = layout.address or (host if layout.nodes == 1 else socket.getfqdn())
             try:
                 self.store = serve(host)
             except ConnectionError as error:
-                remedy = f"; {_LOCAL_ADDR}" if layout.machines > 1 else ""
+                remedy = f"; {_LOCAL_ADDR}" if layout.nodes > 1 else ""
                 raise UserError(f"node 0 does not reach itself at {host}: {error}{remedy}") from None
             port = self.store.port
-        if layout.machines > 1:
+        if layout.nodes > 1:
             self.request = self.request.model_copy(update={"round": number, "store": (host, port)})
             if number == 1:
                 threading.Thread(target=self._keep_asking, daemon=True, name="rendezvous").start()
             host, port = self._meet()
-        if layout.machine > 0:
+        if layout.node > 0:
             try:
                 self.store = join(host, port, _ANSWERED_WITHIN)
             except ConnectionError as error:
@@ -193,7 +193,7 @@ class Rendezvous(StaticTCPRendezvous):
                     f"node 0 is not reached at {host}:{port} ({error}); there, {_LOCAL_ADDR}"
                 ) from None
         assert self.store is not None
-        return RendezvousInfo(self.store, layout.machine, layout.machines, RendezvousStoreInfo(host, port))
+        return RendezvousInfo(self.store, layout.node, layout.nodes, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
         """The agent calls this while the ranks run, and restarts them for a number above 0."""
@@ -201,9 +201,9 @@ class Rendezvous(StaticTCPRendezvous):
         return int(isinstance(self.answer, Answer) and self.answer.newest > self.request.round)
 
     def shutdown(self) -> bool:
-        """Says that this launcher starts no more ranks. Machine 0 answers for long enough that all learn of a fault."""
+        """Says that this launcher starts no more ranks. Node 0 answers for long enough that all learn of a fault."""
         self.request = self.request.model_copy(update={"ended": True})
-        if self.layout.machines > 1 and not self.lost:
+        if self.layout.nodes > 1 and not self.lost:
             time.sleep(4 * _INTERVAL)
         self.closed = True
         if self.meeting:
@@ -221,7 +221,7 @@ class Rendezvous(StaticTCPRendezvous):
         while True:
             self._check()
             answer = self.answer
-            state = f"RDZV_ENDPOINT={self.endpoint}: machine 0 does not answer ({answer})"
+            state = f"RDZV_ENDPOINT={self.endpoint}: node 0 does not answer ({answer})"
             if isinstance(answer, Answer) and answer.round == self.request.round:
                 if answer.fault:
                     raise UserError(answer.fault)
@@ -230,7 +230,7 @@ class Rendezvous(StaticTCPRendezvous):
                 if not answer.missing:
                     return answer.store
                 numbers = ", ".join(map(str, answer.missing))
-                state = f"NNODES={self.layout.machines}: launchers are missing, with NODE_RANK {numbers}"
+                state = f"NNODES={self.layout.nodes}: launchers are missing, with NODE_RANK {numbers}"
             waited = time.monotonic() - begun
             if waited > patience:
                 raise RendezvousTimeoutError(f"{state} after RDZV_TIMEOUT={patience} seconds")
@@ -240,31 +240,31 @@ class Rendezvous(StaticTCPRendezvous):
             time.sleep(0.1)
 
     def _keep_asking(self) -> None:
-        """In a thread: sends the request, and ends the run where machine 0 is gone.
+        """In a thread: sends the request, and ends the run where node 0 is gone.
 
         Seconds without an answer are counted, not taken from a clock, so that a suspended launcher does not count. Where the
-        main thread does not end the run, it waits inside of torch for the store of machine 0, without limit.
+        main thread does not end the run, it waits inside of torch for the store of node 0, without limit.
         """
         silent, refused = 0.0, 0
         while not (self.lost or self.closed):
             begun = time.monotonic()
             self.answer = answer = self._ask()
             time.sleep(_INTERVAL)
-            if self.address is None:  # `_meet` waits for machine 0
+            if self.address is None:  # `_meet` waits for node 0
                 continue
             refused = refused + 1 if answer == "refused" else 0
             silent = silent + min(time.monotonic() - begun, _ANSWERED_WITHIN + _INTERVAL) if isinstance(answer, str) else 0.0
             if refused >= _REFUSED:
-                self.lost = "the launcher of machine 0 has ended"
+                self.lost = "the launcher of node 0 has ended"
             elif silent > self.unreachable:
-                self.lost = f"machine 0 has not answered at {self.endpoint} for {silent:.0f} s ({answer})"
+                self.lost = f"node 0 has not answered at {self.endpoint} for {silent:.0f} s ({answer})"
         time.sleep(_LEAVING)
         if not self.closed:
             os.write(sys.stderr.fileno(), f"{self.lost}; the run is over\n".encode())
             os._exit(1)  # the kernel ends the ranks with it
 
     def _ask(self) -> Answer | str:
-        """The answer of machine 0 to the request, or why there is none."""
+        """The answer of node 0 to the request, or why there is none."""
         address = self.address or (self.layout.host.strip("[]"), self.layout.port)
         try:
             with socket.create_connection(address, _ANSWERED_WITHIN) as connection:

@@ -1,6 +1,6 @@
 """titanlite launch CONFIG.toml [--section.key value ...]
 
-Checks a configuration once and then starts the ranks of this machine; run_train.sh calls it. The header of run_train.sh
+Checks a configuration once and then starts the ranks of this node; run_train.sh calls it. The header of run_train.sh
 explains the environment variables that say how many ranks there are and where: NGPU, NNODES, NODE_RANK and so on.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
     parent = os.getpid()
     if (check := os.fork()) == 0:  # what the check does to this process, CUDA above all, must not reach the launcher
         children.end_with_parent(parent)
-        check_here(config, path, layout.local_ranks * layout.machines, layout.local_ranks)
+        check_here(config, path, layout.local_ranks * layout.nodes, layout.local_ranks)
         sys.exit()
     try:
         from titanlite.launch.launcher import Launcher, launch  # while the check runs
