@@ -41,14 +41,14 @@ from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents, Rollback, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
-from titanlite.loop.resume import Progress, Setting, numbers_of, restore
+from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore
 from titanlite.loop.step import begin_training, forward_backward, update, warn_of_unused
 from titanlite.loop.summary import derived_values
 from titanlite.loop.validation import sample_texts, validate
 from titanlite.optim.balance import load as expert_load
 from titanlite.optim.balance import routing
 from titanlite.optim.state import run_tensors
-from titanlite.parallel.fsdp import Deferred
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.plan import memory as memory_plan
 from titanlite.transforms import float8
@@ -81,7 +81,7 @@ def train(
     given, config = config, config.settled(Place(device.type == "cuda"))
     training, main_rank = config.training, dist.get_rank() == 0
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
-    family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), Deferred.of(config)
+    family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), GradientSync.of(config)
     memory = Memory(config, device, global_batch)
     clock = Clock(started, memory.explained)
     saver = None
@@ -94,7 +94,7 @@ def train(
     with clock.phase(0, "building the model"):
         model, optimizer, loss_scale = begin_training(family, config, mesh, device)
     memory.model, memory.optimizer = model, optimizer
-    setting = Setting(config, family, data, global_batch)
+    setting = RunIdentity(config, family, data, global_batch)
     load = functools.partial(restore, setting, model, optimizer, loss_scale, saves)
     with clock.phase(0, "loading the checkpoint"):
         progress, schedule = load()
@@ -232,7 +232,7 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
 def go_back(
     rollback: Rollback,
     restored: Progress,
-    run: Setting,
+    run: RunIdentity,
     model: nn.Module,
     incidents: Incidents,
     reporter: Reporter,

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.plan import PARTS, Part, named
-from benchmarks.gpu.runs import Setting, carry_out, command_of
+from benchmarks.gpu.runs import RunIdentity, carry_out, command_of
 from benchmarks.processes import ROOT
 from benchmarks.throughput import commit
 from titanlite.files import replace_file
@@ -79,7 +79,7 @@ def load_results(folder: Path, parts: tuple[Part, ...] = PARTS) -> dict[str, dic
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
 
 
-def carry_on(parts: tuple[Part, ...], setting: Setting, folder: Path, deadline: float, again: list[str]) -> bool:
+def carry_on(parts: tuple[Part, ...], setting: RunIdentity, folder: Path, deadline: float, again: list[str]) -> bool:
     """Does the runs that have no result -> whether all have one, or the deadline (time.monotonic()) is near.
 
     again: patterns of PART/RUN whose results are discarded.
@@ -127,7 +127,7 @@ def main(words: list[str] | None = None) -> int:
     if not args.page:
         deadline = time.monotonic() + (60 * args.minutes if args.minutes else float("inf"))
         parts = tuple(part for part in PARTS if part.name in args.parts.split(","))
-        setting = Setting(args.work.resolve() / args.name, args.gpus, args.rehearse)
+        setting = RunIdentity(args.work.resolve() / args.name, args.gpus, args.rehearse)
         try:
             finished = carry_on(parts, setting, args.results, deadline, args.again)
         except KeyboardInterrupt:

@@ -26,7 +26,7 @@ _LOG = "log.txt"
 _TAIL = 40  # lines of a failed run's log in the results
 
 
-class Setting(NamedTuple):
+class RunIdentity(NamedTuple):
     """What is common to all runs."""
 
     work: Path  # folder of logs, traces, run folders
@@ -37,33 +37,33 @@ class Setting(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- the commands
 
 
-def _train(run: Run, setting: Setting) -> list[str]:
+def _train(run: Run, setting: RunIdentity) -> list[str]:
     options = options_of(run, setting.rehearse) | {"job.dump_folder": _FOLDER}
     return ["./run_train.sh", f"train_configs/{run.config}.toml", *words_of(options)]
 
 
-def _device(run: Run, setting: Setting) -> list[str]:
+def _device(run: Run, setting: RunIdentity) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu.device", f"{_FOLDER}/device.json"]
 
 
-def _tests(run: Run, setting: Setting) -> list[str]:
+def _tests(run: Run, setting: RunIdentity) -> list[str]:
     some = ["-k", "waits_for_the_device"] if setting.rehearse else []
     words = ["-q", "-p", "no:cacheprovider", f"--junitxml={_FOLDER}/tests.xml", "tests/distributed/test_cuda.py"]
     return [sys.executable, "-m", "pytest", *words, *some]
 
 
-def _estimates(run: Run, setting: Setting) -> list[str]:
+def _estimates(run: Run, setting: RunIdentity) -> list[str]:
     some = ["--rehearse"] if setting.rehearse else []
     return [sys.executable, "-m", "benchmarks.gpu.estimates", f"{_FOLDER}/estimates.json", "--gpus", str(setting.gpus), *some]
 
 
-def _throughput(run: Run, setting: Setting) -> list[str]:
+def _throughput(run: Run, setting: RunIdentity) -> list[str]:
     tiny = "--device cpu --peers plain --model llama3:debug --vocab 512 --batch 1 --seq 32 --rounds 1 --steps 2 --no-warm"
     words = f"{tiny} --check-steps 2 --titanlite '--compile.enable false'" if setting.rehearse else run.options["words"]
     return [sys.executable, "-m", "benchmarks.throughput", *shlex.split(words), "--output", f"{_FOLDER}/throughput.json"]
 
 
-def command_of(run: Run, setting: Setting) -> str:
+def command_of(run: Run, setting: RunIdentity) -> str:
     """The command of a run as the results record it."""
     return shlex.join("python" if word == sys.executable else word for word in KINDS[run.kind].words(run, setting))
 
@@ -130,7 +130,7 @@ def _read_json(name: str) -> Callable[[Path], dict[str, Any]]:
 class Kind(NamedTuple):
     """How a kind of run is started and read."""
 
-    words: Callable[[Run, Setting], list[str]]
+    words: Callable[[Run, RunIdentity], list[str]]
     read: Callable[[Path], dict[str, Any]]
 
 
@@ -147,7 +147,7 @@ KINDS = {
 # --------------------------------------------------------------------------------------------------------------- the work
 
 
-def carry_out(run: Run, part: str, setting: Setting, seconds: float) -> dict[str, Any]:
+def carry_out(run: Run, part: str, setting: RunIdentity, seconds: float) -> dict[str, Any]:
     """Runs a command for at most so many seconds -> its result, whose status is done, failed, out of time or left out.
 
     The figures of a run that failed or was out of time are those that it had reported by then, if any.
@@ -179,7 +179,7 @@ def carry_out(run: Run, part: str, setting: Setting, seconds: float) -> dict[str
     return result
 
 
-def _execute(words: list[str], log: Path, setting: Setting, seconds: float) -> int | None:
+def _execute(words: list[str], log: Path, setting: RunIdentity, seconds: float) -> int | None:
     """The exit code of a command, or None if its time was over; its processes end with this one, even by SIGKILL."""
     variables = {"PYTHON": sys.executable, "NGPU": str(setting.gpus)}
     if setting.rehearse:

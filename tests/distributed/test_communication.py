@@ -25,7 +25,7 @@ from tests.traffic_cases import CASES, COUNTED, Case
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
-from titanlite.parallel.fsdp import Deferred
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.plan.predict import predict
 from titanlite.plan.trace import Mixture, Trace
 from titanlite.transforms.registry import family_of
@@ -100,7 +100,7 @@ def second_step(degrees: dict[str, int], config: Config) -> tuple[dict[Any, tupl
         official, sent = CommDebugMode(), Sent()
         official.advanced_module_tracker = _Anywhere()
         with official, sent:
-            forward_backward(model, batch, mesh, None, Deferred.of(config))
+            forward_backward(model, batch, mesh, None, GradientSync.of(config))
             update(model, optimizer, 1e-3, 1.0)
     return {key: (calls, sent.bytes[key]) for key, calls in sent.calls.items()}, official.get_total_counts()
 

@@ -19,7 +19,7 @@ from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_
 from titanlite.config.schema import Config
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward
-from titanlite.parallel.fsdp import Deferred
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.tensor import sharding_faults
 from titanlite.tools.compare import compare
 from titanlite.transforms.registry import Family, load_family
@@ -100,9 +100,9 @@ def accumulated(at_end: bool) -> int:
     mesh = mesh_of(degrees)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = next(rank_batches(config, mesh))
-    forward_backward(model, batch, mesh, None, Deferred(at_end))
+    forward_backward(model, batch, mesh, None, GradientSync(at_end))
     with Reductions() as reductions:
-        forward_backward(model, batch, mesh, None, Deferred(at_end))
+        forward_backward(model, batch, mesh, None, GradientSync(at_end))
     return reductions.count
 
 
@@ -116,7 +116,7 @@ def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, a
 ])  # fmt: skip
 def test_replicas_wait_for_the_last_microbatch_unless_the_sum_would_be_narrower_than_the_gradients(reduced, kept, waits):
     config = config_of({}, training={"mixed_precision_reduce": reduced, "dtype": kept})
-    assert Deferred.of(config) == (False, waits)
+    assert GradientSync.of(config) == (False, waits)
 
 
 @pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)

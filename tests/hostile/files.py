@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.judge import Case
-from tests.outside_files import KINDS, Kind
+from tests.untrusted_files import KINDS, Kind
 from titanlite.config.read import read_config
 
 _WRONG: list[Any] = ["x", -1, 1.5, True, None, [], {}, [[]], {"x": 1}, 10**30]

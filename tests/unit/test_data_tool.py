@@ -17,7 +17,7 @@ from titanlite.data.origin import Origin, continued
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
 from titanlite.errors import UserError
-from titanlite.loop.resume import Progress, Setting, numbers_of
+from titanlite.loop.resume import Progress, RunIdentity, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.tools import data as tool
 from titanlite.transforms.registry import family_of
@@ -140,7 +140,7 @@ def changed(config, tmp_path) -> dict[int, tuple[list[str], int, Origin]]:
         began = continued(numbers, data.describe()["sources"]) if numbers else data.beginning()
         for step in range(len(steps) + 1, last + 1):
             steps[step] = options, (step - 1) * 4, began
-            run = Setting(keys, family, data, 4)
+            run = RunIdentity(keys, family, data, 4)
             numbers = json.loads(json.dumps(numbers_of(run, build_schedule(keys), Progress(step, step * 4, began))))
             if step % 2 == 0:
                 (saves / f"step-{step:08d}").mkdir(parents=True)

@@ -19,8 +19,8 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, at, phase
 from titanlite.launch import failure, stacks
 from titanlite.loop.metrics import Reporter
-from titanlite.outside import Contents, read_json
 from titanlite.tools.ranks import on_ranks
+from titanlite.untrusted import Contents, read_json
 
 
 @pytest.fixture

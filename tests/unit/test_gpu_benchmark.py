@@ -14,7 +14,7 @@ from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import runs
 from benchmarks.gpu.page import write_page
 from benchmarks.gpu.plan import PARTS, Part, Run, named, options_of, training_runs, words_of
-from benchmarks.gpu.runs import Kind, Setting, read_training
+from benchmarks.gpu.runs import Kind, RunIdentity, read_training
 from tests.waiting import until
 from titanlite.config.read import read_config
 
@@ -22,15 +22,15 @@ ENDLESS = math.inf
 
 
 @pytest.fixture
-def setting(tmp_path, monkeypatch) -> Setting:
+def setting(tmp_path, monkeypatch) -> RunIdentity:
     """Runs of kind "shell" are bash commands; each attempt adds a line to the file `attempts`."""
     attempts = tmp_path / "attempts"
 
-    def words(run: Run, setting: Setting) -> list[str]:
+    def words(run: Run, setting: RunIdentity) -> list[str]:
         return ["bash", "-c", f"echo {run.name} >> {attempts}; cd FOLDER; {run.options['do']}"]
 
     monkeypatch.setitem(runs.KINDS, "shell", Kind(words, lambda folder: json.loads((folder / "figures.json").read_text())))
-    return Setting(tmp_path / "work", 1, False)
+    return RunIdentity(tmp_path / "work", 1, False)
 
 
 def shell(name: str, do: str, seconds: int = 60) -> Run:
@@ -40,7 +40,7 @@ def shell(name: str, do: str, seconds: int = 60) -> Run:
 GOOD = "echo '{\"figure\": 1}' > figures.json"
 
 
-def attempts(setting: Setting) -> list[str]:
+def attempts(setting: RunIdentity) -> list[str]:
     return (setting.work.parent / "attempts").read_text().split()
 
 

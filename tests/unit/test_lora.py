@@ -14,7 +14,7 @@ from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
 from titanlite.errors import UserError
-from titanlite.loop.resume import Progress, Setting, restore
+from titanlite.loop.resume import Progress, RunIdentity, restore
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import checkpoint_bytes, named_state
 from titanlite.plan.predict import predict
@@ -232,7 +232,7 @@ def test_adapters_on_random_weights_are_warned_of(caplog, enable):
     with caplog.at_level(logging.WARNING):
         config = configuration(enable=enable)
         data = data_of([np.arange(500)], config, 512)
-        progress, _ = restore(Setting(config, FAMILY, data, 8), on_meta(FAMILY, config), nothing, None, nothing)
+        progress, _ = restore(RunIdentity(config, FAMILY, data, 8), on_meta(FAMILY, config), nothing, None, nothing)
     assert progress == Progress(0, 0, data.beginning())
     assert ["the weights that are adapted are RANDOM" in record.message for record in caplog.records] == [True] * enable
 

@@ -21,7 +21,7 @@ from titanlite.config.tables import OnResume
 from titanlite.errors import UserError
 from titanlite.loop.resume import (
     Progress,
-    Setting,
+    RunIdentity,
     changeable,
     changes,
     check_changes,
@@ -53,20 +53,20 @@ def configuration(keys: dict[str, Any] | None = None) -> Config:
 def stored(keys: dict[str, Any] | None = None, global_batch: int = 8, schedule: Schedule | None = None) -> Manifest:
     """What a run with these keys has written at step 10."""
     config, family = configuration(keys), load_family("tests.tiny", "plain")
-    run = Setting(config, family, DATA, global_batch)
+    run = RunIdentity(config, family, DATA, global_batch)
     numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, 80, DATA.beginning()))
     return Manifest(json.loads(json.dumps(numbers)), {})
 
 
-def setting(config: Config) -> Setting:
-    return Setting(config, load_family("tests.tiny", "plain"), DATA, 8)
+def setting(config: Config) -> RunIdentity:
+    return RunIdentity(config, load_family("tests.tiny", "plain"), DATA, 8)
 
 
 def resume(keys: dict[str, Any] | None = None, found: Manifest | None = None, global_batch: int = 8) -> Schedule:
     """The schedule of a run with these keys that goes on from a checkpoint."""
     config = configuration(keys)
     family = family_of(config.model)
-    return check_changes(Setting(config, family, DATA, global_batch), SOURCE, found or stored())
+    return check_changes(RunIdentity(config, family, DATA, global_batch), SOURCE, found or stored())
 
 
 # ------------------------------------------------------------------------------------------------------- every key's verdict

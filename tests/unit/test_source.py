@@ -14,7 +14,7 @@ from models import llama3
 from tests.unit.test_resume import DATA, SOURCE, configuration
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.errors import UserError
-from titanlite.loop.resume import Progress, Setting, check_changes, numbers_of
+from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.transforms.registry import Family
 from titanlite.transforms.source import changed_modules, hash_of, source_of, warn_of_changes
@@ -152,7 +152,7 @@ def test_a_file_that_is_edited_while_a_run_trains_does_not_change_what_the_run_w
 def resume(module: ModuleType, found: Manifest | None, allowed: list[str]) -> Manifest:
     """Continues from what a run has written; -> what the run with this code writes."""
     config = configuration({"checkpoint.allow_changes": allowed})
-    run = Setting(config, Family(module, llama3.FLAVORS["debug"]), DATA, 8)
+    run = RunIdentity(config, Family(module, llama3.FLAVORS["debug"]), DATA, 8)
     if found:
         check_changes(run, SOURCE, found)
     numbers = numbers_of(run, build_schedule(config), Progress(10, 80, DATA.beginning()))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.limited import leave_memory, run_limited
-from tests.outside_files import KINDS, Kind
-from titanlite import outside
+from tests.untrusted_files import KINDS, Kind
+from titanlite import untrusted
 from titanlite.errors import UserError
-from titanlite.outside import Unread, read_bytes
+from titanlite.untrusted import Unread, read_bytes
 
 # What a message says of a file that is at fault, or tells the user to do with it.
 _BLAMES = re.compile(r"damaged|refused|broken|truncated|not a |not an |missing|renam|remov|delet|again", re.IGNORECASE)
@@ -65,7 +65,7 @@ class Machine:
 def machine(request, monkeypatch) -> Machine:
     machine, open_file = Machine(request.param), os.open
 
-    class File(outside._File):
+    class File(untrusted._File):
         def read(self, size: int | None = -1) -> bytes:
             machine.may()
             return super().read(size)
@@ -78,7 +78,7 @@ def machine(request, monkeypatch) -> Machine:
         machine.may()
         return open_file(path, *words, **keys)
 
-    monkeypatch.setattr(outside, "_File", File)
+    monkeypatch.setattr(untrusted, "_File", File)
     monkeypatch.setattr(os, "open", opened)
     return machine
 

@@ -18,7 +18,7 @@ from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
 from titanlite.errors import UserError, listed, phase
 from titanlite.launch.failure import ran_out
 from titanlite.launch.process import together
-from titanlite.outside import Unread
+from titanlite.untrusted import Unread
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any, NamedTuple
 import xxhash
 from pydantic import ConfigDict, Field, model_validator
 
-from titanlite import outside
+from titanlite import untrusted
 from titanlite.errors import UserError
 from titanlite.files import publish, replace_file
-from titanlite.outside import MIB, Count, FileName, Positive, Unread
+from titanlite.untrusted import MIB, Count, FileName, Positive, Unread
 
 FILE = "manifest.json"
 _FORMAT = 3
@@ -28,7 +28,7 @@ _CHUNK = 2**22
 _LIMIT = 64 * MIB  # of a run on 10,000 ranks: 1 MiB
 
 
-class _Source(outside.Contents):
+class _Source(untrusted.Contents):
     name: str
     documents: Count
     tokens: Count
@@ -36,11 +36,11 @@ class _Source(outside.Contents):
     share: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class _Data(outside.Contents):
+class _Data(untrusted.Contents):
     sources: list[_Source] = Field(default=[])  # imported weights have none
 
 
-class _Reached(outside.Contents):
+class _Reached(untrusted.Contents):
     model_config = ConfigDict(extra="forbid")
 
     fingerprint: str
@@ -49,12 +49,12 @@ class _Reached(outside.Contents):
     replaced: Count
 
 
-class _Mixture(outside.Contents):
+class _Mixture(untrusted.Contents):
     position: Count
     sources: list[_Reached]
 
 
-class _Module(outside.Contents):
+class _Module(untrusted.Contents):
     hash: str
     text: str
 
@@ -66,7 +66,7 @@ class Contents(NamedTuple):
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-class _Numbers(outside.Contents):
+class _Numbers(untrusted.Contents):
     """What a manifest must hold."""
 
     step: Count
@@ -80,22 +80,22 @@ class _Numbers(outside.Contents):
     files: dict[FileName, Contents]
 
 
-class _RunData(outside.Contents):
+class _RunData(untrusted.Contents):
     tokenizer: str
     beginning: str
     sources: list[_Source]
 
 
-class _Schedule(outside.Contents):
+class _Schedule(untrusted.Contents):
     total_steps: Positive  # all else is in the configuration
 
 
-class _Sections(outside.Contents):
+class _Sections(untrusted.Contents):
     checkpoint: dict[str, Any]
     training: dict[str, Any]
 
 
-class _Run(outside.Contents):
+class _Run(untrusted.Contents):
     """What the manifest of a run must hold too; that of imported weights does not."""
 
     samples: Count
@@ -133,7 +133,7 @@ class Damaged(UserError):
 def damage(path: Path) -> Iterator[None]:
     """Around reading a file of a checkpoint: raises Damaged for a fault of the file, or Unread."""
     try:
-        with outside.reading(path):
+        with untrusted.reading(path):
             yield
     except (Unread, Damaged):
         raise
@@ -160,10 +160,10 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / FILE
     with damage(path):
-        content = outside.read_bytes(path, _LIMIT)
+        content = untrusted.read_bytes(path, _LIMIT)
         try:
             text = content.decode()  # what is not UTF-8 is damage too
-            values = outside.parse_json(text)
+            values = untrusted.parse_json(text)
         except ValueError as error:
             raise Damaged(f"{path}: is damaged: {error}") from None
         own = values.pop(_OWN, None) if isinstance(values, dict) else None
@@ -172,7 +172,7 @@ def read(folder: Path) -> Manifest:
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
     with damage(path):
-        files = outside.validated(_Numbers, values, f"{path}: is damaged").files
+        files = untrusted.validated(_Numbers, values, f"{path}: is damaged").files
     return Manifest({name: value for name, value in values.items() if name not in ("format", "files")}, files)
 
 
@@ -188,7 +188,7 @@ def check_run(folder: Path, manifest: Manifest) -> None:
             f"{folder}: titanlite 0.1 wrote it, and only its weights can be used; {weights}, or continue the run with "
             "titanlite 0.2 and resume from a checkpoint that 0.2 has saved"
         )
-    outside.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
+    untrusted.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
 
 
 def fault(folder: Path, name: str, contents: Contents) -> str:
@@ -196,7 +196,7 @@ def fault(folder: Path, name: str, contents: Contents) -> str:
     path = folder / name
     try:
         with damage(path):
-            size = outside.size_of(path)
+            size = untrusted.size_of(path)
             if size != contents.bytes:
                 return f"{path}: is damaged: it has {size:,} bytes, and {contents.bytes:,} were written"
             found = checksum(path)
@@ -208,7 +208,7 @@ def fault(folder: Path, name: str, contents: Contents) -> str:
 def checksum(path: Path) -> str:
     """The 128-bit XXH3 checksum of a file as 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
-    with outside.open_file(path) as file:
+    with untrusted.open_file(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from titanlite.errors import UserError
-from titanlite.outside import open_file, read_bytes
+from titanlite.untrusted import open_file, read_bytes
 
 _SHIFT = 20
 BLOCK = 2**_SHIFT

@@ -22,7 +22,7 @@ from titanlite.data.tokenizer import (
     tokenizer_digest,
 )
 from titanlite.errors import UserError
-from titanlite.outside import open_file
+from titanlite.untrusted import open_file
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, listed
 from titanlite.hf.entries import Entry, Stack, dequantise, part_of
 from titanlite.hf.part import Part
-from titanlite.outside import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
 from titanlite.transforms.description import Description, read_description
 from titanlite.transforms.registry import Family, described, is_adapter, require_hf
+from titanlite.untrusted import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors

@@ -29,8 +29,8 @@ from titanlite.launch.run_folder import INCIDENTS, METRICS
 from titanlite.loop.loss import StepLoss
 from titanlite.loop.metrics import finite, read_history, read_reports
 from titanlite.optim.loss_scale import LEAST
-from titanlite.outside import Contents, Count, Pair
 from titanlite.parallel.mesh import loss_degree
+from titanlite.untrusted import Contents, Count, Pair
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import UserError, at
 from titanlite.files import append, hold, is_at, replace_file, sync, tolerated
 from titanlite.launch.run_folder import METRICS, ROUTING
-from titanlite.outside import Absent, Contents, Count, Unread, read_lines
+from titanlite.untrusted import Absent, Contents, Count, Unread, read_lines
 
 log = logging.getLogger(__name__)
 

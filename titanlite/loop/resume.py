@@ -47,7 +47,7 @@ _DATA = "data"  # text and tokenizer, in checkpoint.allow_changes
 _SOURCE = "model.source"  # the code of the model, there
 
 
-class Setting(NamedTuple):
+class RunIdentity(NamedTuple):
     """What a run computes, apart from its weights: a checkpoint fits it or not."""
 
     config: Config
@@ -98,7 +98,7 @@ class Change(NamedTuple):
         return f"{self.key} = {self.now!r}, was {self.before!r}" + (f"\n{self.diff}" if self.diff else "")
 
 
-def numbers_of(run: Setting, schedule: Schedule, progress: Progress) -> dict[str, Any]:
+def numbers_of(run: RunIdentity, schedule: Schedule, progress: Progress) -> dict[str, Any]:
     """The state of a run that is not a tensor, for a checkpoint's manifest."""
     return {
         **{name: value for name, value in progress._asdict().items() if name != "origin"},
@@ -119,7 +119,7 @@ def imported_numbers(family: Family, model: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore(
-    run: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, loss_scale: LossScale | None, folder: Path
+    run: RunIdentity, model: nn.Module, optimizer: torch.optim.Optimizer, loss_scale: LossScale | None, folder: Path
 ) -> tuple[Progress, Schedule]:
     """Loads the state that the run begins with; returns its position and its schedule. All ranks together.
 
@@ -147,7 +147,7 @@ def restore(
     return Progress(0, 0, run.data.beginning()), build_schedule(run.config)
 
 
-def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
+def _load_initial_weights(run: RunIdentity, source: Path, model: nn.Module) -> None:
     """Loads another run's weights, or those of a folder in Hugging Face's format; adapters only where that run had them."""
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
@@ -171,7 +171,7 @@ def _load_initial_weights(run: Setting, source: Path, model: nn.Module) -> None:
 
 
 def load_run(
-    source: Path, found: Manifest, run: Setting, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()
+    source: Path, found: Manifest, run: RunIdentity, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()
 ) -> tuple[Progress, Schedule]:
     """Loads one checkpoint into `tensors`. elsewhere: names that other ranks load.
 
@@ -225,7 +225,7 @@ def _own_checkpoint(cfg: Checkpoint, folder: Path) -> tuple[Path, Manifest] | No
     return source, load.verified(source)
 
 
-def check_changes(run: Setting, source: Path, found: Manifest) -> Schedule:
+def check_changes(run: RunIdentity, source: Path, found: Manifest) -> Schedule:
     """The schedule of a resumed run, of the length that it had, unless the configuration sets another and it is allowed.
 
     Raises UserError that lists every impossible or forbidden change.
@@ -267,7 +267,7 @@ def _allow(config: Config, keys: list[str]) -> str:
     return f"--checkpoint.allow_changes {shlex.quote(','.join([*config.checkpoint.allow_changes, *keys]))}"
 
 
-def changes(run: Setting, numbers: dict[str, Any]) -> Iterator[Change]:
+def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     """Differences between a checkpoint's numbers and a run that change the mathematics of later steps."""
     # A key that did not exist yet had no effect, which its default expresses.
     before, now = _flat(Config().model_dump()) | _flat(numbers["config"]), _flat(run.config.model_dump())

@@ -16,7 +16,7 @@ from titanlite.loop.loss import StepLoss, arranged, count_labels, summed_loss
 from titanlite.optim import balance
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
 from titanlite.optim.loss_scale import LossScale
-from titanlite.parallel.fsdp import DEFERRED, Deferred, choose_reductions
+from titanlite.parallel.fsdp import DEFERRED, GradientSync, choose_reductions
 from titanlite.parallel.mesh import data_degree, sequence_mesh, stage_group
 from titanlite.parallel.parallelize import parallelize
 from titanlite.transforms import float8
@@ -52,7 +52,7 @@ def begin_training(
 
 
 def forward_backward(
-    model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, deferred: Deferred = DEFERRED
+    model: Decoder, batch: Batch, mesh: DeviceMesh, loss_scale: LossScale | None = None, deferred: GradientSync = DEFERRED
 ) -> StepLoss:
     """Gradients of the step's loss, accumulated over microbatches; without labels they are 0, but for balance losses.
 

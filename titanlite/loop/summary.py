@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.decoder import Decoder
 from models.moe import Experts
 from titanlite.config.schema import Config
-from titanlite.loop.resume import Progress, Setting
+from titanlite.loop.resume import Progress, RunIdentity
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree, needs_fsdp
 from titanlite.parallel.pipeline import SPLIT, split_layers
@@ -18,7 +18,9 @@ from titanlite.transforms.meta import on_meta, training_flops
 from titanlite.transforms.registry import Family
 
 
-def derived_values(run: Setting, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress) -> dict[str, str]:
+def derived_values(
+    run: RunIdentity, mesh: DeviceMesh, model: nn.Module, schedule: Schedule, progress: Progress
+) -> dict[str, str]:
     """Derived values, for the start of the log: name -> sentence."""
     config, family, data, global_batch = run
     training = config.training

@@ -91,7 +91,7 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and Deferred.of(config).replicas:
+    if shards.ndim > 1 and config.microbatches(data_degree(mesh)) > 1 and GradientSync.of(config).replicas:
         for unit in waiting_units(model):
             for group in fsdp_groups(unit):
                 set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
@@ -128,14 +128,14 @@ def split_dimension(shape: Sequence[int], ranks: int) -> int:
     return 1 if len(shape) == 3 and shape[0] % ranks and shape[1] % ranks == 0 else 0
 
 
-class Deferred(NamedTuple):
+class GradientSync(NamedTuple):
     """Which reductions of gradients wait for the last microbatch of a step."""
 
     shards: bool = False  # the reduce-scatter over dp_shard, and with it all others
     replicas: bool = True  # the all-reduce over dp_replicate of what the reduce-scatters of `waiting_units` add up to
 
     @classmethod
-    def of(cls, config: Config) -> "Deferred":
+    def of(cls, config: Config) -> "GradientSync":
         """FSDP2 adds up what waits in the precision of the reduction, which must not be narrower than that of the gradients."""
         training, parallelism = config.training, config.parallelism
         shards = not parallelism.reduce_every_microbatch or parallelism.pipeline_parallel_degree > 1
@@ -143,10 +143,10 @@ class Deferred(NamedTuple):
         return cls(shards, not shards and not narrow)
 
 
-DEFERRED = Deferred()  # where a float32 gradient is reduced in float32
+DEFERRED = GradientSync()  # where a float32 gradient is reduced in float32
 
 
-def choose_reductions(model: Decoder, deferred: Deferred, last: bool) -> None:
+def choose_reductions(model: Decoder, deferred: GradientSync, last: bool) -> None:
     """Before a microbatch: its gradients are reduced as `deferred` says. last: whether it is the last one of its step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or not deferred.shards)

@@ -17,7 +17,7 @@ from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
 from titanlite.errors import phase
 from titanlite.parallel.dataflow import Flow
-from titanlite.parallel.fsdp import Deferred, waiting_units
+from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
 from titanlite.parallel.pipeline import Share, flow_of, received_by_stages, shares, split_layers, stage_costs
@@ -107,7 +107,7 @@ def predict(
     activations, working = whole_memory(layers, held)
     passes = sum_of(parts, lambda place: run.times(place) if place in run.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
-    deferred, reduced = Deferred.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
+    deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
     if microbatches > 1 and deferred.shards:
         gradients = reduced * unsharded(config, model)

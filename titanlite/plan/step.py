@@ -23,7 +23,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.loop.step import forward_backward, update
 from titanlite.optim.build import build_optimizer
-from titanlite.parallel.fsdp import Deferred
+from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
@@ -202,7 +202,7 @@ def _forward_backward(model: Decoder, setup: Setup, microbatches: int) -> None:
     training = setup.config.training
     tokens = torch.zeros(microbatches, training.local_batch_size, training.seq_len + 1, dtype=torch.int64)
     with _attention_of(setup.device_type):
-        forward_backward(model, Batch(tokens), setup.mesh, None, Deferred.of(setup.config))
+        forward_backward(model, Batch(tokens), setup.mesh, None, GradientSync.of(setup.config))
 
 
 @contextmanager

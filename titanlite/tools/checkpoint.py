@@ -19,8 +19,8 @@ from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.errors import UserError
 from titanlite.launch.run_folder import CONFIG
-from titanlite.outside import Unread
 from titanlite.tools.options import command_parser, existing_folder
+from titanlite.untrusted import Unread
 
 
 def main() -> None:

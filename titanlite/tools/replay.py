@@ -40,11 +40,10 @@ from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
 from titanlite.loop.metrics import read_reports
-from titanlite.loop.resume import Progress, Setting, load_run, of_other_stages, restore
+from titanlite.loop.resume import Progress, RunIdentity, load_run, of_other_stages, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
-from titanlite.outside import Unread
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
 from titanlite.tools.compare import Run, begin, follow, on_mesh, relative_difference, replaced
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
@@ -52,6 +51,7 @@ from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.registry import family_of, trusted
 from titanlite.transforms.shards import local_part
 from titanlite.transforms.source import changed_modules, diff, source_of
+from titanlite.untrusted import Unread
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ def begin_before(
     step: int, config: Config, folder: Path, route: Route, data: Data, mesh: DeviceMesh, device: torch.device
 ) -> tuple[Run, Progress, Schedule]:
     """The state before a step from which the run continued: its newest sound checkpoint, or what the run started with."""
-    setting = Setting(config, family_of(config.model), data, config.training.global_batch_size)
+    setting = RunIdentity(config, family_of(config.model), data, config.training.global_batch_size)
     saves = folder / config.checkpoint.folder
     listed = [[number for number in list_steps(saves) if number < step and number <= route.newest]]
     dist.broadcast_object_list(listed)  # a run that still trains saves and deletes checkpoints meanwhile

@@ -30,7 +30,7 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.errors import UserError
 from titanlite.files import cache_folder, publish, sync_contents
-from titanlite.outside import MIB, Unread, read_text
+from titanlite.untrusted import MIB, Unread, read_text
 
 log = logging.getLogger(__name__)
 

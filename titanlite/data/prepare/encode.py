@@ -24,7 +24,7 @@ from titanlite.data.tokenizer import encode_texts
 from titanlite.errors import UserError
 from titanlite.files import sync, sync_contents
 from titanlite.launch import children
-from titanlite.outside import MIB, Contents, Count, read_json
+from titanlite.untrusted import MIB, Contents, Count, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from titanlite.errors import UserError
-from titanlite.outside import open_file
+from titanlite.untrusted import open_file
 
 _BYTES_AT_ONCE = 2**20
 DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading a damaged compressed file raises

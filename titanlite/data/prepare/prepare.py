@@ -34,7 +34,7 @@ from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.errors import UserError, phase
 from titanlite.files import replace_file, sync, sync_contents
-from titanlite.outside import MIB, Absent, Contents, read_json
+from titanlite.untrusted import MIB, Absent, Contents, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from tests import outside_files
+from tests import untrusted_files
 from tests.token_files import data_of
 from titanlite.__main__ import main
 from titanlite.checkpoint import load
@@ -20,10 +20,10 @@ from titanlite.checkpoint.folder import step_folder
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
-from titanlite.loop.resume import Setting, load_run
-from titanlite.outside import open_file, parse_json, parse_toml, read_bytes
+from titanlite.loop.resume import RunIdentity, load_run
 from titanlite.tools.open_model import open_model
 from titanlite.transforms.registry import family_of
+from titanlite.untrusted import open_file, parse_json, parse_toml, read_bytes
 
 ROOT = Path(__file__).parents[2]
 # Calls that open a file for reading, or run what one holds. A mode of "w", "a" or "x" writes.
@@ -33,7 +33,7 @@ _OPENS = {
 }  # fmt: skip
 # The places that may, and why.
 ALLOWED = {
-    "outside.py": {"open": "the reader", "loads": "the reader"},
+    "untrusted.py": {"open": "the reader", "loads": "the reader"},
     "files.py": {"open": "to sync it, or to see whether it is still there"},
     "config/effects.py": {"loads": "text of the schema"},
     "transforms/registry.py": {"loads": "text that it has just made", "import_module": "the user's own word: see `trusted`"},
@@ -72,7 +72,7 @@ def _opening_calls(tree: ast.AST) -> Iterator[str]:
             name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
             if name in ("read_text", "read_bytes", "load") and isinstance(function, ast.Name):
                 continue  # the reader's; a function of its own file
-            if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "outside":
+            if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "untrusted":
                 continue
             modes = [word.value for word in node.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
             writes = name == "open" and any(mode[:1] in ("w", "a", "x") and "+" not in mode for mode in modes)
@@ -86,7 +86,7 @@ def test_no_other_place_opens_a_file_from_outside():
         for path in (ROOT / "titanlite").rglob("*.py")
     }
     others = {path: names - ALLOWED.get(path, {}).keys() for path, names in found.items()}
-    assert {path: names for path, names in others.items() if names} == {}, "read it with titanlite/outside.py, or say why not"
+    assert {path: names for path, names in others.items() if names} == {}, "read it with titanlite/untrusted.py, or say why not"
     assert {path for path, names in ALLOWED.items() if names.keys() - found[path]} == set(), "no longer needed"
 
 
@@ -128,7 +128,7 @@ def forged(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     run = tmp_path / "run"
-    outside_files._write_checkpoint(run / "checkpoint")
+    untrusted_files._write_checkpoint(run / "checkpoint")
     source = step_folder(run / "checkpoint", 10)
     values = json.loads((source / "manifest.json").read_text())
     del values["xxh3_128"]
@@ -176,7 +176,7 @@ def test_generate_eval_and_a_resume_import_no_module_that_a_checkpoint_names(for
     try:
         with pytest.raises(UserError, match=r"evil\.model"):
             open_model(source, torch.device("cpu"))
-        setting = Setting(config, family_of(config.model), data_of([range(3000)], config, 4096), 8)
+        setting = RunIdentity(config, family_of(config.model), data_of([range(3000)], config, 4096), 8)
         with pytest.raises(UserError, match="step-00000010: "):
             load_run(source, load.verified(source), setting, {})
     finally:

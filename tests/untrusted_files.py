@@ -34,11 +34,11 @@ from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
 from titanlite.launch.run_folder import read_starts
 from titanlite.loop.divergence import read_entries, stretches
 from titanlite.loop.metrics import read_reports
-from titanlite.outside import MIB, read_toml
 from titanlite.plan.trace import read_trace
 from titanlite.tools.convert_config import convert
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.registry import load_family
+from titanlite.untrusted import MIB, read_toml
 
 Change = Callable[[Any], None]
 
