@@ -137,7 +137,12 @@ BEFORE_2_13 = torch.__version__ < "2.13"
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"titanlite.torch_private has no {name}")
-    return pkgutil.resolve_name(NAMES[name].path)
+    return resolve(NAMES[name].path)
+
+
+def resolve(path: str) -> Any:
+    """What a `path` names. It may be a module that nothing has loaded yet, which is no attribute of its package until then."""
+    return pkgutil.resolve_name(path.replace(":", "."))
 
 
 # ------------------------------------------------------------------------------------------------------- tensors and modules
@@ -196,7 +201,7 @@ def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 def mesh_per_parameter() -> bool:
     """Whether parameters of a unit can be on different meshes. PyTorch 2.11 has one for all of them."""
-    return hasattr(pkgutil.resolve_name(NAMES["fsdp_common"].path), "ShardPlacementResult")
+    return hasattr(resolve(NAMES["fsdp_common"].path), "ShardPlacementResult")
 
 
 def fsdp_groups(unit: nn.Module) -> list[Any]:
@@ -220,7 +225,7 @@ def set_training_state(group: Any, state: Any) -> None:
 
 def set_memory_budget(share: float) -> None:
     """The share of activations that the compiler's partitioner keeps."""
-    partitioner = pkgutil.resolve_name(NAMES["partitioner"].path)
+    partitioner = resolve(NAMES["partitioner"].path)
     partitioner.activation_memory_budget = share
     # Under tensor parallelism a graph's inputs include the DeviceMesh, whose size PyTorch 2.13 cannot
     # determine. It holds no activations. 2.11 has no such setting and needs none.
@@ -229,7 +234,7 @@ def set_memory_budget(share: float) -> None:
 
 
 def set_async_tensor_parallel(enable: bool) -> None:
-    pkgutil.resolve_name(NAMES["inductor_config"].path)._micro_pipeline_tp = enable
+    resolve(NAMES["inductor_config"].path)._micro_pipeline_tp = enable
 
 
 # ---------------------------------------------------------------------------------------------------------------- pipelines

@@ -3,8 +3,9 @@
 import ast
 import contextlib
 import inspect
-import pkgutil
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 import models.torch_private
 from titanlite import torch_private
-from titanlite.torch_private import ATTRIBUTES, INHERITED, NAMES, VERSIONS, Name
+from titanlite.torch_private import ATTRIBUTES, INHERITED, NAMES, VERSIONS, Name, resolve
 
 ROOT = Path(__file__).parents[2]
 FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # the latter is imported only if all are there
@@ -30,11 +31,11 @@ INHERITED_NAMES = {name.path.rpartition(".")[2] for name in INHERITED}
 def is_there(path: str) -> bool:
     """Whether a module has a name, or a class an attribute, which its source may set on each object."""
     with contextlib.suppress(AttributeError, ImportError):
-        pkgutil.resolve_name(path)
+        resolve(path)
         return True
     owner, _, name = path.rpartition("." if "." in path.partition(":")[2] else ":")
     with contextlib.suppress(AttributeError, ImportError, TypeError, OSError):
-        return re.search(rf"\b{name}\b", inspect.getsource(pkgutil.resolve_name(owner))) is not None
+        return re.search(rf"\b{name}\b", inspect.getsource(resolve(owner))) is not None
     return False
 
 
@@ -44,6 +45,24 @@ def test_every_private_name_is_in_this_pytorch():
     names: list[Name] = [*NAMES.values(), *ATTRIBUTES, *INHERITED]
     gone = [f"{path}: {purpose}" for path, purpose, tried in names if running in tried and not is_there(path)]
     assert gone == [], f"PyTorch {torch.__version__} has no longer"
+
+
+def test_a_name_is_found_whatever_has_been_imported_before():
+    """Each in a process that has imported torch alone; torch._functorch.config was missing where dynamo was not loaded."""
+    program = """
+import os
+from titanlite.torch_private import NAMES, VERSIONS, resolve
+import torch
+for name, (path, _, tried) in NAMES.items():
+    if tried != VERSIONS and torch.__version__[:4] not in tried:
+        continue
+    if not (child := os.fork()):
+        resolve(path)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_name_that_is_gone_is_missed():
