@@ -22,10 +22,10 @@ train: .venv/installed
 	./run_train.sh train_configs/llama_debug.toml
 
 test: .venv/installed lint
-	$(TOGETHER) -m 'not slow' --minutes build/minutes.txt
+	$(TOGETHER) -m 'not slow' --minutes=build/minutes.txt
 
 test-all: test
-	$(TOGETHER) -m slow --minutes build/minutes-slow.txt
+	$(TOGETHER) -m slow --minutes=build/minutes-slow.txt
 
 campaign: .venv/installed
 	.venv/bin/python -m tests.campaigns $(PART)
