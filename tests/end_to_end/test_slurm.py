@@ -188,10 +188,13 @@ def test_a_signal_to_the_shell_alone_reaches_the_run_and_requeues(stubbed):
 
 
 def test_a_cancelled_job_ends_for_good_although_it_has_saved(stubbed):
-    """scancel sends SIGTERM to the steps, to srun and to the shell; requeue would bring the job back to life."""
+    """scancel sends SIGTERM to the steps, to srun and to the shell; requeue would bring the job back to life.
+
+    The shell gets it first here: a step that ends before the shell has its signal looks like a preemption.
+    """
     started = _running_stubs(stubbed)
-    os.kill(stubbed.srun(), signal.SIGTERM)
     started.process.send_signal(signal.SIGTERM)
+    os.kill(stubbed.srun(), signal.SIGTERM)
     ended = finish(started)
     assert (ended.code, ended.left, stubbed.requests()) == (75, [], []), ended.err
 
