@@ -29,7 +29,7 @@ from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
 
 _TOKENS = (1, 1, 129)  # of the timed step on a GPU: microbatches, sequences, length + 1
 

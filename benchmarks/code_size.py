@@ -11,7 +11,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-NOT_CORE = ("titanlite/data/prepare", "titanlite/plan", "titanlite/tools")
+NOT_CORE = ("titanlite/data/prepare", "titanlite/plan", "titanlite/tools", "titanlite/verify")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -38,7 +38,7 @@ from titanlite.loop.metrics import peak_flops_of
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 # Sequences in a rank's step, and their length: llama_debug, one in between, llama_8b, llama_1b.
 _SHAPES = ((8, 256), (8, 2048), (8, 8192), (64, 4096))

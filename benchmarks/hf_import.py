@@ -20,10 +20,10 @@ from safetensors import safe_open
 from models import llama3
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.checkpoint.whole import Stored
-from titanlite.files import split
+from titanlite.ground.files import split
 from titanlite.hf.export import Item, write_file
 from titanlite.hf.folder import INDEX, stored_tensors, their_names
-from titanlite.transforms.registry import Family, load_family
+from titanlite.registry.family import Family, load_family
 
 
 def main() -> None:

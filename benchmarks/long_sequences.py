@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.plan.record import Allocations
-from titanlite.tools.ranks import on_ranks
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 
 def _resident(key: str) -> int:

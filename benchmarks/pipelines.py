@@ -20,15 +20,15 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, stage_costs
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.step import pretended_ranks
-from titanlite.tools.ranks import on_ranks
+from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 
 Passes = dict[tuple[str, int], list[float]]  # kind and stage -> seconds of each pass
 _METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}

@@ -25,7 +25,7 @@ from titanlite.data.batch import Batch
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.transforms.registry import Family, load_family
+from titanlite.registry.family import Family, load_family
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},

@@ -36,9 +36,9 @@ from benchmarks.contestants.titanlite import config_of
 from benchmarks.figures import OURS, aligned, disagreements, least_bytes, table
 from benchmarks.processes import ROOT, Left, Process, base_environment, missing_packages, python_of
 from models import llama3
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.metrics import peak_flops_of
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
 
 # The largest relative difference between the first losses of two contestants. In float32 only the order of sums differs. In
 # bfloat16 every matrix product rounds to 3 digits, and contestants differ in what else they store in it: autocast keeps the

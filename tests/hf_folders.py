@@ -14,9 +14,9 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.hf.folder import INDEX, each_expert, find_weights, their_name
 from titanlite.hf.load import load_weights
+from titanlite.registry.family import Family, load_family
 from titanlite.tools import import_hf
 from titanlite.transforms.initialize import materialize
-from titanlite.transforms.registry import Family, load_family
 
 NORM = "model.norm.weight"
 # (model.name, model.flavor) of every family, in sizes that a test can hold: a new family needs an entry, no test

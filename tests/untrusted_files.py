@@ -29,16 +29,16 @@ from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.readers import Bad, describe_place, read, where
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import MIB, read_toml
 from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
 from titanlite.launch.run_folder import read_starts
 from titanlite.loop.divergence import read_entries, stretches
 from titanlite.loop.metrics import read_reports
 from titanlite.plan.trace import read_trace
+from titanlite.registry.family import load_family
 from titanlite.tools.convert_config import convert
 from titanlite.tools.open_model import recognise
-from titanlite.transforms.registry import load_family
-from titanlite.untrusted import MIB, read_toml
 
 Change = Callable[[Any], None]
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from titanlite.errors import HelpRequested, UserError
+from titanlite.ground.errors import HelpRequested, UserError
 from titanlite.launch import failure, stop
 
 COMMANDS = {

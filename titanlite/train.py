@@ -29,7 +29,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, check_epochs, open_on_every_rank
 from titanlite.data.sources import open_tokenizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
 from titanlite.launch import children, process, stacks
 from titanlite.launch.agreement import identity
@@ -51,11 +51,11 @@ from titanlite.optim.state import run_tensors
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank
 from titanlite.plan import memory as memory_plan
+from titanlite.registry.family import family_of
+from titanlite.registry.source import source_of
 from titanlite.transforms import float8
 from titanlite.transforms.compile import RecompilationWatch
 from titanlite.transforms.meta import training_flops
-from titanlite.transforms.registry import family_of
-from titanlite.transforms.source import source_of
 
 log = logging.getLogger("titanlite")
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from models import llama3
+from titanlite.registry.family import Family
 from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, every_layer
+from titanlite.transforms.parameters import every_layer
 
 CONFIG = "config.json"
 

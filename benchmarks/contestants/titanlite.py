@@ -24,8 +24,8 @@ from titanlite.optim.build import build_optimizer
 from titanlite.parallel import parallelize as order
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees
+from titanlite.registry.family import Family, family_of
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.registry import Family, family_of
 
 
 def config_of(job: Job) -> Config:

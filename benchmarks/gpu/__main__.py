@@ -27,7 +27,7 @@ from benchmarks.gpu.plan import PARTS, Part, named
 from benchmarks.gpu.runs import RunIdentity, carry_out, command_of
 from benchmarks.processes import ROOT
 from benchmarks.throughput import commit
-from titanlite.files import replace_file
+from titanlite.ground.files import replace_file
 
 _AGAIN = 75  # sysexits.h, EX_TEMPFAIL; the code of a stopped training run too
 _FREE_OF_GPU = ["memory"]

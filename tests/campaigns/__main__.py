@@ -35,7 +35,7 @@ import torch
 from tests.campaigns import Mesh, Report, damage, elastic, kill, mixtures, pipelines, processors, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
-from titanlite.tools.compare import compare
+from titanlite.verify.compare import compare
 
 RESULTS = Path(__file__).with_name("results")
 ROOT = Path(__file__).parents[2]

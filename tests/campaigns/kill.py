@@ -26,7 +26,7 @@ from tests.campaigns import Mesh, Report, committed, run_alone, starts, tensor_s
 from tests.end_to_end.launcher import Launch, finish, launch
 from tests.end_to_end.test_run_train import working_folder
 from titanlite.checkpoint import load, manifest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 STEPS = 36
 KEPT = 3

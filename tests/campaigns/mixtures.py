@@ -16,7 +16,7 @@ from tests.distributed.mixtures import BFLOAT16, MARGIN, MESHES, VARIANTS, Recor
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import GRAPHS
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import compare
+from titanlite.verify.compare import compare
 
 FLAVORS = {"plain": "softmax", "shared": "sigmoid, bias and shared", "grouped": "grouped", "gpt_oss": "gpt-oss"}
 _HALF: dict[str, Any] = {"training": {"mixed_precision_param": "bfloat16"}}

@@ -43,8 +43,8 @@ from titanlite.parallel import parallelize as order  # noqa: E402
 from titanlite.parallel.fsdp import GradientSync  # noqa: E402
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, resolve_degrees, rng_rank  # noqa: E402
 from titanlite.plan.step import pretended_ranks  # noqa: E402
+from titanlite.registry.family import family_of  # noqa: E402
 from titanlite.transforms.meta import on_meta  # noqa: E402
-from titanlite.transforms.registry import family_of  # noqa: E402
 
 # FlexAttention takes no narrower heads; the default tokenizer has 4,096 entries
 tiny.FLAVORS["cell"] = dataclasses.replace(tiny.FLAVORS["large"], head_dim=16)

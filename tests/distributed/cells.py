@@ -20,9 +20,9 @@ from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.data.mixture import Data
 from titanlite.loop.validation import validate
-from titanlite.tools.compare import Run, Trajectory, batches_of, begin, compare, record_run
+from titanlite.registry.family import load_family
 from titanlite.transforms import lora
-from titanlite.transforms.registry import load_family
+from titanlite.verify.compare import Run, Trajectory, batches_of, begin, compare, record_run
 
 STEPS = 3
 MESHES: dict[str, dict[str, int]] = {

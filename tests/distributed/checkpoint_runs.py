@@ -27,13 +27,13 @@ from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.resume import of_other_stages
 from titanlite.loop.step import build_model
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import ranks_of
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 HERE = "tests.distributed.checkpoint_runs"
 SHARD = {"dp_shard": 2}

@@ -20,7 +20,7 @@ from tests.distributed.scenarios import GRAPHS, MODES, config_of, trajectory
 from titanlite.config.schema import Config
 from titanlite.optim import balance
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import Trajectory, compare
+from titanlite.verify.compare import Trajectory, compare
 
 # (model.name, model.flavor) of what cells name; others are flavors of tests.tiny_moe
 MODELS = {"gpt_oss": ("tests.tiny_gpt_oss", "plain")}

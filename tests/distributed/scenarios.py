@@ -18,9 +18,9 @@ from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.tools.compare import Trajectory, record
+from titanlite.registry.family import load_family
 from titanlite.train import train
-from titanlite.transforms.registry import load_family
+from titanlite.verify.compare import Trajectory, record
 
 # compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its gradients
 GRAPHS = 1 + 3

@@ -18,7 +18,7 @@ from tests.distributed.scenarios import CPU, MODES, config_of, first_microbatch,
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
 from titanlite.parallel import parallelize as order
-from titanlite.transforms.registry import Family, load_family
+from titanlite.registry.family import Family, load_family
 
 HERE = "tests.distributed.test_alone"
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}

@@ -24,7 +24,7 @@ from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.config.schema import Config
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel import tensor
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 TP = {"tp": 2}
 GATHER, SUM = "symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default"

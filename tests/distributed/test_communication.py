@@ -28,7 +28,7 @@ from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.plan.predict import predict
 from titanlite.plan.trace import Mixture, Trace
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 # PyTorch's operations, of FSDP2 and of DTensor: what each is, and where the whole tensor stands among its arguments; None: it
 # is the result.

@@ -13,7 +13,7 @@ from tests.distributed import cells, cover
 from tests.distributed.cover import LATER, OTHER_FLOAT8, OTHER_PIPELINES, PLAIN, Cell
 from tests.distributed.mixtures import MARGIN
 from tests.repetitions import one_of_each, slow_but
-from titanlite.tools.compare import Trajectory, compare
+from titanlite.verify.compare import Trajectory, compare
 
 CELLS = {cover.name(cell): cell for cell in cover.cover(without=LATER)}
 # Those of `make test`; `make test-all` has every pair.

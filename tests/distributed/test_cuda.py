@@ -23,20 +23,20 @@ from tests.tiny import FLAVORS
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch import process
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.tools.compare import Trajectory, compare, record
+from titanlite.registry.family import family_of, load_family
 from titanlite.transforms import activation_checkpoint
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.transforms.attention_kernels import attention_sentence, choose_attention
 from titanlite.transforms.attention_kernels import faults as attention_faults
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.registry import family_of, load_family
+from titanlite.verify.compare import Trajectory, compare, record
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

@@ -21,8 +21,8 @@ from titanlite.data.batch import Batch
 from titanlite.loop.loss import count_labels, summed_loss
 from titanlite.loop.step import build_model
 from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, sum_over
-from titanlite.tools.compare import whole
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
+from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_document_mask"
 MESHES = {

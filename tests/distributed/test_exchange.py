@@ -19,7 +19,7 @@ from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 HERE = "tests.distributed.test_exchange"
 EXPERTS, TOKENS = 8, 48  # tokens of each rank

@@ -16,7 +16,7 @@ from titanlite.config.schema import Config
 from titanlite.optim.balance import routing
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import Trajectory, begin, compare, follow, record
+from titanlite.verify.compare import Trajectory, begin, compare, follow, record
 
 HERE = "tests.distributed.test_expert_balance"
 STEPS = 4

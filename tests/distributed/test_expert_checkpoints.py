@@ -16,7 +16,7 @@ from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.hf import export as exporting
 from titanlite.parallel.mesh import ranks_of
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 SPLIT: Degrees = {"dp_shard": 2, "ep": 2}
 WIDE: Degrees = {"dp_shard": 2, "tp": 2, "ep": 4}

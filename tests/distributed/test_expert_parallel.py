@@ -11,7 +11,7 @@ from tests.repetitions import in_turn
 from titanlite.config.schema import Config
 from titanlite.parallel import fsdp
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import Trajectory, compare
+from titanlite.verify.compare import Trajectory, compare
 
 FLAVORS = ("plain", "shared", "grouped", "gpt_oss")
 # test_cover.py has more, with what else is done to a model, but no experts with biases: of these, `make test-all` has each mesh

@@ -9,9 +9,9 @@ from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.loop import step as step_module
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import FIRST, LossScale
-from titanlite.tools.compare import whole
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 from titanlite.transforms.shards import local_part
+from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_float16"
 TWO_BY_TWO, TP = {"dp_shard": 2, "tp": 2}, {"tp": 2}

@@ -8,7 +8,7 @@ import torch
 from tests.distributed.scenarios import config_of
 from tests.distributed.test_resume import STEPS, losses, stored
 from tests.distributed.test_resume import run as whole_run
-from titanlite.tools.compare import Trajectory, compare
+from titanlite.verify.compare import Trajectory, compare
 
 pytest.importorskip("torchao", reason="needs torchao")
 

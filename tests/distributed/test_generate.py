@@ -11,7 +11,7 @@ from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.tiny import FLAVORS
 from titanlite.inference.generate import Sampling, generate
 from titanlite.loop.step import build_model
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 HERE = "tests.distributed.test_generate"
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]

@@ -21,9 +21,9 @@ from titanlite.hf import load
 from titanlite.hf.entries import Entry
 from titanlite.hf.folder import each_expert, find_weights, their_names
 from titanlite.loop.step import build_model
-from titanlite.tools.compare import everywhere
-from titanlite.tools.model_facts import stored_tensors_of
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
+from titanlite.verify.compare import everywhere
+from titanlite.verify.facts import stored_tensors_of
 
 HERE = "tests.distributed.test_hf"
 RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8), "shard 4": ({"dp_shard": 4}, 4)}

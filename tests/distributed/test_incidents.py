@@ -32,8 +32,8 @@ from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.optim.state import named_state
 from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, sum_over
+from titanlite.registry.family import load_family
 from titanlite.train import train
-from titanlite.transforms.registry import load_family
 
 HERE = "tests.distributed.test_incidents"
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}

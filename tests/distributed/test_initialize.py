@@ -10,8 +10,8 @@ from models.blocks import Computed, Identity, Normal, Uniform
 from tests import tiny
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from titanlite.loop.step import build_model
-from titanlite.tools.compare import whole
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
+from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_initialize"
 

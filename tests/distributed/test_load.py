@@ -24,7 +24,7 @@ from tests.distributed.test_resume import ONE, TWO_BY_TWO, run_config, stored
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
 from titanlite.parallel.mesh import ranks_of
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 # ------------------------------------------------------------------------------------------------------------------- damage
 

@@ -21,10 +21,11 @@ from titanlite.checkpoint import manifest
 from titanlite.config.schema import Config
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
-from titanlite.tools.compare import Trajectory, compare
+from titanlite.registry.family import load_family
 from titanlite.transforms import lora
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import A, B, is_adapter, load_family
+from titanlite.transforms.parameters import A, B, is_adapter
+from titanlite.verify.compare import Trajectory, compare
 
 HERE = "tests.distributed.test_lora"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}

@@ -18,9 +18,9 @@ from titanlite.loop.step import build_model, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import named_state
 from titanlite.plan.predict import predict
-from titanlite.tools.compare import whole
+from titanlite.registry.family import load_family
 from titanlite.transforms.initialize import fill
-from titanlite.transforms.registry import load_family
+from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_low_precision"
 TP = {"tp": 2}

@@ -17,8 +17,8 @@ from titanlite.loop.checks import check
 from titanlite.loop.step import forward_backward, update
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import Trajectory, begin, compare, relative_difference
 from titanlite.transforms.shards import local_part
+from titanlite.verify.compare import Trajectory, begin, compare, relative_difference
 
 HERE = "tests.distributed.test_mixture_extremes"
 SHARD, TP, WIDE = {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 4}

@@ -21,10 +21,10 @@ from titanlite.optim.build import build_optimizer, is_orthogonalised
 from titanlite.optim.state import named_state
 from titanlite.optim.whole_matrices import Exchange
 from titanlite.plan.predict import predict
-from titanlite.tools.compare import whole
+from titanlite.registry.family import load_family
 from titanlite.transforms.initialize import fill
-from titanlite.transforms.registry import load_family
 from titanlite.transforms.shards import local_part
+from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_muon"
 EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}

@@ -13,7 +13,7 @@ from titanlite.loop.divergence import Spikes, Steps, is_bad
 from titanlite.loop.resume import Progress
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.state import run_tensors
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 HERE = "tests.distributed.test_no_labels"
 BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}

@@ -21,8 +21,8 @@ from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.tensor import sharding_faults
-from titanlite.tools.compare import compare
-from titanlite.transforms.registry import Family, load_family
+from titanlite.registry.family import Family, load_family
+from titanlite.verify.compare import compare
 
 HERE = "tests.distributed.test_parallelize"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}

@@ -25,8 +25,8 @@ from titanlite.parallel.pipeline import STAGES_OF_A_RANK, Pipeline, Stage
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.step import pretended_ranks
-from titanlite.tools.compare import DEGREES, Comparison, Trajectory, compare, replaced
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
+from titanlite.verify.compare import DEGREES, Comparison, Trajectory, compare, replaced
 
 HERE = "tests.distributed.test_pipeline"
 TWO, FOUR = {"pp": 2}, {"pp": 4}

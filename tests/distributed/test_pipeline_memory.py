@@ -14,8 +14,8 @@ from titanlite.parallel.mesh import ranks_of
 from titanlite.plan.predict import predict
 from titanlite.plan.record import Allocations
 from titanlite.plan.step import local_bytes
-from titanlite.tools.compare import DEGREES, replaced
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
+from titanlite.verify.compare import DEGREES, replaced
 
 HERE = "tests.distributed.test_pipeline_memory"
 

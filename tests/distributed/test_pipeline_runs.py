@@ -18,7 +18,7 @@ from titanlite.checkpoint import manifest
 from titanlite.hf import export as exporting
 from titanlite.loop import metrics
 from titanlite.parallel.mesh import ranks_of
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 HERE = "tests.distributed.test_pipeline_runs"
 STAGES: Degrees = {"pp": 2}

@@ -11,7 +11,7 @@ from tests.distributed.scenarios import mesh_of
 from tests.waiting import until
 from titanlite.config.operation import Comm
 from titanlite.config.schema import Config, Training
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch.process import once_per_node, rank_and_world, same_everywhere, seed_step, set_timeout, start
 from titanlite.parallel.mesh import rng_rank
 

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop import step as one_step
 from titanlite.loop.memory import held_memory
 from titanlite.optim.build import build_optimizer
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 HERE = "tests.distributed.test_profiling"
 SHARDED = {"dp_shard": 2}

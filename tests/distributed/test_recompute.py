@@ -11,7 +11,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
-from titanlite.transforms.registry import Family, load_family
+from titanlite.registry.family import Family, load_family
 
 HERE = "tests.distributed.test_recompute"
 

@@ -14,7 +14,7 @@ from tests.distributed.scenarios import CPU, config_of, learnable_data, learnabl
 from tests.token_files import data_of, mix_of
 from titanlite.loop.step import begin_training, build_model
 from titanlite.loop.validation import rounds, validate
-from titanlite.transforms.registry import family_of, load_family
+from titanlite.registry.family import family_of, load_family
 
 HERE = "tests.distributed.test_validation"
 MESHES = [

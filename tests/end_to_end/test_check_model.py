@@ -15,10 +15,15 @@ from tests import tiny
 from tests.distributed.pool import Pool
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config, Model
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.launch.local_ranks import describe_error
 from titanlite.loop.checks import check
-from titanlite.tools import check_model, model_facts, model_loop, model_runs
-from titanlite.tools.check_model import (
+from titanlite.registry.family import Family, load_module
+from titanlite.tools import check_model
+from titanlite.verify import facts, small_runs, whole_runs
+from titanlite.verify import table as rows_module
+from titanlite.verify.small_runs import Trained, damage, train_small
+from titanlite.verify.table import (
     BEHAVIOUR,
     BUFFERS,
     COMPILED,
@@ -35,9 +40,6 @@ from titanlite.tools.check_model import (
     choose_small,
     rows_of,
 )
-from titanlite.tools.model_runs import Trained, damage, train_small
-from titanlite.tools.ranks import describe_error
-from titanlite.transforms.registry import Family, load_module
 
 ROOT = Path(__file__).parents[2]
 FORKS = ROOT / "tests" / "forks"
@@ -48,7 +50,7 @@ def call(called: str, arguments: tuple) -> object:
     """On a rank of a pool: a function that the command would start ranks for. An error is handed back as the command has it."""
     torch._dynamo.reset()
     try:
-        return (getattr(model_runs, called, None) or getattr(model_loop, called))(torch.device("cpu"), *arguments)
+        return (getattr(small_runs, called, None) or getattr(whole_runs, called))(torch.device("cpu"), *arguments)
     except Exception as error:
         return UserError(describe_error(error))
 
@@ -131,7 +133,7 @@ def test_parameters_that_a_constructor_sets_and_initial_overrides_are_named_and_
 )
 def test_what_modules_of_pytorch_set_by_themselves_is_no_fault_of_a_constructor(name):
     module = load_module(name)
-    assert model_facts.constructor_faults(Family(module, next(iter(module.FLAVORS.values())))) == []
+    assert facts.constructor_faults(Family(module, next(iter(module.FLAVORS.values())))) == []
 
 
 def test_what_the_last_pattern_catches_is_listed():
@@ -209,8 +211,8 @@ def test_a_wrong_style_of_the_right_shape_is_told_by_the_parameter_whose_gradien
 
 def test_selected_rows_are_those_of_the_whole_table_and_run_what_they_need_alone(pooled, monkeypatch, capsys):
     started = []
-    on_ranks = check_model.on_ranks
-    monkeypatch.setattr(check_model, "on_ranks", lambda *words, **more: started.append(words[3:5]) or on_ranks(*words, **more))
+    on_ranks = rows_module.on_ranks
+    monkeypatch.setattr(rows_module, "on_ranks", lambda *words, **more: started.append(words[3:5]) or on_ranks(*words, **more))
     assert command(monkeypatch, "tests.tiny:plain", "--rows", "Causality,tp2") == 0
     out = capsys.readouterr().out.splitlines()
     assert [re.split(r"  +", line)[:2] for line in out[1:-2]] == [["causality", "passed"], ["tp 2", "passed"]]
@@ -334,8 +336,8 @@ def test_a_buffer_that_counts_forward_passes_differs_where_a_step_has_several(po
     alone, split = (
         trained(pools, "tests.tiny_odd", "counting", {}, degrees, ranks=n) for n, degrees in ((1, {}), (2, {"tp": 2}))
     )
-    assert alone.buffers.after["count"] == 3.0 and model_runs.forgotten_buffers(alone.buffers) == []
-    (fault,) = model_runs.buffer_differences(split.buffers, alone.buffers)
+    assert alone.buffers.after["count"] == 3.0 and small_runs.forgotten_buffers(alone.buffers) == []
+    (fault,) = small_runs.buffer_differences(split.buffers, alone.buffers)
     assert fault.startswith("count differs by 3.0e+00 of its change in 3 steps"), "4 microbatches in each step"
 
 
@@ -345,7 +347,7 @@ def test_dropout_is_no_difference_between_meshes(pooled):
 
 
 def test_without_transformers_the_row_says_that_only_names_were_looked_at(monkeypatch):
-    monkeypatch.setattr(model_facts, "has_transformers", lambda: False)
+    monkeypatch.setattr(facts, "has_transformers", lambda: False)
     row = table("tests.tiny", HUGGING_FACE)[HUGGING_FACE]
     assert (row.verdict, row.texts) == ("passed", ["names only: transformers is not installed"])
 
@@ -396,8 +398,8 @@ def test_a_model_with_overrides_is_trained(pools):
 def test_imports_of_optional_libraries_print_nothing_between_the_rows():
     pytest.importorskip("transformers", reason="needs transformers")
     program = (
-        "from tests import tiny; from titanlite.tools import model_facts; from titanlite.transforms.registry import Family; "
-        "print(model_facts.shape_faults(Family(tiny, tiny.FLAVORS['plain'])))"
+        "from tests import tiny; from titanlite.verify import facts; from titanlite.registry.family import Family; "
+        "print(facts.shape_faults(Family(tiny, tiny.FLAVORS['plain'])))"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("[]\n", "")

@@ -8,16 +8,16 @@ import torch
 
 from tests.distributed.pool import Pool
 from titanlite.config.schema import Model
-from titanlite.tools import model_loop
-from titanlite.tools.compare import Trajectory
-from titanlite.tools.model_loop import AT, STEPS, Runs, Whole, random_faults, run_faults
-from titanlite.tools.model_runs import rounding_faults
+from titanlite.verify import whole_runs
+from titanlite.verify.compare import Trajectory
+from titanlite.verify.small_runs import rounding_faults
+from titanlite.verify.whole_runs import AT, STEPS, Runs, Whole, random_faults, run_faults
 
 HERE = "tests.end_to_end.test_check_model_loop"
 
 
 def on_rank(**words: Any) -> Runs:
-    return model_loop.run_loops(torch.device("cpu"), **words)
+    return whole_runs.run_loops(torch.device("cpu"), **words)
 
 
 def runs_of(pools: dict[int, Pool], name: str, folder: Path, flavor: str = "plain") -> Runs:

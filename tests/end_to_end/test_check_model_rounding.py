@@ -9,20 +9,20 @@ import torch
 from tests.end_to_end import test_check_model
 from tests.end_to_end.test_check_model import command, failed, line_of, table
 from titanlite.config.schema import Model
+from titanlite.launch.local_ranks import on_ranks
+from titanlite.registry.family import load_family
 from titanlite.tools import check_model
-from titanlite.tools.check_model import BUFFERS, COMPILED, RECOMPUTED, TRAINED, Row
-from titanlite.tools.compare import DEGREES, MESHES, Comparison, Difference, compare, meshes_of
-from titanlite.tools.model_runs import describe, gradients_small, train_small
-from titanlite.tools.ranks import on_ranks
-from titanlite.tools.rounding import settle
-from titanlite.transforms.registry import load_family
+from titanlite.verify.compare import DEGREES, MESHES, Comparison, Difference, compare, meshes_of
+from titanlite.verify.rounding import settle
+from titanlite.verify.small_runs import describe, gradients_small, train_small
+from titanlite.verify.table import BUFFERS, COMPILED, RECOMPUTED, TRAINED, Row
 
 pooled = test_check_model.pooled
 TP = {"tp": 2}
 
 
 def on(pools, function, fork: str, degrees: dict[str, int]):
-    """The result of a function of model_runs on a mesh."""
+    """The result of a function of small_runs on a mesh."""
     words = Model(name=fork, flavor="plain"), {}, degrees
     ranks = 2 if degrees else 1
     return pools[ranks].run(f"{test_check_model.__name__}:call", called=function.__name__, arguments=words)[0]

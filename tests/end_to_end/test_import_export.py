@@ -24,7 +24,7 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.data.sources import open_tokenizer
 from titanlite.hf.export import items_of, write_file
 from titanlite.hf.folder import their_names
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 RUN = """
 [job]

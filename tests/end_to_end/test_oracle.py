@@ -14,8 +14,8 @@ from models.attention import SeqInfo
 from tests.distributed.scenarios import config_of
 from tests.hf_folders import of_files
 from titanlite.hf.folder import each_expert, their_name
-from titanlite.tools.compare import relative_difference
-from titanlite.tools.model_facts import stored_tensors_of, tensors_of_files
+from titanlite.verify.compare import relative_difference
+from titanlite.verify.facts import stored_tensors_of, tensors_of_files
 
 # Of every family each special feature: tied and untied, RoPE scaled, biases, windows shorter than the sequence, capped scores.
 MODELS = {

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.end_to_end.launcher import ROOT
 from tests.waiting import PATIENCE, until
-from titanlite.errors import UserError
-from titanlite.tools.ranks import on_ranks
+from titanlite.ground.errors import UserError
+from titanlite.launch.local_ranks import on_ranks
 
 HERE = "tests.end_to_end.test_ranks"
 

@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 from models.attention import SeqInfo
 from models.blocks import positions_in_documents
 from tests.end_to_end.test_check_model import failed, not_run, pooled, table, trained  # noqa: F401
-from titanlite.tools.check_model import ROWS, TRAINED
-from titanlite.tools.compare import compare
-from titanlite.transforms.registry import load_module
+from titanlite.registry.family import load_module
+from titanlite.verify.compare import compare
+from titanlite.verify.table import ROWS, TRAINED
 
 pytestmark = pytest.mark.usefixtures("pooled")
 FORKS = [

@@ -11,8 +11,8 @@ from tests.hostile.keys import ALTERNATIVES, FIELDS, as_option, other, toml
 from tests.unit.test_checks import CASES, files
 from titanlite.config import effects
 from titanlite.config.read import KEYS, Faults, read_config, toml_value
+from titanlite.registry.family import family_names
 from titanlite.tools.check import check_here
-from titanlite.transforms.registry import family_names
 
 _RELATED, _PAIRS, _TRIPLES = 80, 60, 40
 _RANKS = (1, 2, 4, 8, 12)

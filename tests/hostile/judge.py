@@ -13,7 +13,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 SECONDS = 10.0  # of this process, for one case
 

@@ -19,7 +19,7 @@ from tests.hostile.judge import Case
 from titanlite.config import effects
 from titanlite.config.read import KEYS, SECTIONS, read_config, read_words
 from titanlite.config.schema import Source
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.tools.options import config_parser, read_command
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from tests.hostile.judge import Case
 from titanlite.data.prepare import documents
 from titanlite.data.prepare.readers import Bad, Document, describe_place, read, where
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 _TEXTS = [f"text {number} " * (1 + number % 5) for number in range(40)]
 _GROUP = 10  # rows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.judge import Case, judge
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 
 def _refuse(text: str = "data.path: missing") -> None:

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 
 from tests.hostile.judge import Case
-from titanlite import __main__, errors
+from titanlite import __main__
+from titanlite.ground import errors
 from titanlite.launch import stacks
 
 _RUN = """[job]
@@ -70,7 +71,7 @@ WAYS = [
     Way("verify run.toml", "titanlite.data.mixture.open_source", "opening the data", ("titanlite.tools.verify.check",)),
     Way(
         "verify run.toml",
-        "titanlite.tools.ranks.multiprocessing.start_processes",
+        "titanlite.launch.local_ranks.multiprocessing.start_processes",
         "starting",
         ("titanlite.tools.verify.check", "titanlite.tools.verify.open_data"),
     ),

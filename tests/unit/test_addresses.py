@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch import addresses, layout, process
 
 

@@ -13,7 +13,7 @@ from tests.hostile.keys import setting as without
 from titanlite.config.effects import Place
 from titanlite.config.read import KEYS, read_config
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch import agreement
 from titanlite.launch.agreement import Identity, agree, differences, identity
 

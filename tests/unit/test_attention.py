@@ -15,13 +15,13 @@ from models import attention as their
 from models.attention import TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.loss import summed_loss
+from titanlite.registry.family import family_of
 from titanlite.transforms import attention_kernels as attention
 from titanlite.transforms.activation_checkpoint import checkpoint_blocks, checkpoint_operations
 from titanlite.transforms.attention_kernels import KERNELS, attention_sentence, choose_attention
 from titanlite.transforms.attention_kernels import faults as attention_faults
-from titanlite.transforms.registry import family_of
 
 CPU = torch.device("cpu")
 ON_CPU = [name for name, kernel in KERNELS.items() if "cpu" in kernel.devices]

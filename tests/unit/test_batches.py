@@ -22,7 +22,7 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.packing import pack_file
 from titanlite.data.samples import Arrays
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("no_fork_server")  # it receives the signals that ours must not, and so would its forks
 SEQ_LEN, GLOBAL = 8, 12

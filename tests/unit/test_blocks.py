@@ -8,7 +8,7 @@ import pytest
 from titanlite.data import blocks
 from titanlite.data.blocks import BLOCK, Array, BlockFile
 from titanlite.data.prepare.sums import BlockWriter
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 
 @pytest.fixture

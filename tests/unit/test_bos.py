@@ -20,7 +20,7 @@ from titanlite.data.prepare import prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import SEAL
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.inference import generate
 from titanlite.loop.loss import summed_loss
 

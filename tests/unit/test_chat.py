@@ -23,7 +23,7 @@ from tests.chat_templates import (
     write,
 )
 from titanlite.data.prepare.chat import load_template
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 # ----------------------------------------------------------------------------------------------- the same as transformers
 

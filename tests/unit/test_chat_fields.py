@@ -8,7 +8,7 @@ import pytest
 from tests.chat_templates import ASSISTANT, CHATML, LLAMA, USER, byte_level, load, oracle, write
 from titanlite.data.prepare.cache import tokenized
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 _END = "</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 _FIELDS = "{{ m.name if m.name is defined }}{{ m.thinking if m.thinking is defined }}"

@@ -26,9 +26,9 @@ from titanlite.checkpoint.folder import (
 from titanlite.checkpoint.save import Saver
 from titanlite.config.operation import Checkpoint
 from titanlite.config.schema import Optimizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.optim.state import checkpoint_bytes
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 RUN = "8f0e"
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}, "run": RUN}

@@ -10,7 +10,7 @@ import xxhash
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.tools.checkpoint import verify
 
 NUMBERS: dict[str, Any] = {

@@ -26,7 +26,7 @@ from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
 from titanlite.config.operation import Checkpoint
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 DATA = "__0_0.distcp"

@@ -13,7 +13,7 @@ from tests import tiny
 from titanlite.config.effects import FILE, OPTION, Layer
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import CHECKS, check
 from titanlite.parallel import fsdp
 from titanlite.transforms import compile

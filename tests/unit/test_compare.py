@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.tools.compare import Trajectory, compare, on_mesh, relative_difference
+from titanlite.verify.compare import Trajectory, compare, on_mesh, relative_difference
 
 
 def trajectory(**changes: object) -> Trajectory:

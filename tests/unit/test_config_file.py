@@ -10,7 +10,7 @@ from tests.hostile.keys import as_option, other
 from titanlite.config.effects import Place
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import HelpRequested, UserError
+from titanlite.ground.errors import HelpRequested, UserError
 from titanlite.tools.help import print_help
 
 FIELDS = {

@@ -12,10 +12,10 @@ from titanlite.__main__ import main
 from titanlite.config.effects import Place
 from titanlite.config.read import KEYS, Faults, read_config, toml_value
 from titanlite.data.prepare.cache import train_tokenizer
+from titanlite.ground.untrusted import parse_toml, read_toml
 from titanlite.loop.checks import check
+from titanlite.registry.family import family_of
 from titanlite.tools.convert_config import INSTEAD, RENAMED, convert
-from titanlite.transforms.registry import family_of
-from titanlite.untrusted import parse_toml, read_toml
 
 ROOT = Path(__file__).parents[2]
 LETTERS = {name: letter for letter, name in FILES.items()}

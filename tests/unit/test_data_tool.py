@@ -16,11 +16,11 @@ from titanlite.data.mixture import open_data
 from titanlite.data.origin import Origin, continued
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
+from titanlite.registry.family import family_of
 from titanlite.tools import data as tool
-from titanlite.transforms.registry import family_of
 
 TEXTS = {f"doc{number}.txt": f"document {number}: " + f"word{number} " * (5 + 7 * number) for number in range(8)}
 

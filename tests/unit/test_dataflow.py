@@ -12,7 +12,7 @@ from tests.distributed.scenarios import config_of
 from titanlite.loop.checks import check
 from titanlite.parallel import dataflow
 from titanlite.parallel.dataflow import Replay, not_carried, trace
-from titanlite.transforms.registry import Family, family_names, load_family, load_module
+from titanlite.registry.family import Family, family_names, load_family, load_module
 
 # way: (a word of the reason, the line that it names, a part of that line's text)
 REFUSED = {

@@ -14,7 +14,7 @@ from tests.raw_files import CHAT, TEXTS, contents, faults_in, json_lines, read_a
 from titanlite.data.prepare import documents
 from titanlite.data.prepare.documents import list_inputs
 from titanlite.data.prepare.readers import Bad, Document, describe_place, read
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from titanlite.config.read import read_config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.tools import check as tool
 from titanlite.tools.check import check_here
 

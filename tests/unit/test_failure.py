@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import errors
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, at, phase
+from titanlite.ground import errors
+from titanlite.ground.errors import UserError, at, phase
+from titanlite.ground.untrusted import Contents, read_json
 from titanlite.launch import failure, stacks
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.metrics import Reporter
-from titanlite.tools.ranks import on_ranks
-from titanlite.untrusted import Contents, read_json
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from titanlite.config.read import Faults
 from titanlite.config.schema import Config, Model
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
+from titanlite.registry import limits
+from titanlite.registry.family import BrokenModule, limits_of, load_family
 from titanlite.tools import generate as command
-from titanlite.tools import model_limits, verify
-from titanlite.tools.model_limits import refused_generation, refused_mesh
-from titanlite.transforms import limits
-from titanlite.transforms.registry import BrokenModule, limits_of, load_family
+from titanlite.tools import verify
+from titanlite.verify import limits as verified_limits
+from titanlite.verify.limits import refused_generation, refused_mesh
 
 _PROMPT = {"validation": {"enable": True, "sample_prompts": ["Once"]}}
 # what a run asks for -> its keys, its ranks, and which declarations refuse it
@@ -134,7 +135,7 @@ def test_check_model_fails_where_a_start_does_not_refuse_what_is_declared(monkey
     def scores(*_arguments: Any) -> list[tuple[float, bool]]:
         return [(0.0, True)]
 
-    monkeypatch.setattr(model_limits, "score", scores)
+    monkeypatch.setattr(verified_limits, "score", scores)
     with pytest.raises(ValueError, match="and scores does not refuse it"):
         refused_generation(model, load_family("tests.tiny", "plain"))
 

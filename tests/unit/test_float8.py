@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from titanlite.config import effects
 from titanlite.config.effects import Place
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.parallel import tensor
+from titanlite.registry.family import family_of
 from titanlite.transforms import float8
 from titanlite.transforms.float8 import convert, linear_layers
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 
 pytest.importorskip("torchao", reason="needs torchao")
 

@@ -60,7 +60,7 @@ sys.exit(-wait(child))
 
 def test_a_machine_that_takes_no_more_processes_is_a_message():
     then = """
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 server.close()
 fork, calls = os.fork, []

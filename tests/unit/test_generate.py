@@ -7,9 +7,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from models.attention import Cache, SeqInfo
 from models.decoder import Decoder, Limits
 from tests.tiny import FLAVORS, Model
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, draw, generate, score
-from titanlite.transforms.registry import load_module
+from titanlite.registry.family import load_module
 
 FORKS = ["parallel_block", "latent_attention", "value_residual", "linear_attention", "dense_mixture"]
 PROMPTS = [[5], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], [2, 7, 1, 8]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop.divergence import Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
 

@@ -13,7 +13,7 @@ from tests.token_files import write_file
 from titanlite.data.blocks import sums_of
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.shards import TokenWriter, smallest_type, write_index
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 _CODES = {1: ("B", 1), 4: ("i", 4), 5: ("q", 8), 8: ("H", 2)}  # of the ids' type -> for struct, bytes an id
 _HEADER = 9 + 8 + 1 + 8 + 8

@@ -13,6 +13,7 @@ from torch import nn
 from models import llama3
 from models.blocks import Computed, Constant, Identity, Normal, Uniform
 from tests import tiny
+from titanlite.registry.family import Family
 from titanlite.transforms.initialize import (
     _CHUNK,
     _normal,
@@ -24,7 +25,6 @@ from titanlite.transforms.initialize import (
     materialize,
     named_tensors,
 )
-from titanlite.transforms.registry import Family
 from titanlite.transforms.shards import box_index, splitmix64
 
 _CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from tests.raw_files import TEXTS, contents, faults_in, json_lines, write_packed
 from titanlite.data.prepare import documents, open_files
 from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Document, read
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 

@@ -13,15 +13,16 @@ from tests import tiny, tiny_biased
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, restore
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.state import checkpoint_bytes, named_state
 from titanlite.plan.predict import predict
+from titanlite.registry.family import Family
 from titanlite.transforms.initialize import initialize
 from titanlite.transforms.lora import LoraLinear, adapt, merged
 from titanlite.transforms.meta import on_meta, training_flops
-from titanlite.transforms.registry import A, B, Family, is_adapter
+from titanlite.transforms.parameters import A, B, is_adapter
 
 CPU = torch.device("cpu")
 MATRICES = [f"attention.{name}" for name in ("wq", "wk", "wv", "wo")] + [f"ffn.{name}" for name in ("w1", "w2", "w3")]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite import errors
 from titanlite.config.schema import Config
+from titanlite.ground import errors
 from titanlite.loop.memory import Memory, OutOfMemory, held_memory, remedies
 from titanlite.loop.metrics import Clock
 

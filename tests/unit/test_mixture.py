@@ -19,7 +19,7 @@ from titanlite.data.prepare import prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import TokenSource
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import torch
 from models import llama3
 from models.blocks import Flops
 from tests import tiny
-from titanlite.tools import check_model, model_facts
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
+from titanlite.verify import facts, table
 
 # ------------------------------------------------------------------------------------------------------------ Hugging Face
 
@@ -23,13 +23,13 @@ def changed(flavor: str = "plain", **parts: object) -> Family:
 
 @pytest.mark.parametrize("flavor", tiny.FLAVORS)
 def test_a_sound_map_passes(flavor):
-    for finds in (model_facts.name_faults, model_facts.shape_faults, model_facts.logit_faults):
+    for finds in (facts.name_faults, facts.shape_faults, facts.logit_faults):
         assert finds(changed(flavor)) == []
 
 
 def test_two_parameters_of_one_name_are_told():
     same = {**tiny.HF, "layers.{i}.ffn.w3.weight": tiny.HF["layers.{i}.ffn.w1.weight"]}
-    (fault,) = model_facts.name_faults(changed(HF=same))
+    (fault,) = facts.name_faults(changed(HF=same))
     assert fault.startswith("HF gives layers.*.ffn.w3.weight and layers.*.ffn.w1.weight the same name, ")
 
 
@@ -37,32 +37,32 @@ def test_a_dimension_that_does_not_come_back_is_told():
     def from_hf(json):
         return dataclasses.replace(tiny.from_hf(json), norm_eps=1e-6)
 
-    assert model_facts.name_faults(changed(from_hf=from_hf)) == ["from_hf(to_hf(config)).norm_eps is 1e-06, and was 1e-05"]
+    assert facts.name_faults(changed(from_hf=from_hf)) == ["from_hf(to_hf(config)).norm_eps is 1e-06, and was 1e-05"]
 
 
 def test_what_transformers_has_besides_is_told():
-    (fault, *more) = model_facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "attention_bias": True}))
+    (fault, *more) = facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "attention_bias": True}))
     assert fault == "HF leaves out model.layers.*.self_attn.q_proj.bias of transformers' model"
     assert len(more) == 3
 
 
 def test_another_shape_is_told():
-    (fault, *_) = model_facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "vocab_size": 500}))
+    (fault, *_) = facts.shape_faults(changed(to_hf=lambda c: {**tiny.to_hf(c), "vocab_size": 500}))
     assert fault == "embed.weight is (512, 64) here, (500, 64) in transformers' model"
 
 
 def test_a_map_that_exchanges_matrices_of_one_shape_is_told_by_the_logits():
     first, third = "layers.{i}.ffn.w1.weight", "layers.{i}.ffn.w3.weight"
     wrong = changed(HF={**tiny.HF, first: tiny.HF[third], third: tiny.HF[first]})
-    assert model_facts.name_faults(wrong) == model_facts.shape_faults(wrong) == []
-    assert model_facts.logit_faults(wrong)[0].startswith("logits differ from those of transformers' model by ")
+    assert facts.name_faults(wrong) == facts.shape_faults(wrong) == []
+    assert facts.logit_faults(wrong)[0].startswith("logits differ from those of transformers' model by ")
 
 
 # -------------------------------------------------------------------------------------------------------------- on meta
 
 
 def test_flops_that_are_no_flops_are_told():
-    faults = model_facts.flops_faults(changed(flops=lambda config, seq_len: Flops(causal=2.0, palm=1.0)))
+    faults = facts.flops_faults(changed(flops=lambda config, seq_len: Flops(causal=2.0, palm=1.0)))
     assert [fault.partition("): ")[2].partition(":")[0] for fault in faults] == [
         "causal 2 is more than palm 1",
         "for one token causal 2 and palm 1 must be equal",
@@ -78,7 +78,7 @@ def test_tensors_that_are_neither_parameter_nor_buffer_and_parameters_elsewhere_
                 layer.table = torch.ones(3)
             self.head.norm.weight = torch.nn.Parameter(torch.ones(64, device="cpu", dtype=torch.float64))
 
-    assert model_facts.construction_faults(changed(Model=Model)) == [
+    assert facts.construction_faults(changed(Model=Model)) == [
         "head.norm.weight is torch.float64 on cpu, and must be float32 on meta",
         "layers.*.table is a tensor but no parameter, and is lost on meta: compute it in forward",
     ]
@@ -86,5 +86,5 @@ def test_tensors_that_are_neither_parameter_nor_buffer_and_parameters_elsewhere_
 
 def test_what_only_some_flavors_have_is_told_with_their_names():
     families = {flavor: changed(flavor) for flavor in ("plain", "tied", "uneven")}
-    faults = check_model.over_flavors(families, lambda family: [f"{family.config.vocab_size}", "every"])
+    faults = table.over_flavors(families, lambda family: [f"{family.config.vocab_size}", "every"])
     assert faults == ["plain, tied: 512", "every", "uneven: 515"]

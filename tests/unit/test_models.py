@@ -29,7 +29,7 @@ from tests import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
 
 _CONFIG = llama3.Config(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48, vocab_size=64)
 _BATCH, _SEQ = 2, 12

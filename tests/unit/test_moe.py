@@ -15,13 +15,14 @@ from models.grouped import grouped_outer, grouped_product
 from models.moe import Experts, MoE, Router
 from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Lora, Optimizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.optim.build import is_orthogonalised
 from titanlite.parallel.fsdp import split_dimension
 from titanlite.plan.record import Recorder
+from titanlite.registry.family import load_family
 from titanlite.transforms.lora import adapt
 from titanlite.transforms.meta import on_meta, training_flops
-from titanlite.transforms.registry import block_linears, load_family
+from titanlite.transforms.parameters import block_linears
 
 DIM, HIDDEN, EXPERTS, TOP_K = 16, 12, 8, 3
 ROUTERS = {

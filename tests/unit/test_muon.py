@@ -8,7 +8,7 @@ from torch import nn
 
 from models import llama3
 from titanlite.config.schema import Optimizer as Keys
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.optim.build import build_optimizer, is_orthogonalised, set_lr
 from titanlite.optim.muon import orthogonalised
 from titanlite.optim.state import named_state, state_bytes

@@ -12,10 +12,10 @@ from models import llama3
 from models.rope import LinearScaling, YarnScaling
 from titanlite.config.read import Faults, read_config, to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.transforms import registry
-from titanlite.transforms.registry import family_of, load_family
+from titanlite.registry import family
+from titanlite.registry.family import family_of, load_family
 
 SCALED = llama3.FLAVORS["8b"].rope_scaling
 
@@ -123,7 +123,7 @@ class Own:
     ],
 )
 def test_a_forks_own_types_and_checks_hold(monkeypatch, overrides, expected):
-    monkeypatch.setattr(registry, "load_module", lambda name: SimpleNamespace(FLAVORS={"small": Own(2)}))
+    monkeypatch.setattr(family, "load_module", lambda name: SimpleNamespace(FLAVORS={"small": Own(2)}))
     if isinstance(expected, Own):
         assert load_family("own.model", "small", overrides=overrides).config == expected
     else:

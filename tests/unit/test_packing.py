@@ -12,8 +12,8 @@ from titanlite.data.packing import Packing
 from titanlite.data.prepare import cache as packed_once
 from titanlite.data.prepare.cache import open_packing
 from titanlite.data.prepare.packing import best_fit, pack_file
-from titanlite.errors import UserError
-from titanlite.files import cache_folder
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import cache_folder
 
 _SEEDS = range(6)
 

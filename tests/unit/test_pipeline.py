@@ -8,15 +8,15 @@ import pytest
 
 from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, shares, split_layers
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.step import pretended_ranks
-from titanlite.tools.compare import replaced
+from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
+from titanlite.verify.compare import replaced
 
 
 def pipelined(ranks: int, schedule: str = "1F1B", microbatches: int = 8, layers: int = 8, **keys: Any) -> Config:

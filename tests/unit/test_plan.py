@@ -15,7 +15,7 @@ from titanlite.config.schema import Config
 from titanlite.plan.layers import Layers
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Allocations, ring_bytes
-from titanlite.transforms.registry import Family, family_of
+from titanlite.registry.family import Family, family_of
 
 
 def predicted(case: Case) -> Prediction:

@@ -8,15 +8,15 @@ import pytest
 from tests.repetitions import slow_but
 from tests.tiny_moe import FLAVORS
 from tests.traffic_cases import Case
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.plan import experts
 from titanlite.plan.experts import Routing, on_busiest_rank
 from titanlite.plan.memory import kept_bytes
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
 from titanlite.plan.trace import Mixture, Trace, check_trace, read_trace, spread
+from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 
 SHAPE = FLAVORS["plain"]
 LAYERS, ROW = SHAPE.n_layers, SHAPE.dim * 4  # bytes

@@ -8,14 +8,14 @@ import torch
 from tests.repetitions import slow_but
 from tests.traffic_cases import ADAPTERS, BOTH, HALF, HYBRID, LATE, MUON, SHARD, TP, Case
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.plan import memory
 from titanlite.plan.memory import faults, kept_bytes
 from titanlite.plan.predict import predict
+from titanlite.registry.family import family_of
 from titanlite.tools.check import check_here
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 
 GIB = 2**30
 NARROW = {"dtype": "bfloat16", **HALF}

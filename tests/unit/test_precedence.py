@@ -7,7 +7,7 @@ import pytest
 from tests.hostile.keys import FIELDS, other, toml
 from titanlite.config.read import KEYS, read_config, toml_value
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 LAYERS = [("base", "file"), ("base", "option"), ("file", "option")]
 

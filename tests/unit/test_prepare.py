@@ -19,7 +19,7 @@ from titanlite.data.prepare import documents, encode, prepare, shards
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 _TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * (n % 7) for n in range(60)]
 _CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from tests.waiting import PATIENCE, until
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch import rendezvous
 from titanlite.launch.layout import Layout
 from titanlite.launch.rendezvous import Rendezvous

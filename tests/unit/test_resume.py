@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import SECTIONS, read_config
 from titanlite.config.schema import Config
 from titanlite.config.tables import OnResume
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.resume import (
     Progress,
     RunIdentity,
@@ -30,7 +30,7 @@ from titanlite.loop.resume import (
     numbers_of,
 )  # fmt: skip
 from titanlite.optim.lr_schedule import Schedule, build_schedule
-from titanlite.transforms.registry import Family, family_of, load_family
+from titanlite.registry.family import Family, family_of, load_family
 
 TINY = {"model": {"name": "tests.tiny", "flavor": "plain"}, "training": {"seq_len": 32}}
 DATA = learnable_data(Config.model_validate(TINY))

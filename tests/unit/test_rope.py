@@ -21,13 +21,13 @@ from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
 from tests.hf_folders import their_model
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
+from titanlite.registry.family import Family, load_family
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.initialize import materialize
-from titanlite.transforms.registry import Family, load_family
 
 _HEAD, _ORIGINAL = 64, 4096
 _SHORT, _LONG = [1.0 + 0.01 * i for i in range(_HEAD // 2)], [1.0 + 0.3 * i for i in range(_HEAD // 2)]

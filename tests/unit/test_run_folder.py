@@ -14,8 +14,8 @@ import pytest
 from titanlite.config.operation import Checkpoint, Job
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config, Training
-from titanlite.errors import UserError
-from titanlite.files import replace_file
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import replace_file
 from titanlite.launch.run_folder import RunLock, faults, other_run, record_start, written
 
 

@@ -13,7 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.data.mixture import PADDING, Data, check_labels, check_shares
 from titanlite.data.order import drawn
 from titanlite.data.samples import Arrays
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 _SEQ_LEN = 8
 _SEEDS = range(4)

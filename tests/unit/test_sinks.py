@@ -12,7 +12,7 @@ from models.moe import Choice, Experts, Router
 from tests import tiny_gpt_oss
 from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_decayed, is_orthogonalised
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 24, 16
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 15, [0] * 24])

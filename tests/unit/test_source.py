@@ -13,11 +13,11 @@ import pytest
 from models import llama3
 from tests.unit.test_resume import DATA, SOURCE, configuration
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, check_changes, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
-from titanlite.transforms.registry import Family
-from titanlite.transforms.source import changed_modules, hash_of, source_of, warn_of_changes
+from titanlite.registry.family import Family
+from titanlite.registry.source import changed_modules, hash_of, source_of, warn_of_changes
 
 TEXT = '''
 """What this is."""
@@ -88,7 +88,7 @@ def test_what_a_model_does_counts(old, new):
 FILES = {
     "own/__init__.py": "",
     "own/model.py": "import math\nimport torch\nfrom . import layers\nfrom .parts.norms import EPS\nfrom models import llama3\n"
-    "from helpers_of_mine import scale\nimport titanlite.errors\nimport xxhash\n\ndef late():\n    import own.later\n",
+    "from helpers_of_mine import scale\nimport titanlite.ground.errors\nimport xxhash\n\ndef late():\n    import own.later\n",
     "own/layers.py": "from .parts import norms as again\nSCALE = 1.0\n",
     "own/parts/norms.py": "EPS = 1e-5\n",
     "own/later.py": "raise RuntimeError('nobody imports this while the model is read')\n",

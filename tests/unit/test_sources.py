@@ -20,8 +20,8 @@ from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import sealed
 from titanlite.data.sources import TokenSource, find, key_of, open_source, read_manifest, sources_of
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
-from titanlite.errors import UserError
-from titanlite.files import cache_folder
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import cache_folder
 
 _KEY = "training.dataset_path"
 _TEMPLATE = (

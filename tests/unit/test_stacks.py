@@ -16,7 +16,7 @@ RANK = """
 import ctypes, os, signal, sys
 from pathlib import Path
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGQUIT])
-from titanlite import errors
+from titanlite.ground import errors
 from titanlite.launch import stacks
 
 def somewhere_in_the_model():

@@ -14,8 +14,8 @@ from models import llama3
 from models.attention import SeqInfo
 from models.blocks import apply_rope
 from models.rope import rotation
+from titanlite.registry.family import Family
 from titanlite.transforms.initialize import initialize
-from titanlite.transforms.registry import Family
 
 TINY = "llama3:debug,dim=32,n_layers=2,n_heads=4,n_kv_heads=2,head_dim=8,ffn_dim=48"
 

@@ -11,7 +11,7 @@ from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
 _WORDS = ["the thin cat, the theme.", "other weather", "a b", "the other the cat"] * 20

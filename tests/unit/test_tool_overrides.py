@@ -7,7 +7,7 @@ import pytest
 from tests.hostile.keys import FIELDS, OTHERS, setting, toml
 from titanlite.config.effects import effective_when
 from titanlite.config.read import read_config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop import checks
 from titanlite.tools import verify
 from titanlite.tools.replay import check_setting, replay_config

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import models.torch_private
-from titanlite import torch_private
-from titanlite.torch_private import ATTRIBUTES, INHERITED, NAMES, VERSIONS, Name, resolve
+from titanlite.ground import torch_private
+from titanlite.ground.torch_private import ATTRIBUTES, INHERITED, NAMES, VERSIONS, Name, resolve
 
 ROOT = Path(__file__).parents[2]
 FILES = {Path(torch_private.__file__), Path(models.torch_private.__file__)}  # the latter is imported only if all are there
@@ -51,7 +51,7 @@ def test_a_name_is_found_whatever_has_been_imported_before():
     """Each in a process that has imported torch alone; torch._functorch.config was missing where dynamo was not loaded."""
     program = """
 import os
-from titanlite.torch_private import NAMES, VERSIONS, resolve
+from titanlite.ground.torch_private import NAMES, VERSIONS, resolve
 import torch
 for name, (path, _, tried) in NAMES.items():
     if tried != VERSIONS and torch.__version__[:4] not in tried:

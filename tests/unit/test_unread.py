@@ -12,9 +12,9 @@ import pytest
 
 from tests.limited import leave_memory, run_limited
 from tests.untrusted_files import KINDS, Kind
-from titanlite import untrusted
-from titanlite.errors import UserError
-from titanlite.untrusted import Unread, read_bytes
+from titanlite.ground import untrusted
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import Unread, read_bytes
 
 # What a message says of a file that is at fault, or tells the user to do with it.
 _BLAMES = re.compile(r"damaged|refused|broken|truncated|not a |not an |missing|renam|remov|delet|again", re.IGNORECASE)

@@ -19,11 +19,11 @@ from titanlite.checkpoint import load
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import open_file, parse_json, parse_toml, read_bytes
 from titanlite.loop.resume import RunIdentity, load_run
+from titanlite.registry.family import family_of
 from titanlite.tools.open_model import open_model
-from titanlite.transforms.registry import family_of
-from titanlite.untrusted import open_file, parse_json, parse_toml, read_bytes
 
 ROOT = Path(__file__).parents[2]
 # Calls that open a file for reading, or run what one holds. A mode of "w", "a" or "x" writes.
@@ -33,11 +33,11 @@ _OPENS = {
 }  # fmt: skip
 # The places that may, and why.
 ALLOWED = {
-    "untrusted.py": {"open": "the reader", "loads": "the reader"},
-    "files.py": {"open": "to sync it, or to see whether it is still there"},
+    "ground/untrusted.py": {"open": "the reader", "loads": "the reader"},
+    "ground/files.py": {"open": "to sync it, or to see whether it is still there"},
     "config/effects.py": {"loads": "text of the schema"},
-    "transforms/registry.py": {"loads": "text that it has just made", "import_module": "the user's own word: see `trusted`"},
-    "transforms/source.py": {"read_bytes": "code that was imported"},
+    "registry/family.py": {"loads": "text that it has just made", "import_module": "the user's own word: see `trusted`"},
+    "registry/source.py": {"read_bytes": "code that was imported"},
     "checkpoint/storage.py": {
         "load": "an unpickler that admits few classes",
     },
@@ -59,8 +59,8 @@ ALLOWED = {
     "launch/temporary.py": {"open": "folders, to lock them"},
     "launch/fork_server.py": {"import_module": "names of its callers"},
     "loop/memory.py": {"read_text": "a file of the kernel"},
-    "tools/model_facts.py": {"loads": "text that it has just made"},
-    "tools/ranks.py": {"load": "what a rank has just written", "read_text": "what a rank has just written"},
+    "verify/facts.py": {"loads": "text that it has just made"},
+    "launch/local_ranks.py": {"load": "what a rank has just written", "read_text": "what a rank has just written"},
     "__main__.py": {"import_module": "the command"},
 }
 
@@ -86,7 +86,9 @@ def test_no_other_place_opens_a_file_from_outside():
         for path in (ROOT / "titanlite").rglob("*.py")
     }
     others = {path: names - ALLOWED.get(path, {}).keys() for path, names in found.items()}
-    assert {path: names for path, names in others.items() if names} == {}, "read it with titanlite/untrusted.py, or say why not"
+    assert {path: names for path, names in others.items() if names} == {}, (
+        "read it with titanlite/ground/untrusted.py, or say why not"
+    )
     assert {path for path, names in ALLOWED.items() if names.keys() - found[path]} == set(), "no longer needed"
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from titanlite.checkpoint import manifest
 from titanlite.config.operation import Checkpoint
 from titanlite.config.schema import Config
-from titanlite.errors import MachineFault, UserError
-from titanlite.files import replace_file, sync
+from titanlite.ground.errors import MachineFault, UserError
+from titanlite.ground.files import replace_file, sync
 from titanlite.launch.process import together
 
 log = logging.getLogger(__name__)

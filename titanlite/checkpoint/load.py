@@ -15,10 +15,10 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder, step_of
 from titanlite.checkpoint.manifest import Damaged, Manifest
 from titanlite.checkpoint.storage import Reader, read_metadata, tensor_entries
-from titanlite.errors import UserError, listed, phase
+from titanlite.ground.errors import UserError, listed, phase
+from titanlite.ground.untrusted import Unread
 from titanlite.launch.failure import ran_out
 from titanlite.launch.process import together
-from titanlite.untrusted import Unread
 
 log = logging.getLogger(__name__)
 

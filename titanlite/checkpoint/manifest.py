@@ -16,10 +16,10 @@ from typing import Annotated, Any, NamedTuple
 import xxhash
 from pydantic import ConfigDict, Field, model_validator
 
-from titanlite import untrusted
-from titanlite.errors import UserError
-from titanlite.files import publish, replace_file
-from titanlite.untrusted import MIB, Count, FileName, Positive, Unread
+from titanlite.ground import untrusted
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import publish, replace_file
+from titanlite.ground.untrusted import MIB, Count, FileName, Positive, Unread
 
 FILE = "manifest.json"
 _FORMAT = 3

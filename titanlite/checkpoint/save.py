@@ -21,8 +21,8 @@ from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinis
 from titanlite.checkpoint.manifest import Contents, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.config.operation import Checkpoint
-from titanlite.errors import UserError
-from titanlite.torch_private import foreach_copy_, like
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import foreach_copy_, like
 from titanlite.transforms.shards import local_part
 
 log = logging.getLogger(__name__)

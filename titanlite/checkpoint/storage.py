@@ -26,9 +26,9 @@ from torch.futures import Future
 
 from titanlite.checkpoint import opcodes
 from titanlite.checkpoint.manifest import Contents, Damaged, damage, fault
+from titanlite.ground.torch_private import StorageInfo
+from titanlite.ground.untrusted import MIB, read_bytes
 from titanlite.launch.failure import ran_out
-from titanlite.torch_private import StorageInfo
-from titanlite.untrusted import MIB, read_bytes
 
 METADATA = ".metadata"
 _LIMIT = 16 * 1024 * MIB  # of a model in 10,000 parts: 1 GiB

@@ -1,12 +1,14 @@
 """The types of the schema's values, with bounds: every number has a smallest and a largest value."""
 
 import math
+import os
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 # The largest numbers are far above what any run has, and far below what overflows a counter or a timer somewhere.
+MOST_LOCAL_RANKS = max(64, 4 * (os.cpu_count() or 1))  # processes that a command starts on this machine
 MOST_STEPS, MOST_BATCH, LONGEST_SECONDS = 10**10, 2**24, 30 * 86_400
 Count = Annotated[int, Field(ge=1, le=2**20)]
 Batch = Annotated[int, Field(ge=1, le=MOST_BATCH)]

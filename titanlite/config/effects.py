@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from titanlite.errors import MachineFault
+from titanlite.ground.errors import MachineFault
 
 
 class Layer(NamedTuple):

@@ -18,8 +18,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from titanlite.config.effects import OPTION, Layer, Place
 from titanlite.config.schema import Config
 from titanlite.config.tables import Section
-from titanlite.errors import HelpRequested, UserError, listed, phase
-from titanlite.untrusted import Absent, parse_toml, read_toml, validated
+from titanlite.ground.errors import HelpRequested, UserError, listed, phase
+from titanlite.ground.untrusted import Absent, parse_toml, read_toml, validated
 
 SECTIONS: dict[str, type[Section]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 # "section.key" -> its type

@@ -23,7 +23,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import Data
 from titanlite.data.origin import Origin
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch import children
 
 log = logging.getLogger(__name__)

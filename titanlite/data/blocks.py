@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from titanlite.errors import UserError
-from titanlite.untrusted import open_file, read_bytes
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import open_file, read_bytes
 
 _SHIFT = 20
 BLOCK = 2**_SHIFT

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.blocks import Array, BlockFile
-from titanlite.errors import UserError
-from titanlite.untrusted import open_file, size_of
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import open_file, size_of
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")

@@ -21,9 +21,9 @@ from titanlite.data.prepare.cache import open_packing
 from titanlite.data.samples import Arrays, Rows, fill, fill_with_padding, rows_of
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
-from titanlite.errors import UserError, listed, phase
+from titanlite.ground.errors import UserError, listed, phase
 from titanlite.launch import process
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 log = logging.getLogger(__name__)
 

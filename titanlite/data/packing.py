@@ -6,7 +6,7 @@ import numpy as np
 
 from titanlite.data.blocks import Array, BlockFile
 from titanlite.data.indexed import TokenFile
-from titanlite.untrusted import reading, size_of
+from titanlite.ground.untrusted import reading, size_of
 
 _HEADER = 5  # numbers before the tables
 

@@ -21,8 +21,8 @@ from titanlite.data.tokenizer import (
     load_tokenizer,
     tokenizer_digest,
 )
-from titanlite.errors import UserError
-from titanlite.untrusted import open_file
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import open_file
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator
 from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.untrusted import MIB, Absent, Contents, read_json, read_text, reading
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import MIB, Absent, Contents, read_json, read_text, reading
 
 DEFAULT_VOCABULARY = 4096
 _LIMIT = 512 * MIB  # Gemma 3's tokenizer.json has 32 MiB

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.part import Part
 
 Box = tuple[slice, ...]  # of a tensor: a start and a stop for each dimension

@@ -18,16 +18,16 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import stored_config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, tokenizer_digest
-from titanlite.errors import UserError, listed, phase
-from titanlite.files import publish, replace_file, split
+from titanlite.ground.errors import UserError, listed, phase
+from titanlite.ground.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
 from titanlite.hf.part import Part
 from titanlite.launch.process import rank_and_world, together
-from titanlite.transforms.description import Description, read_description
+from titanlite.registry.description import Description, read_description
+from titanlite.registry.family import Family, described, family_of, trusted
+from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.lora import merged
-from titanlite.transforms.registry import Family, described, family_of, trusted
-from titanlite.transforms.source import warn_of_changes
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 # The files of a tokenizer, and the defaults of generation.

@@ -16,12 +16,13 @@ from torch import nn
 from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, listed
+from titanlite.ground.errors import UserError, listed
+from titanlite.ground.untrusted import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
 from titanlite.hf.entries import Entry, Stack, dequantise, part_of
 from titanlite.hf.part import Part
-from titanlite.transforms.description import Description, read_description
-from titanlite.transforms.registry import Family, described, is_adapter, require_hf
-from titanlite.untrusted import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
+from titanlite.registry.description import Description, read_description
+from titanlite.registry.family import Family, described, require_hf
+from titanlite.transforms.parameters import is_adapter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors

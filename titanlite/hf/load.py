@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.entries import Box, Entry, Stack
 from titanlite.transforms.shards import global_offset, local_part
 

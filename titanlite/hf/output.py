@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 
 def unfinished_path(output: Path) -> Path:

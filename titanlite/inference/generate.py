@@ -15,9 +15,9 @@ from models.attention import Cache, SeqInfo
 from models.decoder import Decoder
 from models.rope import TextCache
 from titanlite.data.tokenizer import LoadedTokenizer
-from titanlite.errors import UserError, phase
+from titanlite.ground.errors import UserError, phase
 from titanlite.parallel.fsdp import evaluating
-from titanlite.transforms.limits import no_generation
+from titanlite.registry.limits import no_generation
 
 _PREFILL = 512  # tokens of each text per forward pass of the prefill, which bounds the memory of masks and logits
 

@@ -1,6 +1,7 @@
 """Processes: how ranks are started, watched and stopped, and what they leave on the disk.
 
 launcher.py    torchrun with our signals, restarts and stack dumps
+local_ranks.py  ranks that a command starts on this machine
 process.py     this rank among the others: device, process group, timeouts, random seeds, logging
 addresses.py   stores at addresses, probed before anything waits for them
 agreement.py   whether all nodes are about to train the same

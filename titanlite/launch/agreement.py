@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, listed
+from titanlite.ground.errors import UserError, listed
 
 Identity = dict[str, str]  # name -> value as JSON
 

@@ -15,9 +15,9 @@ import time
 import traceback
 from pathlib import Path
 
-from titanlite import errors
-from titanlite.errors import is_users, where
-from titanlite.files import cache_folder
+from titanlite.ground import errors
+from titanlite.ground.errors import is_users, where
+from titanlite.ground.files import cache_folder
 
 _DEFECT, _CORRECTABLE = 1, 2  # exit codes
 _OF_THE_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple, NoReturn
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch import children, stop
 
 # A terminal's Ctrl-C and a scheduler's signals reach every process of a run. The fork server ignores them, and a rank receives

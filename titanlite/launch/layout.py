@@ -5,7 +5,7 @@ import re
 import sys
 from typing import NamedTuple
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 # The whole numbers of the environment: (least, most, default). torchrun sets those of a rank.
 _NUMBERS = {

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from titanlite import torch_private
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground import torch_private
+from titanlite.ground.errors import UserError
 from titanlite.launch import addresses
 from titanlite.launch.agreement import Identity, agree
 from titanlite.launch.layout import OF_A_RANK, log_ranks, number, rank_and_world

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.launch.addresses import join, serve
 from titanlite.launch.layout import Layout
 

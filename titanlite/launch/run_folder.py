@@ -20,9 +20,9 @@ import torch
 
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, phase
-from titanlite.files import Kept, is_at, tolerated
-from titanlite.untrusted import MIB, Absent, Contents, Positive, Unread, read_bytes, read_json
+from titanlite.ground.errors import UserError, phase
+from titanlite.ground.files import Kept, is_at, tolerated
+from titanlite.ground.untrusted import MIB, Absent, Contents, Positive, Unread, read_bytes, read_json
 
 log = logging.getLogger(__name__)
 

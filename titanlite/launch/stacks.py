@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from titanlite.files import append, is_at, tolerated
+from titanlite.ground.files import append, is_at, tolerated
 from titanlite.launch import failure, process
 from titanlite.launch.run_folder import STACKS
 

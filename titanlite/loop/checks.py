@@ -17,16 +17,17 @@ from titanlite.config.effects import Place
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
-from titanlite.errors import MachineFault, UserError, phase
+from titanlite.ground.errors import MachineFault, UserError, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import divergence, loss, resume
 from titanlite.optim import balance, build, lr_schedule, state
 from titanlite.parallel import context, expert, mesh, pipeline, tensor
-from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8, limits
+from titanlite.registry import limits
+from titanlite.registry.family import Family, family_of, place_of
+from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
-from titanlite.transforms.registry import Family, family_of, place_of
 
 
 @dataclass

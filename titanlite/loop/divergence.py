@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.files import replace_file, tolerated
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import replace_file, tolerated
+from titanlite.ground.untrusted import Contents, Count, Pair
 from titanlite.launch.run_folder import INCIDENTS, METRICS
 from titanlite.loop.loss import StepLoss
 from titanlite.loop.metrics import finite, read_history, read_reports
 from titanlite.optim.loss_scale import LEAST
 from titanlite.parallel.mesh import loss_degree
-from titanlite.untrusted import Contents, Count, Pair
 
 log = logging.getLogger(__name__)
 

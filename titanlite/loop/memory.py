@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, where
+from titanlite.ground.errors import UserError, where
 from titanlite.launch import failure, process
 from titanlite.transforms.shards import local_part
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
-from titanlite.errors import UserError, at
-from titanlite.files import append, hold, is_at, replace_file, sync, tolerated
+from titanlite.ground.errors import UserError, at
+from titanlite.ground.files import append, hold, is_at, replace_file, sync, tolerated
+from titanlite.ground.untrusted import Absent, Contents, Count, Unread, read_lines
 from titanlite.launch.run_folder import METRICS, ROUTING
-from titanlite.untrusted import Absent, Contents, Count, Unread, read_lines
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titanlite import torch_private
 from titanlite.config.schema import Config
-from titanlite.files import tolerated
+from titanlite.ground import torch_private
+from titanlite.ground.files import tolerated
 from titanlite.launch.run_folder import COLLECTIVES
 from titanlite.loop.memory import OutOfMemory
 from titanlite.loop.metrics import Clock

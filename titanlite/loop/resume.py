@@ -27,15 +27,16 @@ from titanlite.config.schema import Config
 from titanlite.config.tables import MAY_CHANGE
 from titanlite.data.mixture import Data
 from titanlite.data.origin import Origin, continued
-from titanlite.errors import UserError, listed
+from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.loop.divergence import Step
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
-from titanlite.transforms.registry import Family, is_adapter
-from titanlite.transforms.source import Source, changed_modules, diff, source_of
+from titanlite.registry.family import Family
+from titanlite.registry.source import Source, changed_modules, diff, source_of
+from titanlite.transforms.parameters import is_adapter
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from models.head import Head
 from models.moe import routers_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
-from titanlite.errors import at, phase
+from titanlite.ground.errors import at, phase
 from titanlite.loop.loss import StepLoss, arranged, count_labels, summed_loss
 from titanlite.optim import balance
 from titanlite.optim.build import build_optimizer, clip_gradients, set_lr
@@ -19,10 +19,10 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.fsdp import DEFERRED, GradientSync, choose_reductions
 from titanlite.parallel.mesh import data_degree, sequence_mesh, stage_group
 from titanlite.parallel.parallelize import parallelize
+from titanlite.registry.family import Family
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import initialize
-from titanlite.transforms.registry import Family
 
 log = logging.getLogger("titanlite")
 

@@ -13,9 +13,9 @@ from titanlite.loop.resume import Progress, RunIdentity
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.parallel.mesh import data_degree, needs_fsdp
 from titanlite.parallel.pipeline import SPLIT, split_layers
+from titanlite.registry.family import Family
 from titanlite.transforms.attention_kernels import attention_sentence
 from titanlite.transforms.meta import on_meta, training_flops
-from titanlite.transforms.registry import Family
 
 
 def derived_values(

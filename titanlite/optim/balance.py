@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models.moe import Router, RouterLosses, experts_of, routers_of
 from titanlite.config.schema import Config
-from titanlite.torch_private import resolve_process_group
+from titanlite.ground.torch_private import resolve_process_group
 
 
 def balance_experts(

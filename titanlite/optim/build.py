@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config, Optimizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import foreach_div_, foreach_norm
 from titanlite.optim.adam_bf16 import Bfloat16Adam
 from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import Compiler, compile_kernel
-from titanlite.torch_private import foreach_div_, foreach_norm
 from titanlite.transforms.compile import compiler_faults
 from titanlite.transforms.shards import local_part
 

@@ -9,7 +9,7 @@ All of this stays on the device. It depends on the gradient's global norm, so al
 import torch
 from torch import Tensor
 
-from titanlite.torch_private import amp_update_scale_
+from titanlite.ground.torch_private import amp_update_scale_
 
 # The gradient of a logit is at most 1, that of a weight is a sum over the tokens of a microbatch, float16 ends at 65,504: with
 # 2,048 tokens a microbatch, the debug recipe's first steps overflow with 2**9. Each halving costs a step.

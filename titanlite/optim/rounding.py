@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanlite.torch_private import shapes_config
+from titanlite.ground.torch_private import shapes_config
 from titanlite.transforms.shards import box_index, global_offset, local_part, splitmix64
 
 Compiler = Callable[[Callable[..., None]], Callable[..., None]]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from titanlite.torch_private import compute_shape_and_offset_at, disable_current_modes
+from titanlite.ground.torch_private import compute_shape_and_offset_at, disable_current_modes
 
 
 class Box(NamedTuple):

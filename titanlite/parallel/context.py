@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.attention import AttentionCore
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 
 def apply_context_parallel(model: Decoder, config: Config, cp: DeviceMesh) -> None:

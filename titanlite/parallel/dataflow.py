@@ -18,9 +18,17 @@ from torch.distributed.tensor import DTensor
 
 from models.attention import SeqInfo
 from models.decoder import Decoder
-from titanlite.errors import UserError
-from titanlite.torch_private import TorchDispatchMode, schema, storage_of, tree_flatten, tree_leaves, tree_map, with_children
-from titanlite.transforms.registry import Family, place_of
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import (
+    TorchDispatchMode,
+    schema,
+    storage_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    with_children,
+)
+from titanlite.registry.family import Family, place_of
 
 _BETWEEN = -1  # in the place of a call's number: code of `Model.forward` between the calls
 _VALUES = (type(None), bool, int, float, str)  # beside tensors, what a block may return

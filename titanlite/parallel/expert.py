@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from models.decoder import Decoder
 from models.moe import Exchange, experts_of
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import concatenate, flatten, unflatten
 from titanlite.parallel.mesh import WITHIN_A_REPLICA
-from titanlite.torch_private import concatenate, flatten, unflatten
 
 
 class ExpertMeshes(NamedTuple):

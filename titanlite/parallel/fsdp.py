@@ -19,9 +19,8 @@ from torch.distributed.tensor import Shard
 from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.parallel.mesh import data_degree, fsdp_mesh
-from titanlite.torch_private import (
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import (
     DefaultReduceScatter,
     TrainingState,
     fsdp_common,
@@ -30,6 +29,7 @@ from titanlite.torch_private import (
     set_reduce_scatter,
     set_training_state,
 )
+from titanlite.parallel.mesh import data_degree, fsdp_mesh
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.shards import local_part
 

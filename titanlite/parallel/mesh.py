@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.effects import Place, effective_when
 from titanlite.config.schema import Config, Parallelism
-from titanlite.errors import UserError
-from titanlite.torch_private import concatenate, flatten
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import concatenate, flatten
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # ranks that read different samples

@@ -13,6 +13,7 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
 from titanlite.parallel.pipeline import Pipeline, cut, flow_of, shares
 from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
+from titanlite.registry.family import Family
 from titanlite.transforms import activation_checkpoint as recompute
 from titanlite.transforms import float8
 from titanlite.transforms.attention_kernels import choose_attention
@@ -21,7 +22,6 @@ from titanlite.transforms.compile import compile_model
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.offload import Offload
-from titanlite.transforms.registry import Family
 
 
 def parallelize(

@@ -20,12 +20,12 @@ from models.attention import SeqInfo
 from models.decoder import Decoder
 from models.head import Head
 from titanlite.config.schema import Config
+from titanlite.ground.torch_private import BEFORE_2_13, bounded_waits, with_children
 from titanlite.parallel.dataflow import Flow, Replay, not_carried, trace
 from titanlite.parallel.mesh import data_degree, parts_of, resolve_degrees
 from titanlite.parallel.tensor import apply_tensor_parallel
-from titanlite.torch_private import BEFORE_2_13, bounded_waits, with_children
+from titanlite.registry.family import Family
 from titanlite.transforms.meta import numbers_of_a_token, on_meta
-from titanlite.transforms.registry import Family
 
 _T = TypeVar("_T")
 

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from models.decoder import Decoder
 from models.moe import Experts
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.torch_private import enable_symm_mem_for_group, has_parameters, set_async_tensor_parallel
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import enable_symm_mem_for_group, has_parameters, set_async_tensor_parallel
+from titanlite.registry.family import Family
 from titanlite.transforms.float8 import linear_layers
-from titanlite.transforms.registry import Family, every_layer, match_table, tie
+from titanlite.transforms.parameters import every_layer, match_table, tie
 
 _SEQUENCE = 1  # the dimension of (batch, seq, ...) that sequence parallelism splits
 

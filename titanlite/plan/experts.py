@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from models.exchange import Load, taken
+from titanlite.ground.torch_private import disable_current_modes, packet
 from titanlite.plan.trace import spread
-from titanlite.torch_private import disable_current_modes, packet
 
 Routing = Literal["balanced", "worst"] | list[int]
 """Rows for the experts of rank 0. "balanced": as many as for those of any other rank. "worst": all rows of all ranks. A list:

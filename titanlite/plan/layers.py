@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.torch_private import tree_flatten
+from titanlite.ground.torch_private import tree_flatten
+from titanlite.registry.family import Family
 from titanlite.transforms.meta import on_meta, run_forward
-from titanlite.transforms.registry import Family
 
 _PLAIN = (bool, int, str, type(None))
 

@@ -13,9 +13,9 @@ from titanlite.loop.memory import GIB, machine_memory, narrower
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import Share, shares
+from titanlite.registry.family import family_of
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 
 _MORE_RANKS = [2**power for power in range(1, 13)]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.parallel.pipeline import STAGES_OF_A_RANK
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 
 class Rehearsal(NamedTuple):

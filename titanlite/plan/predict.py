@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from models.decoder import Decoder
 from titanlite.config.schema import Compile, Config
-from titanlite.errors import phase
+from titanlite.ground.errors import phase
 from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
@@ -38,9 +38,9 @@ from titanlite.plan.step import (
     trained,
 )
 from titanlite.plan.trace import Trace, routings
+from titanlite.registry.family import family_of
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 from titanlite.transforms.shards import local_part
 
 

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import flop_registry
 
-from titanlite.parallel.mesh import DIMENSIONS
-from titanlite.plan import experts
-from titanlite.torch_private import (
+from titanlite.ground.torch_private import (
     TorchDispatchMode,
     cpu_attention,
     cpu_attention_backward,
@@ -27,7 +25,9 @@ from titanlite.torch_private import (
     storage_of,
     tree_leaves,
 )
-from titanlite.transforms.registry import every_layer
+from titanlite.parallel.mesh import DIMENSIONS
+from titanlite.plan import experts
+from titanlite.transforms.parameters import every_layer
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 # FSDP2 names its collectives for the profiler: "FSDP::all_gather (layers.0)".

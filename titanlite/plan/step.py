@@ -21,6 +21,7 @@ from models.decoder import Decoder
 from models.head import SIZES, Head
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
+from titanlite.ground.torch_private import FakeStore, FakeTensorMode, tree_leaves
 from titanlite.loop.step import forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
@@ -28,10 +29,10 @@ from titanlite.parallel.parallelize import parallelize
 from titanlite.plan.experts import Routing
 from titanlite.plan.layers import Layers
 from titanlite.plan.record import Allocations, Recorder, Work, combine, mesh_slices
-from titanlite.torch_private import FakeStore, FakeTensorMode, tree_leaves
+from titanlite.registry.family import Family
 from titanlite.transforms import float8
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.registry import Family, tie
+from titanlite.transforms.parameters import tie
 from titanlite.transforms.shards import local_part
 
 

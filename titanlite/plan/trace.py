@@ -9,9 +9,9 @@ from torch import nn
 
 from models.decoder import Decoder
 from models.moe import Router, routers_of
-from titanlite.errors import UserError, listed
+from titanlite.ground.errors import UserError, listed
+from titanlite.ground.untrusted import MIB, Contents, Count, Positive, read_json
 from titanlite.launch.run_folder import ROUTING
-from titanlite.untrusted import MIB, Contents, Count, Positive, read_json
 
 _LIMIT = 64 * MIB  # 58 mixtures of 256 experts take 0.1 MiB
 

@@ -12,7 +12,7 @@ from titanlite.config import effects
 from titanlite.config.effects import Place
 from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
-from titanlite.errors import listed
+from titanlite.ground.errors import listed
 from titanlite.tools.options import Whole, config_parser, read_command
 
 
@@ -54,8 +54,8 @@ def check_here(config: Config, path: str, ranks: int, local_ranks: int | None) -
 
 def _only_on_gpus(config: Config, ranks: int) -> Iterator[str]:
     """What a sound configuration does on GPUs alone."""
+    from titanlite.registry.family import family_of
     from titanlite.transforms.attention_kernels import flex_users
-    from titanlite.transforms.registry import family_of
 
     name, family = config.model.attention, family_of(config.model)
     if name in ("auto", "flash"):

@@ -17,10 +17,10 @@ from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import Unread
 from titanlite.launch.run_folder import CONFIG
 from titanlite.tools.options import command_parser, existing_folder
-from titanlite.untrusted import Unread
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ import models
 from titanlite.config.effects import Place
 from titanlite.config.read import KEYS, SECTIONS, allowed, suggest, toml_key, toml_value
 from titanlite.config.schema import Config
-from titanlite.files import publish
+from titanlite.ground.files import publish
+from titanlite.ground.untrusted import read_toml
 from titanlite.hf.output import reporting, start_output
 from titanlite.tools.options import command_parser, existing_path, new_path
-from titanlite.untrusted import read_toml
 
 _ALWAYS = "titanlite always does this"
 _TIME_ONLY = "changes time only; titanlite has no such key"

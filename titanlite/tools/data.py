@@ -28,13 +28,13 @@ from titanlite.data.origin import Origin, continued
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer
-from titanlite.errors import UserError, listed
+from titanlite.ground.errors import UserError, listed
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
+from titanlite.registry.family import family_of
 from titanlite.tools.options import RANKS, STEPS, Whole, command_parser, config_parser, read_command
-from titanlite.transforms.registry import family_of
 
 _AT_ONCE = 2**22  # tokens
 _BAR = 40  # characters of the longest bar of a histogram

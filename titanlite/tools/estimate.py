@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.report import fits, lines
 from titanlite.plan.trace import Trace, busiest, check_trace, read_trace
+from titanlite.registry.family import family_of
 from titanlite.tools.options import PREDICTED, Real, config_parser, existing_path, read_command
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import family_of
 
 
 def main() -> None:

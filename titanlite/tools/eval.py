@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from titanlite.errors import UserError
-from titanlite.files import replace_file
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import replace_file
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.tools.generate import inference_parser, model_source
 from titanlite.tools.open_model import open_model
 from titanlite.tools.options import TOKENS, Whole, existing_folder, new_path, nonempty
-from titanlite.tools.ranks import on_ranks
 
 
 def main() -> None:

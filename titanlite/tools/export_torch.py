@@ -9,7 +9,7 @@ DIR of --checkpoint is a checkpoint, or a run directory or folder of checkpoints
 import torch
 
 from titanlite.checkpoint.whole import Stored
-from titanlite.files import publish
+from titanlite.ground.files import publish
 from titanlite.hf.export import Exported
 from titanlite.hf.folder import tied_names
 from titanlite.hf.output import reporting, start_output

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.folder import find_weights
 from titanlite.inference.generate import Sampling, continue_texts
+from titanlite.launch.local_ranks import on_ranks
+from titanlite.registry.limits import no_generation
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.open_model import family_at, is_hf_folder, open_model
 from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, Whole, command_parser, existing_folder, nonempty
-from titanlite.tools.ranks import on_ranks
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.limits import no_generation
 
 
 def main() -> None:

@@ -28,15 +28,15 @@ from titanlite.checkpoint.save import cause
 from titanlite.checkpoint.storage import Writer
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import toml_value
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.folder import Entry, Stack, find_weights
 from titanlite.hf.load import load_weights
 from titanlite.hf.output import start_output
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
 from titanlite.tools.open_model import Recognised, recognise
 from titanlite.tools.options import LOCAL_RANKS, SEED, Whole, command_parser, existing_folder, new_path, nonempty
-from titanlite.tools.ranks import on_ranks
 from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, mixture_of
 
 _TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes longer than the others

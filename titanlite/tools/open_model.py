@@ -14,18 +14,18 @@ from titanlite.config.read import stored_config
 from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import LoadedTokenizer, load_tokenizer
-from titanlite.errors import UserError, listed, phase
+from titanlite.ground.errors import UserError, listed, phase
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel
-from titanlite.transforms.description import read_description
+from titanlite.registry.description import read_description
+from titanlite.registry.family import FROM_ASSETS, Family, described, family_names, family_of, load_module, trusted
+from titanlite.registry.source import warn_of_changes
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.initialize import fill, match_initial, materialize
 from titanlite.transforms.meta import on_meta
-from titanlite.transforms.registry import FROM_ASSETS, Family, described, family_names, family_of, load_module, trusted
-from titanlite.transforms.source import warn_of_changes
 
 _DEFAULT_LENGTH = 2048  # of lm-eval, for a config.json without max_position_embeddings
 

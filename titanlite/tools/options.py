@@ -98,7 +98,7 @@ def _wrong(word: str, why: str | None) -> argparse.ArgumentTypeError:
 
 # Bounds of what several commands take. A prediction takes about 2 ms for each rank.
 RANKS, PREDICTED = Whole(1, 2**20), Whole(1, 2**14)
-LOCAL_RANKS = Whole(1, max(64, 4 * (os.cpu_count() or 1)))  # processes that a command starts on this machine
+LOCAL_RANKS = Whole(1, bounds.MOST_LOCAL_RANKS)
 STEPS, TOKENS, SEED = Whole(1, bounds.MOST_STEPS), Whole(1, 2**24), Whole(0, 2**63 - 1)
 
 # ------------------------------------------------------------------------------------------------------------------- parsers

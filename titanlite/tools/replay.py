@@ -32,9 +32,11 @@ from titanlite.config.schema import Config, Parallelism, Validation
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import Unread
 from titanlite.launch import process
 from titanlite.launch.layout import share_threads
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.launch.run_folder import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
@@ -45,13 +47,11 @@ from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
-from titanlite.tools.compare import Run, begin, follow, on_mesh, relative_difference, replaced
+from titanlite.registry.family import family_of, trusted
+from titanlite.registry.source import changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
-from titanlite.tools.ranks import on_ranks
-from titanlite.transforms.registry import family_of, trusted
 from titanlite.transforms.shards import local_part
-from titanlite.transforms.source import changed_modules, diff, source_of
-from titanlite.untrusted import Unread
+from titanlite.verify.compare import Run, begin, follow, on_mesh, relative_difference, replaced
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from titanlite.data.prepare.encode import Skipped
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import read_lines
 from titanlite.tools.options import Whole, command_parser, existing_folder, new_path, nonempty
-from titanlite.untrusted import read_lines
 
 _SHOWN = 10  # skipped entries that the terminal shows
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from models.rope import SCALINGS
-from titanlite.errors import UserError, listed
+from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import Entry, Stack
+from titanlite.registry.family import Family, load_module
 from titanlite.tools.open_model import Recognised
 from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, load_module
 
 # A dense family -> the family of mixtures that has its attention and norms.
 _MIXTURES = {"llama3": "mixtral", "qwen3": "qwen3_moe"}
@@ -71,7 +71,7 @@ def _difference(base: Any, config: Any) -> dict[str, Any]:
 
 
 def _toml(value: Any) -> Any:
-    """A dimension as TOML has it: see transforms/overrides.py."""
+    """A dimension as TOML has it: see registry/overrides.py."""
     if value is None:
         return "none"
     if kind := next((kind for kind, scaling in SCALINGS.items() if isinstance(value, scaling)), None):

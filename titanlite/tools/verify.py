@@ -24,11 +24,15 @@ from titanlite.config.operation import Checkpoint
 from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.data.mixture import open_data
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
-from titanlite.tools.compare import (
+from titanlite.registry.family import family_of
+from titanlite.registry.limits import refused_dimensions
+from titanlite.tools.options import STEPS, command_parser, nonempty
+from titanlite.verify.compare import (
     DEGREES,
     Comparison,
     Trajectory,
@@ -40,12 +44,8 @@ from titanlite.tools.compare import (
     record,
     replaced,
 )
-from titanlite.tools.model_runs import describe
-from titanlite.tools.options import STEPS, command_parser, nonempty
-from titanlite.tools.ranks import on_ranks
-from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
-from titanlite.transforms.limits import refused_dimensions
-from titanlite.transforms.registry import family_of
+from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of, settle, tolerances
+from titanlite.verify.small_runs import describe
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """What is done to a model, apart from splitting it over ranks; parallel/parallelize.py has the order.
 
-registry.py               [model] name and flavor -> a model family; names and tables of its parameters
-overrides.py              a flavor with other dimensions, as model.overrides names them
+parameters.py             parameters and linear layers by name: patterns of tables, adapters
 meta.py                   a run's model without memory, and its FLOPs
 dtypes.py                 names of precisions -> PyTorch's dtypes
 lora.py                   low-rank adapters

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.blocks import SwiGLU
 from models.decoder import Decoder
-from titanlite import torch_private
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import ActivationCheckpoint, Config
-from titanlite.torch_private import (
+from titanlite.ground import torch_private
+from titanlite.ground.torch_private import (
     collectives,
     cpu_attention,
     cudnn_attention,

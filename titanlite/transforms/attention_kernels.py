@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from models.attention import TILES, AttentionCore, Backend
 from titanlite.config.schema import Config
-from titanlite.errors import MachineFault, UserError
+from titanlite.ground.errors import MachineFault, UserError
+from titanlite.registry.family import Family
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.registry import Family
 
 
 class Kernel(NamedTuple):

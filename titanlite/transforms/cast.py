@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from models.decoder import Decoder
 from models.head import Head
-from titanlite.torch_private import reparametrize_module, storage_of
+from titanlite.ground.torch_private import reparametrize_module, storage_of
 
 
 def cast_where_used(model: Decoder, dtype: torch.dtype, again: bool, apart: Iterable[nn.Module] = ()) -> None:

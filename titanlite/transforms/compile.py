@@ -9,10 +9,10 @@ import torch
 
 from models.decoder import Decoder
 from models.head import Head, Kernels
-from titanlite import torch_private
 from titanlite.config.schema import Compile, Config
-from titanlite.errors import MachineFault
-from titanlite.files import cache_folder
+from titanlite.ground import torch_private
+from titanlite.ground.errors import MachineFault
+from titanlite.ground.files import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def compiler_faults(what: str, instead: str) -> Iterator[str]:
 
 def has_compiler() -> bool:
     """Whether inductor finds a C++ compiler, by its own rules."""
-    from titanlite.torch_private import InvalidCxxCompiler, get_cpp_compiler  # imports much, and is seldom needed
+    from titanlite.ground.torch_private import InvalidCxxCompiler, get_cpp_compiler  # imports much, and is seldom needed
 
     try:
         return bool(get_cpp_compiler())

@@ -14,9 +14,9 @@ from torch import nn
 
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
-from titanlite.errors import MachineFault, UserError
+from titanlite.ground.errors import MachineFault, UserError
 from titanlite.transforms.libraries import silence_imports
-from titanlite.transforms.registry import block_linears, every_layer
+from titanlite.transforms.parameters import block_linears, every_layer
 
 MULTIPLE = 16  # every dimension of a float8 product is a multiple of this
 

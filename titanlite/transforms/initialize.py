@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from models.blocks import Computed, Constant, Distribution, Identity, Normal, Uniform
 from models.decoder import Decoder
-from titanlite.errors import UserError
-from titanlite.transforms.registry import Family, every_layer, match_table, tie
+from titanlite.ground.errors import UserError
+from titanlite.registry.family import Family
+from titanlite.transforms.parameters import every_layer, match_table, tie
 from titanlite.transforms.shards import box_index, global_offset, key_of, local_part, splitmix64
 
 _TABLE_BITS = 14  # steps of the tabulated inverse distribution, with linear interpolation between them

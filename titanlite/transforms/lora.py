@@ -18,8 +18,8 @@ from models.blocks import Constant, Distribution, Normal
 from models.moe import Experts
 from titanlite.config.read import suggest
 from titanlite.config.schema import Lora
-from titanlite.errors import UserError
-from titanlite.transforms.registry import A, B, block_linears, every_layer, is_adapter
+from titanlite.ground.errors import UserError
+from titanlite.transforms.parameters import A, B, block_linears, every_layer, is_adapter
 
 
 class LoraLinear(nn.Linear):

@@ -10,10 +10,11 @@ from models.blocks import Flops
 from models.decoder import Decoder
 from models.moe import MoE
 from titanlite.config.schema import Config
-from titanlite.torch_private import FakeTensorMode
+from titanlite.ground.torch_private import FakeTensorMode
+from titanlite.registry.family import Family
 from titanlite.transforms import lora
 from titanlite.transforms.dtypes import DTYPES
-from titanlite.transforms.registry import Family, tie
+from titanlite.transforms.parameters import tie
 
 
 def on_meta(family: Family, config: Config) -> Decoder:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.torch_private import compute_local_shape_and_global_offset, disable_current_modes
+from titanlite.ground.torch_private import compute_local_shape_and_global_offset, disable_current_modes
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models import deepseek_v3, gemma3, gpt_oss, llama3, mixtral, olmo2, olmoe, qwen3, qwen3_moe
 from models.attention import SeqInfo
 from tests.hf_folders import of_files, their_model
-from titanlite.errors import UserError
-from titanlite.tools.model_facts import stored_tensors_of, tensors_of_files
+from titanlite.ground.errors import UserError
+from titanlite.registry.family import Family
 from titanlite.tools.open_model import recognise
 from titanlite.transforms.initialize import materialize
-from titanlite.transforms.registry import Family
+from titanlite.verify.facts import stored_tensors_of, tensors_of_files
 
 _SMALL = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 64}
 _GEMMA = {**_SMALL, "window": 4, "query_scalar": 16}

@@ -15,11 +15,11 @@ from tests import tiny
 from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Damaged
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf import export as exporting
 from titanlite.hf import folder as folders
-from titanlite.transforms.description import read_description
-from titanlite.transforms.registry import described, load_family
+from titanlite.registry.description import read_description
+from titanlite.registry.family import described, load_family
 
 
 def export(source: Path, *words, **keys) -> list[Path]:

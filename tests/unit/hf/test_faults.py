@@ -9,7 +9,7 @@ import pytest
 from tests.hf_folders import NORM, remove
 from titanlite.__main__ import COMMANDS
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 
 

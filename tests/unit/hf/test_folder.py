@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from models import llama3
 from tests import tiny
 from tests.hf_folders import CASES, NORM, change, change_json, of_files, one_file, read, remove, replace, tensors_of
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf import folder as folders
 from titanlite.hf.folder import each_expert, their_name, their_names
+from titanlite.registry.family import load_family
 from titanlite.tools import open_model
-from titanlite.tools.model_facts import stored_tensors_of
 from titanlite.tools.open_model import recognise
-from titanlite.transforms.registry import load_family
+from titanlite.verify.facts import stored_tensors_of
 
 # ------------------------------------------------------------------------------------------------------------- recognising
 

@@ -9,7 +9,7 @@ from tests.quantised_files import MXFP4, from_mxfp4, write
 from titanlite.hf.export import items_of
 from titanlite.hf.folder import find_weights, their_names
 from titanlite.hf.part import Part
-from titanlite.transforms.registry import load_family
+from titanlite.registry.family import load_family
 
 NAME, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
 

@@ -17,12 +17,12 @@ from models.attention import SeqInfo
 from tests import quantised_files
 from tests.hf_folders import change_json, of_files, read, tensors_of
 from tests.quantised_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
 from titanlite.hf.folder import stored_tensors
-from titanlite.tools.model_facts import stored_tensors_of
+from titanlite.registry.family import load_family
 from titanlite.tools.open_model import recognise
-from titanlite.transforms.registry import load_family
+from titanlite.verify.facts import stored_tensors_of
 
 
 def random_box(generator: random.Random, shape: tuple[int, ...]) -> tuple[slice, ...]:

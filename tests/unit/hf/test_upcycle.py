@@ -9,12 +9,12 @@ import torch
 from models.attention import SeqInfo
 from tests import hf_folders
 from titanlite.checkpoint.whole import Stored
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.registry.family import Family, load_family
 from titanlite.tools import import_hf
 from titanlite.tools.import_hf import model_section, target_of
 from titanlite.tools.open_model import recognise
 from titanlite.tools.upcycle import Upcycling
-from titanlite.transforms.registry import Family, load_family
 
 EXPERTS = 4
 

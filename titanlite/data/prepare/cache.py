@@ -28,9 +28,9 @@ from titanlite.data.tokenizer import (
     read_tokenizer,
     tokenizer_digest,
 )
-from titanlite.errors import UserError
-from titanlite.files import cache_folder, publish, sync_contents
-from titanlite.untrusted import MIB, Unread, read_text
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import cache_folder, publish, sync_contents
+from titanlite.ground.untrusted import MIB, Unread, read_text
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, processors
 
 from titanlite.data.tokenizer import load_tokenizer, read_settings, refusing
-from titanlite.errors import UserError
-from titanlite.untrusted import MIB, Absent, read_text
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import MIB, Absent, read_text
 
 # The date that templates get, so that the same chats give the same tokens every day: the default of Llama's templates.
 _TODAY = datetime(2024, 7, 26)

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from titanlite.data.prepare.open_files import is_url, need, open_bytes, packing_of, plain_name
 from titanlite.data.prepare.readers import HUB, Part, kind_of, known_kinds, open_dataset, open_hub
-from titanlite.errors import UserError, listed
-from titanlite.files import split
-from titanlite.untrusted import MIB, Contents, read_json, size_of
+from titanlite.ground.errors import UserError, listed
+from titanlite.ground.files import split
+from titanlite.ground.untrusted import MIB, Contents, read_json, size_of
 
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.tokenizer import encode_texts
-from titanlite.errors import UserError
-from titanlite.files import sync, sync_contents
+from titanlite.ground.errors import UserError
+from titanlite.ground.files import sync, sync_contents
+from titanlite.ground.untrusted import MIB, Contents, Count, read_json
 from titanlite.launch import children
-from titanlite.untrusted import MIB, Contents, Count, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate

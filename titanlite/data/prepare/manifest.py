@@ -8,8 +8,8 @@ import xxhash
 from pydantic import Field, model_validator
 
 from titanlite.data.blocks import BLOCK
-from titanlite.errors import UserError
-from titanlite.untrusted import MIB, Contents, Count, FileName, read_json, validated
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import MIB, Contents, Count, FileName, read_json, validated
 
 MANIFEST = "manifest.json"
 SEAL = "xxh3_128"  # the entry that has the checksum of all others

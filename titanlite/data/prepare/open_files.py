@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
-from titanlite.errors import UserError
-from titanlite.untrusted import open_file
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import open_file
 
 _BYTES_AT_ONCE = 2**20
 DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile)  # what reading a damaged compressed file raises

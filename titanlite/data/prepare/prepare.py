@@ -32,9 +32,9 @@ from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.readers import BadDocument, describe_place
 from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
-from titanlite.errors import UserError, phase
-from titanlite.files import replace_file, sync, sync_contents
-from titanlite.untrusted import MIB, Absent, Contents, read_json
+from titanlite.ground.errors import UserError, phase
+from titanlite.ground.files import replace_file, sync, sync_contents
+from titanlite.ground.untrusted import MIB, Absent, Contents, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate

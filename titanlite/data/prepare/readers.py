@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from titanlite.data.prepare.open_files import DAMAGES, PACKINGS, is_url, need, open_bytes, open_unpacked, packing_of, plain_name
 from titanlite.data.tokenizer import digest
-from titanlite.errors import UserError
-from titanlite.untrusted import parse_json
+from titanlite.ground.errors import UserError
+from titanlite.ground.untrusted import parse_json
 
 HUB = "hub:"
 _MESSAGES = "messages"  # the key of a chat, an alternative to a text under the default key

@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
-from titanlite.errors import UserError
+from titanlite.config.bounds import MOST_LOCAL_RANKS
+from titanlite.ground.errors import UserError
 from titanlite.launch import children, failure
 from titanlite.launch.addresses import gloo_fault
-from titanlite.tools.options import LOCAL_RANKS
-from titanlite.transforms.registry import place_of
+from titanlite.registry.family import place_of
 
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
 _KILLED = "; the system ends a process like this if memory runs out: take a smaller model, batch or mesh"
@@ -36,8 +36,8 @@ def on_ranks(
     New processes must be able to import the function, and pickle must take arguments and result. Raises UserError for the first
     error of any rank, since the function runs the user's model on the user's data, and for a rank that was killed.
     """
-    if count > LOCAL_RANKS.most:
-        raise UserError(f"{count} ranks are more than a command starts on this machine, {LOCAL_RANKS.most}")
+    if count > MOST_LOCAL_RANKS:
+        raise UserError(f"{count} ranks are more than a command starts on this machine, {MOST_LOCAL_RANKS}")
     # The ranks of all calls are forks of one process that has only imported PyTorch, which takes longer than all the rest.
     # FSDP2 and DTensor import dynamo when they are first used: a second of each rank.
     set_forkserver_preload([function.__module__, "torch._dynamo"])

@@ -3,7 +3,7 @@
 PyTorch may rename them in any version. `tests/unit/test_torch_private.py` says which are gone, and that no other file uses one;
 models/torch_private.py has those of the model families. A name of `NAMES` is imported from here like any other:
 
-    from titanlite.torch_private import TrainingState
+    from titanlite.ground.torch_private import TrainingState
 
 Its module is loaded at that moment, and not with this file, since some take a second.
 """
@@ -136,7 +136,7 @@ BEFORE_2_13 = torch.__version__ < "2.13"
 
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
-        raise AttributeError(f"titanlite.torch_private has no {name}")
+        raise AttributeError(f"titanlite.ground.torch_private has no {name}")
     return resolve(NAMES[name].path)
 
 

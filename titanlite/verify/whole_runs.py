@@ -29,10 +29,10 @@ from titanlite.data.sources import TokenSource
 from titanlite.launch.run_folder import METRICS
 from titanlite.loop.metrics import read_reports
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.tools.compare import on_mesh, replaced
-from titanlite.tools.model_runs import GLOBAL_BATCH, drop_inputs, small_config
+from titanlite.registry.family import family_of
 from titanlite.train import train
-from titanlite.transforms.registry import family_of
+from titanlite.verify.compare import on_mesh, replaced
+from titanlite.verify.small_runs import GLOBAL_BATCH, drop_inputs, small_config
 
 STEPS, AT = 4, 2  # of a run; the step from which it is resumed
 _DOCUMENTS, _LONGEST = 60, 40

@@ -22,9 +22,10 @@ from models.head import SIZES, Head
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf.folder import each_expert, their_name
 from titanlite.parallel.tensor import sharding_faults, undivided_sizes
+from titanlite.registry.family import Family
 from titanlite.transforms.initialize import fill, match_initial, named_tensors
 from titanlite.transforms.libraries import silence_imports
-from titanlite.transforms.registry import Family, every_layer, match_table, tie
+from titanlite.transforms.parameters import every_layer, match_table, tie
 
 SEQ_LEN = 32
 SMALL = 20_000_000  # only models with fewer parameters are built in memory

@@ -19,13 +19,14 @@ from models.head import IGNORE
 from titanlite.data.batch import Batch
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.loss import sequence_of, summed_loss
-from titanlite.tools.compare import relative_difference
-from titanlite.tools.decisions import Decisions
-from titanlite.tools.model_facts import SEQ_LEN
-from titanlite.tools.model_runs import NotRun, make_sensitive, watch_for_nonfinite
+from titanlite.registry.family import Family
 from titanlite.transforms.cast import cast_where_used
 from titanlite.transforms.initialize import initialize
-from titanlite.transforms.registry import Family, every_layer
+from titanlite.transforms.parameters import every_layer
+from titanlite.verify.compare import relative_difference
+from titanlite.verify.decisions import Decisions
+from titanlite.verify.facts import SEQ_LEN
+from titanlite.verify.small_runs import NotRun, make_sensitive, watch_for_nonfinite
 
 # The largest difference of one token's result, relative to its norm. The families of models/ have 0 in the rows causal and
 # documents, and at most 2e-6 in generation, where other kernels run.

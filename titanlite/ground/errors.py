@@ -38,7 +38,7 @@ def listed(title: str, faults: Iterable[object], remedy: str = "") -> str:
 
 last_file = ""  # that the reader of untrusted.py has opened
 _PYTHON = (os.path.join(sys.base_prefix, "lib") + os.sep, *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_LIBRARIES = ("<", os.path.dirname(__file__) + os.sep, *_PYTHON)
+_LIBRARIES = ("<", os.path.dirname(os.path.dirname(__file__)) + os.sep, *_PYTHON)
 _position = (0, "starting")
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict, create_model, model_validator
 
 from titanlite.config import bounds
-from titanlite.untrusted import MIB, Contents, Number, Positive, read_json
+from titanlite.ground.untrusted import MIB, Contents, Number, Positive, read_json
 
 _LIMIT = 16 * MIB  # one with a million labels
 # Keys that change no logits, by the sources of transformers 5.23: what the files are, and defaults of training and generation.

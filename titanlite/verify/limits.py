@@ -5,14 +5,14 @@ from typing import Any
 
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config, Model
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import ranks_of
-from titanlite.tools.compare import DEGREES
-from titanlite.tools.model_runs import NotRun
-from titanlite.transforms.limits import no_generation, refused_dimensions
-from titanlite.transforms.registry import Family
+from titanlite.registry.family import Family
+from titanlite.registry.limits import no_generation, refused_dimensions
+from titanlite.verify.compare import DEGREES
+from titanlite.verify.small_runs import NotRun
 
 _PROMPT = {"validation": {"enable": True, "sample_prompts": ["Once"]}}
 

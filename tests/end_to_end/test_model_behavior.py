@@ -7,21 +7,21 @@ from torch import nn
 from models import llama3
 from tests import tiny
 from tests.forks.right import own_router
-from titanlite.tools import model_behaviour
-from titanlite.tools.check_model import BEHAVIOUR, Check, Table
-from titanlite.tools.model_runs import guarded
+from titanlite.registry.family import Family, load_family, load_module
 from titanlite.transforms.initialize import initialize
-from titanlite.transforms.registry import Family, load_family, load_module
+from titanlite.verify import behavior
+from titanlite.verify.small_runs import guarded
+from titanlite.verify.table import BEHAVIOUR, Check, Table
 
 FAMILIES = ["tiny:plain", "tiny:tied", "tiny_qwen3:plain", "tiny_qwen3:biased", "tiny_gemma3:plain", "tiny_gemma3:two",
             "tiny_olmo2:plain", "tiny_biased:tied", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
 
 
 CHECKS = {
-    "causality": model_behaviour.causality_faults,
-    "documents": model_behaviour.document_faults,
-    "generate": model_behaviour.generation_faults,
-    "bfloat16": model_behaviour.bfloat16_faults,
+    "causality": behavior.causality_faults,
+    "documents": behavior.document_faults,
+    "generate": behavior.generation_faults,
+    "bfloat16": behavior.bfloat16_faults,
 }
 assert tuple(CHECKS) == BEHAVIOUR
 
@@ -96,7 +96,7 @@ def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
         total = (x + 100).cumsum(1)
         return llama3.Block.forward(self, total - total.roll(1, 1).index_fill(1, torch.tensor([0]), 0) - 100, rope, seq)
 
-    (fault,) = guarded(model_behaviour.bfloat16_faults, with_block(forward))
+    (fault,) = guarded(behavior.bfloat16_faults, with_block(forward))
     assert fault.startswith("in bfloat16 the result of layers.1 differs by ")
 
 
@@ -126,24 +126,24 @@ def _all(scores: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.
 def routed(monkeypatch: pytest.MonkeyPatch, route, seed: int) -> Family:
     """The fork with a router of its own, with other code and other random weights."""
     monkeypatch.setattr(own_router.RoutedExperts, "route", lambda self, x: route(self.router(x)))
-    monkeypatch.setattr(model_behaviour, "initialize", lambda model, family, _, device: initialize(model, family, seed, device))
+    monkeypatch.setattr(behavior, "initialize", lambda model, family, _, device: initialize(model, family, seed, device))
     return Family(own_router, own_router.FLAVORS["plain"])
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_router_that_chooses_another_expert_after_rounding_is_no_fault(monkeypatch, router):
-    found = {seed: model_behaviour.bfloat16_faults(routed(monkeypatch, ROUTERS[router], seed)) for seed in range(6)}
+    found = {seed: behavior.bfloat16_faults(routed(monkeypatch, ROUTERS[router], seed)) for seed in range(6)}
     assert not any(found.values()), found
 
 
 def test_a_right_fork_that_failed_by_the_jumps_of_its_router_passes():
     for family in (load_family("tests.tiny_gpt_oss", "plain"), load_family("tests.forks.right.own_router", "plain")):
-        assert guarded(model_behaviour.bfloat16_faults, family) == []
+        assert guarded(behavior.bfloat16_faults, family) == []
 
 
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "sigmoid"])  # that of 300 is 1, for all experts
 def test_a_router_whose_scores_bfloat16_cannot_tell_apart_is_a_fault(monkeypatch, router):
-    (fault,) = model_behaviour.bfloat16_faults(routed(monkeypatch, lambda scores: ROUTERS[router](scores + 300), 0))
+    (fault,) = behavior.bfloat16_faults(routed(monkeypatch, lambda scores: ROUTERS[router](scores + 300), 0))
     assert fault.startswith("in bfloat16 what tells the scores apart by which layers.0.ffn decides differs by ")
 
 
@@ -157,7 +157,7 @@ def test_a_padding_that_changes_what_is_generated_is_named():
             x = x + before + x.cumsum(1)
         return llama3.Block.forward(self, x, rope, seq)
 
-    (fault,) = guarded(model_behaviour.generation_faults, with_block(forward))
+    (fault,) = guarded(behavior.generation_faults, with_block(forward))
     assert fault.startswith("generate changes the result of layers.1 by ")
     assert "of a text of 1 tokens" in fault or "of a text of 9 tokens" in fault
 
@@ -172,7 +172,7 @@ def test_a_head_whose_loss_sees_later_tokens_fails(monkeypatch):
         )
 
     monkeypatch.setattr(llama3.Model, "__init__", construct)
-    (fault,) = model_behaviour.causality_faults(Family(tiny, tiny.FLAVORS["plain"]))
+    (fault,) = behavior.causality_faults(Family(tiny, tiny.FLAVORS["plain"]))
     assert fault.startswith("another token at position 16 changes the loss before it by ")
 
 

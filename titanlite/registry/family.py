@@ -6,29 +6,25 @@ import importlib.util
 import json
 import os
 import pkgutil
-import re
 import sys
 import traceback
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import models
 from models.decoder import Decoder, Limits
 from titanlite.config.read import suggest
 from titanlite.config.schema import Config, Model
-from titanlite.errors import UserError, is_users
-from titanlite.transforms.description import Description, read_description, unused_keys
-from titanlite.transforms.overrides import overridden
+from titanlite.ground.errors import UserError, is_users
+from titanlite.registry.description import Description, read_description, unused_keys
+from titanlite.registry.overrides import overridden
 
 OFFERS = ("Config", "FLAVORS", "Model", "sharding", "initial", "flops")
 OFFERS_HF = ("HF", "HF_TYPES", "from_hf", "to_hf")  # also offered by a family that Hugging Face's format can hold
-A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
 # the files of models/ that are not families
 _SHARED = ("attention", "blocks", "decoder", "exchange", "grouped", "head", "moe", "rope", "split", "torch_private")
 _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") for name in _SHARED]
@@ -187,25 +183,6 @@ def described(module: ModuleType, description: Description) -> Any:
     return config
 
 
-def match_table(table: dict[str, Any], names: list[str], what: str, whole: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """The value of the first matching pattern for each name, and a list of faults.
-
-    A name that no pattern matches is a fault. So is a pattern that matches no name, if they are all of a model: it is misspelt.
-    """
-    values: dict[str, Any] = {}
-    used = set()
-    for name in names:
-        matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
-        used.update(matches)
-        if matches:
-            values[name] = table[matches[0]]
-    # one fault for all layers: layers.0.x, layers.1.x, ... are reported as layers.*.x
-    unmatched = dict.fromkeys(every_layer(name) for name in names if name not in values)
-    faults = [f"{what}: no pattern matches {name}" for name in unmatched]
-    faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if whole and pattern not in used]
-    return values, faults
-
-
 def place_of(error: BaseException) -> str:
     """File and line of an error: the innermost frame of a model's code if there is one, or the place of a syntax error.
 
@@ -219,23 +196,3 @@ def place_of(error: BaseException) -> str:
     forks = [frame for frame in own if frame.filename not in _SHARED_FILES]
     frame = (forks or own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"
-
-
-def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks, by name. Only nn.Linear itself: a subclass may compute anything."""
-    return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and name.startswith("layers.")}
-
-
-def tie(module: nn.Module) -> None:
-    """Ties parameters again after something has replaced them separately; for models that tie any."""
-    getattr(module, "tie_weights", lambda: None)()
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a tensor of a model or a checkpoint is part of an adapter, as "model.layers.0.ffn.w1.lora_b"."""
-    return name.rpartition(".")[2] in (A, B)
-
-
-def every_layer(name: str) -> str:
-    """The name with its layer's number replaced by a star."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -26,11 +26,18 @@ from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Model
 from titanlite.data.batch import Batch
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
+from titanlite.ground.torch_private import AnyDropout
+from titanlite.launch.local_ranks import describe_error
 from titanlite.loop.loss import sequence_of
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.tools.compare import (
+from titanlite.registry.family import Family, family_of
+from titanlite.transforms.compile import RecompilationWatch
+from titanlite.transforms.initialize import fill, match_initial
+from titanlite.transforms.parameters import every_layer
+from titanlite.transforms.shards import local_part
+from titanlite.verify.compare import (
     FIRST_NORM,
     Comparison,
     Run,
@@ -43,13 +50,7 @@ from titanlite.tools.compare import (
     replaced,
     whole,
 )
-from titanlite.tools.ranks import describe_error
-from titanlite.tools.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
-from titanlite.torch_private import AnyDropout
-from titanlite.transforms.compile import RecompilationWatch
-from titanlite.transforms.initialize import fill, match_initial
-from titanlite.transforms.registry import Family, every_layer, family_of
-from titanlite.transforms.shards import local_part
+from titanlite.verify.rounding import FLOAT64, gradients_in_float64, in_order, noise_of
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 32
 ROUNDED = 0.05  # the share of weights that may be rounded to another value; the families of models/ have 0.003 at most

@@ -18,7 +18,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from models.rope import SCALINGS
 from titanlite.config.read import suggest
-from titanlite.errors import UserError
+from titanlite.ground.errors import UserError
 
 
 def overridden(base: Any, overrides: dict[str, Any], flavors: Sequence[Any], family: str) -> Any:

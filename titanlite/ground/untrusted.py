@@ -22,8 +22,8 @@ from typing import Annotated, Any, BinaryIO
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from titanlite import errors
-from titanlite.errors import UserError
+from titanlite.ground import errors
+from titanlite.ground.errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -18,8 +18,8 @@ from titanlite.launch import process
 from titanlite.loop.step import forward_backward
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import rng_rank
-from titanlite.tools.compare import FLOAT32, MARGIN, Comparison, Difference, Run, Trajectory, relative_difference, whole
 from titanlite.transforms.initialize import fill
+from titanlite.verify.compare import FLOAT32, MARGIN, Comparison, Difference, Run, Trajectory, relative_difference, whole
 
 FLOAT64 = {"training": dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")}
 _ROUNDING = 2.0**-24  # relative, of a float32

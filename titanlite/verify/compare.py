@@ -29,7 +29,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.mesh import data_degree, data_rank, parts_of, ranks_of, rng_rank
-from titanlite.transforms.registry import family_of
+from titanlite.registry.family import family_of
 
 # mesh dimension -> its key in [parallelism]
 DEGREES = {

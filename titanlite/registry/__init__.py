@@ -1,0 +1,8 @@
+"""A model family by its name: the folder models/ is the registry, and a dotted name is a module of the user's own.
+
+family.py       [model] name and flavor -> the module and its dimensions
+overrides.py    model.overrides
+description.py  the config.json of a folder in Hugging Face's format
+limits.py       what a family declares that it cannot do
+source.py       the source code that a model consists of, and what has changed since a checkpoint
+"""

@@ -1,0 +1,48 @@
+"""Parameters and linear layers of a model by name: the patterns of its tables, adapters, tied parameters."""
+
+import re
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+A, B = "lora_a", "lora_b"  # the parameters of an adapter, beside the weight of its linear layer
+
+
+def match_table(table: dict[str, Any], names: list[str], what: str, whole: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """The value of the first matching pattern for each name, and a list of faults.
+
+    A name that no pattern matches is a fault. So is a pattern that matches no name, if they are all of a model: it is misspelt.
+    """
+    values: dict[str, Any] = {}
+    used = set()
+    for name in names:
+        matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
+        used.update(matches)
+        if matches:
+            values[name] = table[matches[0]]
+    # one fault for all layers: layers.0.x, layers.1.x, ... are reported as layers.*.x
+    unmatched = dict.fromkeys(every_layer(name) for name in names if name not in values)
+    faults = [f"{what}: no pattern matches {name}" for name in unmatched]
+    faults += [f"{what}: the pattern {pattern!r} matches nothing" for pattern in table if whole and pattern not in used]
+    return values, faults
+
+
+def block_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of the blocks, by name. Only nn.Linear itself: a subclass may compute anything."""
+    return {name: each for name, each in model.named_modules() if type(each) is nn.Linear and name.startswith("layers.")}
+
+
+def tie(module: nn.Module) -> None:
+    """Ties parameters again after something has replaced them separately; for models that tie any."""
+    getattr(module, "tie_weights", lambda: None)()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor of a model or a checkpoint is part of an adapter, as "model.layers.0.ffn.w1.lora_b"."""
+    return name.rpartition(".")[2] in (A, B)
+
+
+def every_layer(name: str) -> str:
+    """The name with its layer's number replaced by a star."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
