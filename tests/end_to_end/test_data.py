@@ -127,13 +127,14 @@ def test_two_ranks_with_workers_see_the_same_losses_and_leave_no_process(finishe
 
 def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unless_allowed(finished):
     """The text of a source is edited; the run is asked to go on."""
+    shutil.copytree(finished / "one", finished / "changed")
     chats = finished / "chats.jsonl"
     before = chats.read_text()
     chats.write_text("".join(before.splitlines(keepends=True)[:-1]))
     try:
         more = ["--training.steps", "8", "--lr_scheduler.total_steps", "6", "--lr_scheduler.min_lr_factor", "0.1"]
         more += ["--checkpoint.allow_changes"]
-        ended = train(finished, "one", *more, "lr_scheduler.*")
+        ended = train(finished, "changed", *more, "lr_scheduler.*")
         assert ended.code == 2
         (line,) = (line for line in ended.err.splitlines() if " data = " in line)
         assert (
@@ -143,9 +144,9 @@ def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unles
             and "in 60 documents" in line
         )
         assert "tokens:" not in line
-        ended = train(finished, "one", *more, "lr_scheduler.*,data")
+        ended = train(finished, "changed", *more, "lr_scheduler.*,data")
         assert ended.code == 0, ended.err
-        assert [report["step"] for report in reports(finished, "one")] == list(range(1, 9))
+        assert [report["step"] for report in reports(finished, "changed")] == list(range(1, 9))
     finally:
         chats.write_text(before)
 

@@ -1,7 +1,6 @@
 """Linear layers in float8: what they compute, by their definition; which layers they are; what is refused."""
 
 import importlib.util
-import re
 import sys
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from titanlite.config import effects
 from titanlite.config.effects import Place
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError
 from titanlite.parallel import tensor
 from titanlite.registry.family import family_of
 from titanlite.transforms import float8
@@ -139,8 +137,6 @@ def test_patterns_that_make_no_sense_are_refused(patterns, expected):
     model = on_meta(family_of(config.model), config)
     (fault,) = linear_layers(model, config, {})[1]
     assert expected in fault
-    with pytest.raises(UserError, match=re.escape(fault)):
-        convert(model, config)
 
 
 def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():

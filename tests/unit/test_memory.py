@@ -9,8 +9,9 @@ from torch import nn
 
 from titanlite.config.schema import Config
 from titanlite.ground import errors
-from titanlite.loop.memory import Memory, OutOfMemory, held_memory, remedies
+from titanlite.loop.memory import Memory, OutOfMemory, held_memory
 from titanlite.loop.metrics import Clock
+from titanlite.loop.remedies import remedies
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -82,7 +83,7 @@ NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true
         ({"lora": {"enable": True}}, [AC, BATCH, SHARD]),
         (
             {"parallelism": {"data_parallel_replicate_degree": 2}},
-            [AC, BATCH, NARROW, "or with a smaller data_parallel_replicate_degree"],
+            [AC, BATCH, NARROW, "parallelism.data_parallel_replicate_degree = 1 with", SHARD],
         ),
         (
             {"parallelism": {"reduce_every_microbatch": False}},

@@ -69,7 +69,7 @@ def test_a_model_that_a_gpu_cannot_hold_is_refused_with_its_size_and_every_optio
 
 def test_replicas_and_whole_gradients_are_named_where_they_are_the_reason(gpus, monkeypatch):
     (fault,) = refused(llama_8b(parallelism={"data_parallel_replicate_degree": 8}), 8, 8)
-    assert "parallelism.data_parallel_replicate_degree = 1, not 8 (15.0 GiB)" in fault
+    assert "parallelism.data_parallel_replicate_degree = 1 with parallelism.data_parallel_shard_degree = -1 (15.0 GiB)" in fault
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=70 * GIB))
     (fault,) = refused(llama_8b(parallelism={"reduce_every_microbatch": False}), 2, 2)
     assert "take 74.8 GiB" in fault and "parallelism.reduce_every_microbatch = true (59.8 GiB)" in fault

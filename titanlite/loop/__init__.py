@@ -8,6 +8,7 @@ divergence.py  losses that are not finite, spikes, rollbacks
 metrics.py     reports: console, metrics.jsonl, TensorBoard; speed
 profiling.py   traces, memory snapshots
 memory.py      what holds a rank's memory, and the error when it runs out
+remedies.py    ways to save memory, the cheapest first
 summary.py     derived values, for the start of the log
 checks.py      every fault of a configuration, before a process starts
 """

@@ -4,50 +4,28 @@ All faults are found before any process starts, and reported together. A check w
 come to light once those are corrected.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from models.decoder import Decoder
 from titanlite.checkpoint import folder
 from titanlite.config import effects
 from titanlite.config.effects import Place
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
-from titanlite.ground.errors import MachineFault, UserError, phase
+from titanlite.ground.errors import MachineFault, phase
 from titanlite.hf import folder as hf_folder
 from titanlite.launch import process, run_folder
 from titanlite.loop import divergence, loss, resume
 from titanlite.optim import balance, build, lr_schedule, state
-from titanlite.parallel import context, expert, mesh, pipeline, tensor
+from titanlite.parallel import mesh, pipeline
+from titanlite.parallel.parallelize import STEPS
 from titanlite.registry import limits
-from titanlite.registry.family import Family, family_of, place_of
-from titanlite.transforms import activation_checkpoint, attention_kernels, compile, float8
+from titanlite.registry.check import Check, Subject, of_module
+from titanlite.registry.family import family_of, place_of
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
-
-
-@dataclass
-class Subject:
-    """What is checked. The family and the model are there once the checks of these names have passed."""
-
-    config: Config
-    ranks: int
-    local_ranks: int | None  # of them on this machine; None: another machine will train
-    open_files: bool
-    family: Family = field(init=False)
-    model: Decoder = field(init=False)  # on the meta device
-
-
-class Check(NamedTuple):
-    """A part's faults, and the checks without which it would fail, or would report their faults again."""
-
-    name: str
-    faults: Callable[[Subject], Iterable[str]]
-    needs: tuple[str, ...] = ()
 
 
 def _family(subject: Subject) -> Iterable[str]:
@@ -63,20 +41,6 @@ def _model(subject: Subject) -> Iterable[str]:
 def _flops(subject: Subject) -> Iterable[str]:
     subject.family.module.flops(subject.family.config, subject.config.training.seq_len)
     return ()
-
-
-def _of_module(part: Callable[[Subject], Iterable[str]]) -> Callable[[Subject], Iterable[str]]:
-    """The faults of a part that runs the code of the user's module."""
-
-    def faults(subject: Subject) -> Iterator[str]:
-        try:
-            yield from part(subject)
-        except UserError as error:  # several lines where patterns of lora.modules match nothing
-            yield from str(error).splitlines()
-        except Exception as error:  # the user's module can raise anything
-            yield f"model.name = {subject.config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
-
-    return faults
 
 
 def _misfits(subject: Subject) -> Iterator[str]:
@@ -101,26 +65,18 @@ CHECKS = (
     Check("incidents", lambda s: divergence.faults(s.config), ("run folder",)),
     Check("schedule", lambda s: lr_schedule.faults(s.config)),
     Check("optimizer", lambda s: build.faults(s.config)),
-    Check("compile", lambda s: compile.faults(s.config)),
-    Check("activation checkpointing", lambda s: activation_checkpoint.faults(s.config)),
-    Check("float8", lambda s: float8.faults(s.config)),
     Check("mesh", lambda s: mesh.faults(s.config, s.ranks)),
     Check("microbatches", lambda s: pipeline.microbatch_faults(s.config, s.ranks), ("mesh",)),
     Check("processes", lambda s: process.faults(s.local_ranks) if s.local_ranks is not None else ()),
-    Check("family", _of_module(_family)),
-    Check("model", _of_module(_model), ("family",)),
-    Check("sharding", _of_module(lambda s: tensor.faults(s.config, s.family, s.model)), ("model",)),
-    Check("initial", _of_module(lambda s: match_initial(s.model, s.family)[1]), ("model",)),
-    Check("flops", _of_module(_flops), ("family",)),
-    Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
+    Check("family", of_module(_family)),
+    Check("model", of_module(_model), ("family",)),
+    Check("initial", of_module(lambda s: match_initial(s.model, s.family)[1]), ("model",)),
+    Check("flops", of_module(_flops), ("family",)),
     Check("limits", lambda s: limits.faults(s.config, s.model), ("model",)),
-    Check("context", lambda s: context.faults(s.config, s.model), ("model", "limits")),
-    Check("experts", lambda s: expert.faults(s.config, s.model), ("model",)),
-    Check("pipeline", lambda s: pipeline.faults(s.config, s.family, s.model), ("model", "flops", "limits")),
-    Check("attention", lambda s: attention_kernels.faults(s.config, s.family), ("family",)),
+    *(Check(step.name, step.faults, step.needs) for step in STEPS),
+    Check("dimensions", _misfits, ("model", "sharding", "initial", "flops")),  # whose faults it would repeat
     Check("Hugging Face", lambda s: hf_folder.faults(s.config, s.family, s.model), ("run folder", "model")),
     Check("loss", lambda s: loss.faults(s.config, s.model), ("model",)),
-    Check("blocks", lambda s: activation_checkpoint.model_faults(s.config.activation_checkpoint, s.model), ("model",)),
     Check("decay", lambda s: build.decay_faults(s.config.optimizer, s.model), ("model",)),
     Check("balance", lambda s: balance.faults(s.config, s.model), ("model",)),
     Check("tokenizer", lambda s: tokenizer.faults(s.config, s.family.config.vocab_size), ("family",)),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, where
 from titanlite.launch import failure, process
+from titanlite.loop.remedies import remedies
 from titanlite.transforms.shards import local_part
 
 GIB = 2**30
@@ -98,44 +99,3 @@ def held_memory(model: nn.Module | None, optimizer: torch.optim.Optimizer | None
         held["activations and all else" if held else "all tensors so far"] = max(0, allocated - sum(held.values()))
         held["reserved but unused"] = max(0, torch.cuda.memory_reserved(device) - allocated)
     return held
-
-
-def remedies(config: Config, global_batch: int, training: bool = True) -> list[str]:
-    """Ways to save memory that are not in use yet, the cheapest first. global_batch: sequences of a step over all ranks.
-
-    training: False before the first step, where nothing is held for a backward pass yet.
-    """
-    ways = []
-    mode, local, parallelism = config.activation_checkpoint.mode, config.training.local_batch_size, config.parallelism
-    if training and mode != "full":
-        stronger = "selective" if mode == "none" else "full"
-        ways.append(f'activation_checkpoint.mode = "{stronger}": a part of the forward pass is computed twice')
-    if training and local > 1:
-        smaller = local // next(n for n in range(2, local + 1) if local % n == 0)
-        ways.append(
-            f"training.local_batch_size = {smaller} with training.global_batch_size = {global_batch}: "
-            "more microbatches a step, the same mathematics"
-        )
-    if training and mode == "full":
-        cfg = config.activation_checkpoint
-        if cfg.sequence_chunks == 1 and parallelism.tensor_parallel_degree == 1:
-            ways.append("activation_checkpoint.sequence_chunks = 8: feed-forward layers hold a part of the sequence at a time")
-        if not cfg.offload:
-            ways.append("activation_checkpoint.offload = true: the inputs of blocks are kept in the host's memory")
-    if training and not parallelism.reduce_every_microbatch:
-        ways.append("parallelism.reduce_every_microbatch = true: sharded gradients between microbatches, more communication")
-    if narrower(config) is not None:
-        ways.append('training.dtype = "bfloat16": half of the bytes of parameters, gradients and moments')
-    shard = "a larger parallelism.data_parallel_shard_degree, on more GPUs"
-    if parallelism.data_parallel_replicate_degree > 1:
-        shard += " or with a smaller data_parallel_replicate_degree"
-    ways.append(shard + ("" if parallelism.cpu_offload else "; or parallelism.cpu_offload = true, which is slower"))
-    return ways
-
-
-def narrower(config: Config) -> Config | None:
-    """The configuration with bfloat16 parameters, where it has not and could have them."""
-    training = config.training
-    if training.dtype == "bfloat16" or training.mixed_precision_param != "bfloat16" or config.lora.enable:
-        return None
-    return config.model_copy(update={"training": training.model_copy(update={"dtype": "bfloat16"})})

@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.attention import AttentionCore
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError
 
 
 def apply_context_parallel(model: Decoder, config: Config, cp: DeviceMesh) -> None:
-    """Makes the loss split sequences over `cp`, unless that has one rank. Raises UserError for the faults of the model."""
-    if found := [*faults(config, model)]:
-        raise UserError("\n".join(found))
+    """Makes the loss split sequences over `cp`, unless that has one rank."""
     model.context = (cp, config.parallelism.context_parallel_method) if cp.size() > 1 else None
 
 

@@ -1,27 +1,178 @@
-"""The order in which a model is changed before it has memory: one list, and why the order matters."""
+"""The order in which a model is changed before it has memory: one list of steps, and why the order matters.
 
-from collections.abc import Sequence
+A step is the faults of a configuration that it could not carry out, and its change of the model. `titanlite.loop.checks` lists
+the faults of all steps before any process starts, so that no step looks for them again.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.decoder import Decoder
 from titanlite.config.schema import Config
-from titanlite.parallel.context import apply_context_parallel
-from titanlite.parallel.expert import apply_expert_parallel
+from titanlite.parallel import context, expert, pipeline, tensor
+from titanlite.parallel.expert import ExpertMeshes
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
-from titanlite.parallel.pipeline import Pipeline, cut, flow_of, shares
-from titanlite.parallel.tensor import apply_tensor_parallel, overlap_tensor_parallel
+from titanlite.registry.check import Faults, of_module
 from titanlite.registry.family import Family
 from titanlite.transforms import activation_checkpoint as recompute
-from titanlite.transforms import float8
-from titanlite.transforms.attention_kernels import choose_attention
+from titanlite.transforms import attention_kernels, compile, float8
 from titanlite.transforms.cast import cast_where_used
-from titanlite.transforms.compile import compile_model
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
 from titanlite.transforms.offload import Offload
+
+
+@dataclass
+class Build:
+    """What the steps need to know of a run, and what a step leaves for a later one."""
+
+    family: Family
+    config: Config
+    mesh: DeviceMesh
+    device: torch.device  # of the kernels
+    layers: Sequence[str] | None  # the names of the blocks to keep; None: all
+    experts: ExpertMeshes | None = None
+    stages: Sequence[pipeline.Stage] = ()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 casts and shards; else the process is alone."""
+        return needs_fsdp(self.config, self.mesh.size())
+
+    @property
+    def recomputed(self) -> int | str | None:
+        """What the backward pass recomputes: "op", every how many blocks, or None."""
+        cfg = self.config.activation_checkpoint
+        return {"full": 1, "selective": cfg.selective_ac_option}.get(cfg.mode)
+
+
+class Step(NamedTuple):
+    """One change of a model on the meta device."""
+
+    name: str
+    apply: Callable[[Decoder, Build], None]
+    faults: Faults = lambda _: ()
+    needs: tuple[str, ...] = ()  # checks that must have passed, as in `Check`
+
+
+def _z_loss(model: Decoder, build: Build) -> None:
+    if (factor := build.config.training.z_loss) and model.head is not None:
+        model.head.z_loss = factor
+
+
+def _split_experts(model: Decoder, build: Build) -> None:
+    build.experts = expert.apply_expert_parallel(model, build.config, build.mesh)
+
+
+def _cast(model: Decoder, build: Build) -> None:
+    if build.sharded:  # FSDP2 casts
+        return
+    cfg = build.config.activation_checkpoint
+    apart = recompute.feed_forward(model) if cfg.sequence_chunks > 1 else ()
+    cast_where_used(model, DTYPES[build.config.training.mixed_precision_param], again=cfg.mode == "none", apart=apart)
+
+
+def _checkpoint_operations(model: Decoder, build: Build) -> None:
+    cfg = build.config
+    if build.recomputed == "op":
+        kept, rank = getattr(build.family.module, "KEEP", ()), cfg.lora.rank if cfg.lora.enable else None
+        recompute.checkpoint_operations(model, kept, rank)
+    recompute.set_memory_budget(cfg.activation_checkpoint)  # also where only FlexAttention is compiled
+
+
+def _chunk_feed_forward(model: Decoder, build: Build) -> None:
+    if (chunks := build.config.activation_checkpoint.sequence_chunks) > 1:
+        recompute.chunk_feed_forward(model, chunks)
+
+
+def _compile(model: Decoder, build: Build) -> None:
+    if build.config.compile.enable:
+        tensor.overlap_tensor_parallel(build.config.parallelism.enable_async_tensor_parallel, build.mesh["tp"])
+        compile.compile_model(model, build.config.compile)
+
+
+def _checkpoint_blocks(model: Decoder, build: Build) -> None:
+    if isinstance(every := build.recomputed, int):
+        offload = build.config.activation_checkpoint.offload and build.device.type == "cuda"
+        recompute.checkpoint_blocks(model, every, Offload(build.device) if offload else None)
+
+
+def _drop_layers(model: Decoder, build: Build) -> None:
+    for name in set(model.layers).difference(build.layers) if build.layers is not None else ():
+        del model.layers[name]
+
+
+def _cut_into_stages(model: Decoder, build: Build) -> None:
+    pp = build.mesh["pp"]
+    if pp.size() > 1:
+        share = pipeline.shares(build.config, build.family, model)[pp.get_local_rank()]
+        build.stages = pipeline.cut(model, share, pipeline.flow_of(build.config, build.family, build.mesh["tp"]))
+
+
+def _fsdp(model: Decoder, build: Build) -> None:
+    of_experts = build.experts.fsdp if build.experts else None
+    roots: Iterable[tuple[Decoder, nn.Module]] = [(stage.part, stage) for stage in build.stages] or [(model, model)]
+    for part, root in roots if build.sharded else ():
+        apply_fsdp(part, build.config, build.mesh, of_experts, root)
+    if build.stages:
+        model.pipeline = pipeline.Pipeline([*build.stages], model, build.config, build.mesh, build.device)
+
+
+STEPS = (
+    # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
+    Step("float8", lambda model, build: float8.convert(model, build.config), lambda s: float8.faults(s.config)),
+    Step(
+        "attention",
+        lambda model, build: attention_kernels.choose_attention(model, build.config, build.device),
+        lambda s: attention_kernels.faults(s.config, s.family),
+        ("family",),
+    ),
+    Step("z-loss", _z_loss),
+    Step(
+        "context",
+        lambda model, build: context.apply_context_parallel(model, build.config, build.mesh["cp"]),
+        lambda s: context.faults(s.config, s.model),
+        ("model", "limits"),
+    ),
+    # FSDP2 shards what tensor and expert parallelism have left to a rank, so that these come before it.
+    Step("experts", _split_experts, lambda s: expert.faults(s.config, s.model), ("model",)),
+    Step(
+        "sharding",
+        lambda model, build: tensor.apply_tensor_parallel(model, build.family, build.mesh["tp"]),
+        of_module(lambda s: tensor.faults(s.config, s.family, s.model)),
+        ("model",),
+    ),
+    # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
+    Step("casts", _cast),
+    # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
+    Step("activation checkpointing", _checkpoint_operations, lambda s: recompute.faults(s.config)),
+    Step(
+        "chunks",
+        _chunk_feed_forward,
+        lambda s: recompute.model_faults(s.config.activation_checkpoint, s.model),
+        ("model",),
+    ),
+    Step("compile", _compile, lambda s: compile.faults(s.config)),
+    # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
+    Step("checkpointed blocks", _checkpoint_blocks),
+    # Not earlier: what came before depends on the numbers of layers, and patterns can name one.
+    Step("fewer layers", _drop_layers),
+    # As late, since tables name all of a model.
+    Step(
+        "pipeline",
+        _cut_into_stages,
+        lambda s: pipeline.faults(s.config, s.family, s.model),
+        ("model", "flops", "limits"),
+    ),
+    # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
+    Step("FSDP2", _fsdp),
+)
 
 
 def parallelize(
@@ -29,53 +180,11 @@ def parallelize(
 ) -> Decoder:
     """A run's model on the meta device, changed for training on `mesh`; `transforms.initialize` gives it memory and weights.
 
-    device: of the kernels. layers: the names of the blocks to keep; predictions measure a few. None: all. Raises UserError as
-    each step does.
+    device: of the kernels. layers: the names of the blocks to keep; predictions measure a few. None: all. The checks of
+    `STEPS` have passed.
     """
-    cfg = config.activation_checkpoint
     # Adapters come first: what splits, casts, saves or initialises parameters then finds theirs like any other.
-    model = on_meta(family, config)
-    # Other classes of linear layers, before tensor parallelism hangs its hooks on them.
-    float8.convert(model, config)
-    choose_attention(model, config, device)
-    if config.training.z_loss and model.head is not None:
-        model.head.z_loss = config.training.z_loss
-    apply_context_parallel(model, config, mesh["cp"])
-    # FSDP2 shards what tensor and expert parallelism have left to a rank, so that these come before it.
-    experts = apply_expert_parallel(model, config, mesh)
-    apply_tensor_parallel(model, family, mesh["tp"])
-    # Casts come before recomputation and the compiler: they are then done again, or are parts of other kernels.
-    sharded = needs_fsdp(config, mesh.size())
-    if not sharded:
-        apart = recompute.feed_forward(model) if cfg.sequence_chunks > 1 else ()
-        cast_where_used(model, DTYPES[config.training.mixed_precision_param], again=cfg.mode == "none", apart=apart)
-    # The compiler must see which operations are kept, so that selection goes inside of what it compiles.
-    option = {"full": 1, "selective": cfg.selective_ac_option}.get(cfg.mode)  # "op", every how many blocks, or None
-    if option == "op":
-        rank = config.lora.rank if config.lora.enable else None
-        recompute.checkpoint_operations(model, getattr(family.module, "KEEP", ()), rank)
-    if cfg.sequence_chunks > 1:
-        recompute.chunk_feed_forward(model, cfg.sequence_chunks)
-    recompute.set_memory_budget(cfg)  # also where only FlexAttention is compiled
-    if config.compile.enable:
-        overlap_tensor_parallel(config.parallelism.enable_async_tensor_parallel, mesh["tp"])
-        compile_model(model, config.compile)
-    # A DeviceMesh among the saved tensors of a compiled block fails, so whole blocks are checkpointed around it.
-    if isinstance(option, int):
-        recompute.checkpoint_blocks(model, option, Offload(device) if cfg.offload and device.type == "cuda" else None)
-    # Not earlier: what came before depends on the numbers of layers, and patterns can name one.
-    for name in set(model.layers).difference(layers) if layers is not None else ():
-        del model.layers[name]
-    # As late, since tables name all of a model.
-    pp, stages = mesh["pp"], []
-    if pp.size() > 1:
-        share = shares(config, family, model)[pp.get_local_rank()]
-        stages = cut(model, share, flow_of(config, family, mesh["tp"]))
-    # FSDP2 must see the parameters as the layers will use them, and its hooks stay outside of the graphs.
-    of_experts = experts.fsdp if experts else None
-    for stage in stages:
-        apply_fsdp(stage.part, config, mesh, of_experts, root=stage)
-    model.pipeline = Pipeline(stages, model, config, mesh, device) if stages else None
-    if sharded and not stages:
-        apply_fsdp(model, config, mesh, of_experts)
+    model, build = on_meta(family, config), Build(family, config, mesh, device, layers)
+    for step in STEPS:
+        step.apply(model, build)
     return model

@@ -8,11 +8,12 @@ from torch import nn
 from models.decoder import Decoder
 from models.moe import experts_of
 from titanlite.config.schema import Config
-from titanlite.loop.checks import Check
-from titanlite.loop.memory import GIB, machine_memory, narrower
+from titanlite.loop.memory import GIB, machine_memory
+from titanlite.loop.remedies import kept_savers, with_keys
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
 from titanlite.parallel.pipeline import Share, shares
+from titanlite.registry.check import Check
 from titanlite.registry.family import family_of
 from titanlite.transforms.dtypes import DTYPES
 from titanlite.transforms.meta import on_meta
@@ -88,7 +89,7 @@ def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iter
         room, where = machine_memory() // local_ranks, f"this machine, for each of {local_ranks} ranks,"
     kept = kept_bytes(config, model, ranks)
     if kept > room:
-        fitting = [f"{way} ({size / GIB:.1f} GiB)" for way, size in _ways(config, model, ranks, room) if size <= room]
+        fitting = [f"{way} ({size / GIB:.1f} GiB)" for way, size in _ways(config, ranks, room) if size <= room]
         if on_gpu and kept * local_ranks <= machine_memory():
             fitting.append("parallelism.cpu_offload = true, which is slower")
         yield (
@@ -98,21 +99,12 @@ def faults(config: Config, model: Decoder, ranks: int, local_ranks: int) -> Iter
         )
 
 
-def _ways(config: Config, model: Decoder, ranks: int, room: int) -> Iterator[tuple[str, int]]:
+def _ways(config: Config, ranks: int, room: int) -> Iterator[tuple[str, int]]:
     """Options that leave less to keep, each with the bytes that remain; of more ranks, the first number that fits `room`."""
-    parallelism = config.parallelism
-    if not parallelism.reduce_every_microbatch and parallelism.pipeline_parallel_degree == 1:
-        other = config.model_copy(update={"parallelism": parallelism.model_copy(update={"reduce_every_microbatch": True})})
-        yield "parallelism.reduce_every_microbatch = true", kept_bytes(other, model, ranks)
-    if (other_dtype := narrower(config)) is not None:
-        narrow = on_meta(family_of(config.model), other_dtype)
-        yield 'training.dtype = "bfloat16"', kept_bytes(other_dtype, narrow, ranks)
-    shards = {"data_parallel_shard_degree": -1}
-    if (replicas := parallelism.data_parallel_replicate_degree) > 1:
-        update = parallelism.model_copy(update={**shards, "data_parallel_replicate_degree": 1})
-        whole = config.model_copy(update={"parallelism": update})
-        yield f"parallelism.data_parallel_replicate_degree = 1, not {replicas}", kept_bytes(whole, model, ranks)
-    sharded = config.model_copy(update={"parallelism": parallelism.model_copy(update=shards)})
+    family = family_of(config.model)
+    for text, changed in kept_savers(config):
+        yield text, kept_bytes(changed, on_meta(family, changed), ranks)
+    sharded, model = with_keys(config, {"parallelism.data_parallel_shard_degree": -1}), on_meta(family, config)
     of_more = ((ranks * more, kept_bytes(sharded, model, ranks * more)) for more in _MORE_RANKS)
     if (enough := next((found for found in of_more if found[1] <= room), None)) is not None:
         yield f"{enough[0]} ranks with parallelism.data_parallel_shard_degree = -1", enough[1]

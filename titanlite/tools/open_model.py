@@ -19,7 +19,7 @@ from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
 from titanlite.launch.process import rank_and_world
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
-from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.parallel.tensor import apply_tensor_parallel, sharding_faults
 from titanlite.registry.description import read_description
 from titanlite.registry.family import FROM_ASSETS, Family, described, family_names, family_of, load_module, trusted
 from titanlite.registry.source import warn_of_changes
@@ -135,6 +135,8 @@ def _build(family: Family, config: Config, device: torch.device, dtype: torch.dt
     """A model with buffers, split over all ranks, with memory for its weights."""
     model = on_meta(family, config)
     if (tp := dist.get_world_size()) > 1:
+        if faults := sharding_faults(model, family, tp):
+            raise UserError("\n".join(faults))
         apply_tensor_parallel(model, family, build_mesh({**dict.fromkeys(DIMENSIONS, 1), "tp": tp}, device.type)["tp"])
     materialize(model.to(dtype), device)
     distributions, _ = match_initial(model, family)

@@ -14,7 +14,7 @@ from torch import nn
 
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import Config
-from titanlite.ground.errors import MachineFault, UserError
+from titanlite.ground.errors import MachineFault
 from titanlite.transforms.libraries import silence_imports
 from titanlite.transforms.parameters import block_linears, every_layer
 
@@ -49,12 +49,10 @@ def linear_layers(model: nn.Module, config: Config, styles: dict[str, str]) -> t
 
 
 def convert(model: nn.Module, config: Config) -> None:
-    """Replaces these layers of a meta-device model by torchao's, whose parameters have the same names. Raises UserError."""
+    """Replaces these layers of a meta-device model by torchao's, whose parameters have the same names."""
     if not config.float8.enable:
         return
-    layers, faults = linear_layers(model, config, {})  # the check of the configuration has seen the sizes of shards
-    if faults:
-        raise UserError("\n".join(faults))
+    layers, _ = linear_layers(model, config, {})
     silence_imports()
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear

@@ -1,0 +1,47 @@
+"""A check of a configuration, and its subject: what is known of a run before any process starts."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from models.decoder import Decoder
+from titanlite.config.schema import Config
+from titanlite.ground.errors import UserError
+from titanlite.registry.family import Family, place_of
+
+
+@dataclass
+class Subject:
+    """What is checked. The family and the model are there once the checks of these names have passed."""
+
+    config: Config
+    ranks: int
+    local_ranks: int | None  # of them on this machine; None: another machine will train
+    open_files: bool
+    family: Family = field(init=False)
+    model: Decoder = field(init=False)  # on the meta device
+
+
+Faults = Callable[[Subject], Iterable[str]]
+
+
+class Check(NamedTuple):
+    """A part's faults, and the checks without which it would fail, or would report their faults again."""
+
+    name: str
+    faults: Faults
+    needs: tuple[str, ...] = ()
+
+
+def of_module(part: Faults) -> Faults:
+    """The faults of a part that runs the code of the user's module."""
+
+    def faults(subject: Subject) -> Iterator[str]:
+        try:
+            yield from part(subject)
+        except UserError as error:  # several lines where patterns of lora.modules match nothing
+            yield from str(error).splitlines()
+        except Exception as error:  # the user's module can raise anything
+            yield f"model.name = {subject.config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
+
+    return faults
