@@ -1,4 +1,4 @@
-"""From a run's raw numbers to the rows of its tables: medians, ratios, utilisation, memory."""
+"""From a run's raw numbers to the rows of its tables: medians, ratios, utilization, memory."""
 
 import statistics
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437), and Moonlight and Kimi K2, which have its architecture: everything about it in one file.
 
 Attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are expanded
-from one narrow latent, which is all that generation keeps. Feed-forward layers are mixtures with a shared expert and a router
+from one narrow latent, which is all that generation keeps. Feed-forward layers are MoE layers with a shared expert and a router
 of sigmoids with a bias; the first layers are dense. Multi-token prediction is not supported.
 """
 
@@ -139,7 +139,7 @@ class LatentAttention(AttentionCore):
         return torch.cat([k, k_rope.expand(-1, -1, k.shape[2], -1)], dim=-1), v
 
     def rotate(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Positions for x (batch, seq, heads, rope_dim). Queries and keys may be permuted alike: their products stay."""
+        """Positions for x (batch, seq, heads, rope_dim). Queries and keys may be permuted alike: their dot products stay."""
         if self.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return apply_rope(x, *rope)
@@ -154,14 +154,14 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(c.dim, c.norm_eps)
         self.attention = LatentAttention(c)
         self.ffn_norm = RMSNorm(c.dim, c.norm_eps)
-        self.ffn = SwiGLU(c.dim, c.ffn_dim) if dense else _mixture(c)
+        self.ffn = SwiGLU(c.dim, c.ffn_dim) if dense else _moe(c)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], seq: SeqInfo) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, seq)
         return x + self.ffn(self.ffn_norm(x))
 
 
-def _mixture(c: Config) -> MoE:
+def _moe(c: Config) -> MoE:
     router = Router(c.dim, c.n_experts, c.top_k, "sigmoid", c.normalised, c.scale, c.groups, c.top_groups, bias=True)
     return MoE(router, Experts(c.n_experts, c.dim, c.expert_dim), SwiGLU(c.dim, c.shared_experts * c.expert_dim))
 
@@ -229,8 +229,8 @@ def flops(config: Config, seq_len: int) -> Flops:
     queries = c.dim * per_head if c.q_rank is None else c.q_rank * (c.dim + per_head)
     keys = c.dim * (c.kv_rank + c.rope_dim) + c.kv_rank * c.n_heads * (c.plain_dim + c.value_dim)
     attention = queries + keys + c.n_heads * c.value_dim * c.dim
-    mixture = c.dim * c.n_experts + 3 * c.dim * c.expert_dim * (c.top_k + c.shared_experts)
-    matmul = c.n_layers * attention + (c.n_layers - c.dense_layers) * mixture + c.dense_layers * 3 * c.dim * c.ffn_dim
+    of_experts = c.dim * c.n_experts + 3 * c.dim * c.expert_dim * (c.top_k + c.shared_experts)
+    matmul = c.n_layers * attention + (c.n_layers - c.dense_layers) * of_experts + c.dense_layers * 3 * c.dim * c.ffn_dim
     width = c.n_heads * (c.head_dim + c.value_dim) // 2  # the mean of keys and values
     return transformer_flops(matmul + c.dim * c.vocab_size, width, seq_len, [None] * c.n_layers)
 

@@ -1,10 +1,10 @@
-"""Expert parallelism: rows of tokens travel to the ranks that have their experts, and the results travel back.
+"""Expert parallelism: tokens are dispatched to the ranks that have their experts, and the results are combined (all-to-all).
 
 No token is dropped, and memory is bounded under any routing. A rank receives at most `capacity` rows at a time; what exceeds
-that follows in further rounds, of which all ranks compute the same number from the same counts. Of the first round the backward
-pass finds what it needs; further rounds are sent and computed again, so what is kept has one size. Everything is one operation
-of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph, and never again. The host
-waits for the device once a layer and forward pass, for the counts: the sizes of messages must be numbers.
+that follows in additional chunks, of which all ranks compute the same number from the same counts. The backward pass finds what
+it needs of the first chunk; additional chunks are dispatched and computed again, so what is kept has one size. Everything is
+one operation of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph, and never
+again. The host waits for the device once a layer and forward pass, for the counts: the sizes of messages must be numbers.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
     on_host: Tensor
 
 
-class Round(NamedTuple):
+class Chunk(NamedTuple):
     """What this rank sends and receives at a time."""
 
     segments: list[tuple[int, int]]  # for each receiver (first, last) of this rank's rows
@@ -37,18 +37,18 @@ class Round(NamedTuple):
 
 
 def taken(counts: Tensor, first: int, last: int) -> Tensor:
-    """The part of the counts that is in a round, which is rows `first` to `last` of what each receiver receives in all.
+    """The part of the counts that is in a chunk, which is rows `first` to `last` of what each receiver receives in all.
 
-    That is ordered by expert and then by sender, so that most experts are in one round, and what a rank sends to another in
-    one round is a run of its rows.
+    That is ordered by expert and then by sender, so that most experts are in one chunk, and what a rank sends to another in
+    one chunk is a run of its rows.
     """
     of_receiver = counts.permute(1, 2, 0)  # (receivers, experts, senders)
     ends = of_receiver.flatten(1).cumsum(1).view_as(of_receiver)
     return (ends.clamp(first, last) - (ends - of_receiver).clamp(first, last)).permute(2, 0, 1)
 
 
-def rounds(counts: Counts, rank: int, capacity: int) -> Iterator[Round]:
-    """At least one round; as many for all ranks, since they take part in each other's."""
+def chunks(counts: Counts, rank: int, capacity: int) -> Iterator[Chunk]:
+    """At least one chunk; as many for all ranks, since they take part in each other's."""
     senders, _, experts = counts.on_host.shape
     own = counts.on_host[rank].sum(1).cumsum(0).tolist()
     nexts = [0, *own[:-1]]  # of this rank's rows for each receiver, the first that has not been sent
@@ -63,13 +63,13 @@ def rounds(counts: Counts, rank: int, capacity: int) -> Iterator[Round]:
         expert = torch.arange(experts, device=received.device).repeat(senders)
         experts_of_rows = expert.repeat_interleave(received.flatten(), output_size=sum(takes))
         by_expert = experts_of_rows.argsort(stable=True)
-        yield Round(segments, gives, takes, by_expert, received.sum(0).cumsum(0).int())
+        yield Chunk(segments, gives, takes, by_expert, received.sum(0).cumsum(0).int())
 
 
-def _send(rows: Tensor, this: Round, group: Any, room: int) -> Tensor:
+def _send(rows: Tensor, this: Chunk, group: Any, room: int) -> Tensor:
     """Rows of this rank, one run for each receiver -> those that it receives, sorted by expert; (room, ...), the end unwritten.
 
-    An operation's shapes must not depend on the routing, and what the first round keeps is a result of one.
+    An operation's shapes must not depend on the routing, and what the first chunk keeps is a result of one.
     """
     arrived = rows.new_empty(sum(this.takes), rows.shape[1])
     dist.all_to_all_single(arrived, rows, this.takes, this.gives, group=group)
@@ -78,7 +78,7 @@ def _send(rows: Tensor, this: Round, group: Any, room: int) -> Tensor:
     return received
 
 
-def _return(rows: Tensor, this: Round, group: Any) -> Tensor:
+def _return(rows: Tensor, this: Chunk, group: Any) -> Tensor:
     """The way back of `_send`, to the order in which this rank sent."""
     arrived = torch.empty_like(rows)
     arrived[this.by_expert] = rows
@@ -87,12 +87,12 @@ def _return(rows: Tensor, this: Round, group: Any) -> Tensor:
     return returned
 
 
-def _pick(x: Tensor, this: Round) -> Tensor:
-    """What of x, with a row for each of this rank's rows, is sent in a round."""
+def _pick(x: Tensor, this: Chunk) -> Tensor:
+    """What of x, with a row for each of this rank's rows, is sent in a chunk."""
     return torch.cat([x[first:last] for first, last in this.segments])
 
 
-def _put(result: Tensor, rows: Tensor, this: Round) -> None:
+def _put(result: Tensor, rows: Tensor, this: Chunk) -> None:
     """The inverse of `_pick`, in place."""
     for (first, last), part in zip(this.segments, rows.split(this.gives), strict=True):
         result[first:last] = part
@@ -108,8 +108,8 @@ class Weights(NamedTuple):
     b2: Tensor | None = None  # (experts, dim)
     b3: Tensor | None = None  # (experts, hidden)
 
-    def products(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Those that the activation takes."""
+    def gate_up(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """The results of the two matmuls that the activation takes."""
         return grouped_product(rows, self.w1, ends, True, self.b1), grouped_product(rows, self.w3, ends, True, self.b3)
 
     def results(self, hidden: Tensor, ends: Tensor) -> Tensor:
@@ -133,22 +133,22 @@ def exchanged_experts(
     int64, of this rank's rows. weights: `Weights` of this rank's experts. capacity: the rows that a rank receives at a time.
     activation: of ACTIVATIONS.
 
-    -> the results, (n, dim). For the backward pass: the first round's rows and both products with them, (capacity, ...), of
+    -> the results, (n, dim). For the backward pass: the first chunk's rows and both matmuls with them, (capacity, ...), of
     which the end may be unwritten; the `Counts`.
     """
     group = _group(group_name)
     every = _counts_of_all(counts, group)
     results = tokens.new_empty(len(order), tokens.shape[1])
     kept: list[Tensor] = []
-    for this in rounds(every, group.rank(), capacity):
+    for this in chunks(every, group.rank(), capacity):
         computed = _forward_round(this, group, results, tokens, order, Weights(*weights), copies, capacity, activation)
         kept = kept or computed
-        del computed  # before the next round has as much
+        del computed  # before the next chunk has as much
     return [results, *kept, *every]
 
 
 def _forward_round(
-    this: Round,
+    this: Chunk,
     group: Any,
     results: Tensor,
     tokens: Tensor,
@@ -158,10 +158,10 @@ def _forward_round(
     capacity: int,
     activation: str,
 ) -> list[Tensor]:
-    """Writes a round's part of the results -> what the backward pass needs of it."""
+    """Writes a chunk's part of the results -> what the backward pass needs of it."""
     act = ACTIVATIONS[activation]
     rows = _send(tokens[_pick(order, this) // copies], this, group, capacity)
-    gate, up = weights.products(rows, this.ends)
+    gate, up = weights.gate_up(rows, this.ends)
     received = sum(this.takes)
     hidden = act.hidden(gate[:received], up[:received])
     _put(results, _return(weights.results(hidden, this.ends), this, group), this)
@@ -188,7 +188,7 @@ def exchanged_experts_backward(
     group = _group(group_name)
     to_rows = gradients.new_empty(gradients.shape)
     to_weights = [torch.zeros_like(weight) for weight in weights] if trained else []
-    for number, this in enumerate(rounds(Counts(*counts), group.rank(), len(kept[0]))):
+    for number, this in enumerate(chunks(Counts(*counts), group.rank(), len(kept[0]))):
         of_first = [] if number else kept
         _backward_round(
             this, group, to_rows, to_weights, gradients, tokens, order, Weights(*weights), of_first, copies, activation
@@ -198,7 +198,7 @@ def exchanged_experts_backward(
 
 
 def _backward_round(
-    this: Round,
+    this: Chunk,
     group: Any,
     to_rows: Tensor,
     to_weights: list[Tensor],
@@ -210,14 +210,14 @@ def _backward_round(
     copies: int,
     activation: str,
 ) -> None:
-    """Writes a round's part of the gradients of rows, and adds to those of weights, if any. kept: of the first round."""
+    """Writes a chunk's part of the gradients of rows, and adds to those of weights, if any. kept: of the first chunk."""
     act = ACTIVATIONS[activation]
     received = sum(this.takes)
     if kept:
         rows, gate, up = (each[:received] for each in kept)
     else:
         rows = _send(tokens[_pick(order, this) // copies], this, group, received)
-        gate, up = weights.products(rows, this.ends)
+        gate, up = weights.gate_up(rows, this.ends)
     gradient = _send(_pick(gradients, this), this, group, received)
     if to_weights:
         to_weights[1] += grouped_outer(gradient, act.hidden(gate, up), this.ends)
@@ -293,7 +293,7 @@ class Load(NamedTuple):
     """How much an exchange is on one rank: in rows, which have `dim` or `hidden` values."""
 
     rows: int  # of this rank
-    received: int  # by this rank, in all rounds; no other rank receives more
+    received: int  # by this rank, in all chunks; no other rank receives more
     capacity: int  # what it receives at a time
     ranks: int
     experts: int  # of each rank
@@ -302,46 +302,46 @@ class Load(NamedTuple):
     itemsize: int  # bytes of a value
 
     @property
-    def rounds(self) -> int:
+    def chunks(self) -> int:
         return max(1, -(-self.received // self.capacity))
 
     def forward_bytes(self) -> int:
         """The most that `exchanged_experts` allocates at a time, beside its results.
 
-        Its last product is the worst moment. There are then: the hidden values of the received rows, their results in two
+        Its last matmul is the worst moment. There are then: the hidden values of the received rows, their results in two
         orders, and what has returned to this rank; unless the hidden values, of which an activation makes two, are much wider.
-        Of the first round the rows and both products are results. A further round has its own, but not together with another
-        further one, so that more rounds take no more.
+        Of the first chunk the rows and both matmuls are results. An additional chunk has its own, but not together with
+        another additional one, so that more chunks take no more.
         """
-        received, returned = self._of_a_round()
-        again = self.capacity * (self.dim + 2 * self.hidden) if self.rounds > 1 else 0
-        last_product = received * (self.hidden + 2 * self.dim) + returned * self.dim
-        values = again + max(2 * received * self.hidden, last_product)
+        received, returned = self._of_a_chunk()
+        again = self.capacity * (self.dim + 2 * self.hidden) if self.chunks > 1 else 0
+        last_matmul = received * (self.hidden + 2 * self.dim) + returned * self.dim
+        values = again + max(2 * received * self.hidden, last_matmul)
         return values * self.itemsize + self._indices()
 
     def backward_bytes(self, trained: bool) -> int:
         """The same of `exchanged_experts_backward`.
 
         All the while there are the gradients of all rows in the order of sending, and at the end in that of tokens too. Before,
-        in each round, there are those of the received rows, of their hidden values, of both products, with what these need; or
-        a product that is added to the gradient of a weight; or those of the received rows in two orders, and what has returned
-        to this rank. A further round computes its rows and both products again.
+        in each chunk, there are those of the received rows, of their hidden values, of both matmuls, with what these need; or
+        a matmul that is added to the gradient of a weight; or those of the received rows in two orders, and what has returned
+        to this rank. An additional chunk computes its rows and both matmuls again.
         """
-        received, returned = self._of_a_round()
-        again = received * (self.dim + 2 * self.hidden) if self.rounds > 1 else 0
+        received, returned = self._of_a_chunk()
+        again = received * (self.dim + 2 * self.hidden) if self.chunks > 1 else 0
         of_weight = self.experts * self.dim * self.hidden if trained else 0
-        of_products = received * self.dim + max(3 * received * self.hidden + of_weight, 4 * received * self.hidden)
+        of_matmuls = received * self.dim + max(3 * received * self.hidden + of_weight, 4 * received * self.hidden)
         way_back = 2 * received * (self.dim + self.hidden) + returned * self.dim
-        values = self.rows * self.dim + max(again + max(of_products, way_back), self.rows * self.dim)
+        values = self.rows * self.dim + max(again + max(of_matmuls, way_back), self.rows * self.dim)
         return values * self.itemsize + self._indices() + 3 * 8 * self.rows
 
-    def _of_a_round(self) -> tuple[int, int]:
-        """(rows that this rank receives, rows that return to it) in one round at most."""
+    def _of_a_chunk(self) -> tuple[int, int]:
+        """(rows that this rank receives, rows that return to it) in one chunk at most."""
         return min(self.received, self.capacity), min(self.rows, self.ranks * self.capacity)
 
     def _indices(self) -> int:
-        """Integers of 8 bytes: of each row that is received, in two rounds, or sent; and counts, while they are divided."""
-        received, sent = self._of_a_round()
+        """Integers of 8 bytes: of each row that is received, in two chunks, or sent; and counts, while they are divided."""
+        received, sent = self._of_a_chunk()
         return 8 * (5 * received + 2 * sent + 16 * self.ranks**2 * self.experts)
 
 

@@ -72,7 +72,7 @@ class Attention(attention.Attention):
 
 
 class Block(nn.Module):
-    """One layer: attention and a mixture of experts, each with a norm before it and a residual connection."""
+    """One layer: attention and an MoE layer, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Grouped products: rows that are sorted by expert, each expert's by a matrix of its own, as one operation of PyTorch's
+"""Grouped matmuls: rows that are sorted by expert, each expert's by a matrix of its own, as one operation of PyTorch's
 dispatcher. The number of rows of all experts together is fixed, so routing never changes a shape, and never compiles anything.
-`ACTIVATIONS` are what experts compute between their products.
+`ACTIVATIONS` are what experts compute between their matmuls.
 
 `ends` (experts,) int32 says which rows are whose: expert e has the rows from ends[e - 1], or 0, up to ends[e]. Rows after the
 last end are nobody's, and so are those of the result, which are unwritten.
@@ -69,7 +69,7 @@ def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
+    """Whether PyTorch's grouped matmul takes these: in bfloat16 on CUDA, every row at a multiple of 16 bytes."""
     aligned = all(size % 8 == 0 for size in (*left.shape[1:], *right.shape[1:]))
     return left.is_cuda and left.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
@@ -145,7 +145,7 @@ def _outer_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
 
 
 class Activation(NamedTuple):
-    """What an expert makes of its first two products: gate(w1 x) * up(w3 x). The functions compute element by element.
+    """What an expert makes of its first two matmuls: gate(w1 x) * up(w3 x). The functions compute element by element.
 
     The gradients of each follow from those of its result and from its argument; the first are overwritten.
     """
@@ -159,7 +159,7 @@ class Activation(NamedTuple):
         return self.gate(gate).mul_(self.up(up))
 
     def backward(self, gradients: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of both products from those of `hidden`, which are overwritten."""
+        """The gradients of both matmuls from those of `hidden`, which are overwritten."""
         to_up = self.up_backward(self.gate(gate).mul_(gradients), up)
         return self.gate_backward(gradients.mul_(self.up(up)), gate), to_up
 

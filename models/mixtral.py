@@ -1,6 +1,6 @@
 """Mixtral (arXiv:2401.04088): everything about the family in one file.
 
-The block is Llama's with a mixture of experts as its feed-forward layer.
+The block is Llama's with an MoE layer as its feed-forward layer.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ FLAVORS: dict[str, Config] = {
 
 
 class Block(nn.Module):
-    """One layer: attention and a mixture of experts, each with a norm before it and a residual connection."""
+    """One layer: attention and an MoE layer, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Mixtures of experts: a router sends each token to a few of many feed-forward layers, and no token is dropped.
+"""Mixture of experts (MoE): a router sends each token to a few of many feed-forward layers, and no token is dropped.
 
-Rows of tokens are sorted by their expert, and each product multiplies every expert's rows by its own matrix (grouped.py).
-Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens. With expert parallelism, rows travel to
-the ranks that have their experts (exchange.py).
+Rows of tokens are sorted by their expert, and each matmul multiplies every expert's rows by its own matrix (grouped.py).
+Experts know no tensor parallelism: sequence parallelism gives each rank its own tokens. With expert parallelism, rows are
+dispatched to the ranks that have their experts (exchange.py).
 """
 
 import functools
@@ -227,7 +227,7 @@ class Exchange(NamedTuple):
 class Experts(nn.Module):
     """The gated feed-forward layer of every expert; w1, w3: (experts, hidden, dim); w2: (experts, dim, hidden).
 
-    activation: of ACTIVATIONS. bias: each product has one; w1_bias, w3_bias: (experts, hidden); w2_bias: (experts, dim).
+    activation: of ACTIVATIONS. bias: each matmul has one; w1_bias, w3_bias: (experts, hidden); w2_bias: (experts, dim).
     """
 
     exchange: Exchange | None = None  # with expert parallelism
@@ -250,17 +250,17 @@ class Experts(nn.Module):
             capacity, group = self.exchange.capacity(len(order)), self.exchange.group_name
             return exchanged_experts(tokens, order, counts, weights, copies, capacity, self.activation, group)[0]
         rows, ends = _Reordered.apply(tokens, order, inverse, copies), counts.cumsum(0).int()
-        gate, up = Weights(*weights).products(rows, ends)
+        gate, up = Weights(*weights).gate_up(rows, ends)
         return Weights(*weights).results(Activated.apply(gate, up, self.activation), ends)
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """The routers of all mixtures of a model."""
+    """The routers of all MoE layers of a model."""
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
 def experts_of(model: nn.Module) -> list[Experts]:
-    """The experts of all mixtures of a model."""
+    """The experts of all MoE layers of a model."""
     return [module for module in model.modules() if isinstance(module, Experts)]
 
 
@@ -297,9 +297,9 @@ class MoE(nn.Module):
         return mixed + shared
 
     def stream_beside_exchange(self, x: Tensor) -> torch.cuda.Stream | None:
-        """Where shared experts compute while tokens travel; None: on the same stream. Compiled blocks have one stream."""
-        travels = self.shared is not None and self.experts.exchange is not None
-        return _side_stream(x.device) if travels and x.is_cuda and not torch.compiler.is_compiling() else None
+        """Where shared experts compute during the dispatch; None: on the same stream. Compiled blocks have one stream."""
+        dispatched = self.shared is not None and self.experts.exchange is not None
+        return _side_stream(x.device) if dispatched and x.is_cuda and not torch.compiler.is_compiling() else None
 
     def shared_results(self, x: Tensor, side: torch.cuda.Stream | None) -> Tensor | None:
         """What every token uses in addition, computed on `side` if it is given."""

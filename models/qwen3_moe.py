@@ -1,6 +1,6 @@
-"""Qwen 3's mixtures of experts (arXiv:2505.09388): everything about the family in one file.
+"""Qwen 3's MoE models (arXiv:2505.09388): everything about the family in one file.
 
-The block is that of Qwen 3, with a norm on the queries and keys of each head. Its feed-forward layer is a mixture of experts.
+The block is that of Qwen 3, with a norm on the queries and keys of each head. Its feed-forward layer is an MoE layer.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class Attention(attention.Attention):
 
 
 class Block(nn.Module):
-    """One layer: attention and a mixture of experts, each with a norm before it and a residual connection."""
+    """One layer: attention and an MoE layer, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -170,7 +170,7 @@ def from_hf(json: dict[str, Any]) -> Config:
     """The configuration that a Hugging Face config.json describes. Raises ValueError for what this family does not support."""
     act = json.get("hidden_act", "silu")
     if json.get("model_type") not in HF_TYPES or act != "silu":
-        raise ValueError(f"not a mixture of Qwen 3: model_type {json.get('model_type')!r}, activation {act!r}")
+        raise ValueError(f"not an MoE model of Qwen 3: model_type {json.get('model_type')!r}, activation {act!r}")
     if json.get("attention_bias"):
         raise ValueError("Qwen 3 has no biases, but config.json sets attention_bias")
     if json.get("use_sliding_window"):

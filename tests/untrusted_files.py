@@ -38,7 +38,7 @@ from titanlite.loop.metrics import read_reports
 from titanlite.plan.trace import read_trace
 from titanlite.registry.family import load_family
 from titanlite.tools.convert_config import convert
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import recognize
 
 Change = Callable[[Any], None]
 
@@ -157,7 +157,7 @@ _MODEL_CONTRADICTIONS = {
 
 
 def _dimensions() -> Any:
-    return recognise(Path()).family.dimensions()
+    return recognize(Path()).family.dimensions()
 
 
 def _describes(name: str) -> Callable[[Path], None]:
@@ -186,14 +186,14 @@ def _write_weights(folder: Path) -> None:
     _dump(folder / INDEX, {"metadata": {"total_size": 1}, "weight_map": dict(list(places.items())[::-1])})
     (folder / "single").mkdir()
     save_file(weights, folder / "single" / SINGLE)
-    quantised = {name: tensor.to(torch.float8_e4m3fn) if "_proj" in name else tensor for name, tensor in weights.items()}
+    quantized = {name: tensor.to(torch.float8_e4m3fn) if "_proj" in name else tensor for name, tensor in weights.items()}
     scales = {
         f"{name}_scale_inv": torch.ones(*(-(-size // 48) for size in tensor.shape))
-        for name, tensor in quantised.items()
+        for name, tensor in quantized.items()
         if "_proj" in name
     }
     _dump(folder / "float8" / "config.json", family.module.to_hf(family.config) | {"quantization_config": _FLOAT8})
-    save_file(quantised | scales, folder / "float8" / SINGLE)
+    save_file(quantized | scales, folder / "float8" / SINGLE)
 
 
 def _weights(folder: str = "") -> Any:
@@ -231,7 +231,7 @@ WEIGHTS = [
         "another block": _set("quantization_config", "weight_block_size", value=[16, 16]),
         "no block": _set("quantization_config", "weight_block_size", value=None),
         "an entry that nobody reads": _set("quantization_config", "rotation", value="hadamard"),
-        "no quantisation": _set("quantization_config", value=None),
+        "no quantization": _set("quantization_config", value=None),
     }, named="float8"),
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """The training loop, top to bottom; the only file that knows all the others.
 
-TOML -> Config -> mesh -> model on meta -> sharded -> materialised and initialised -> optimizer -> checkpoint restored ->
+TOML -> Config -> mesh -> model on meta -> sharded -> materialized and initialized -> optimizer -> checkpoint restored ->
 the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoint}.
 
     torchrun ... -m titanlite train CONFIG.toml [--section.key value ...]     (run_train.sh does this)

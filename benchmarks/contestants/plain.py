@@ -1,6 +1,6 @@
 """A flat loop in plain PyTorch: the baseline that every framework must reach.
 
-Its own Llama with scaled_dot_product_attention, autocast, cross entropy of materialised logits and fused AdamW; "plain" is
+Its own Llama with scaled_dot_product_attention, autocast, cross entropy of materialized logits and fused AdamW; "plain" is
 eager, "plain-compiled" has model and loss in one torch.compile.
 """
 

@@ -72,7 +72,7 @@ def command_of(run: Run, setting: RunIdentity) -> str:
 
 
 def read_training(folder: Path) -> dict[str, Any]:
-    """Speed, utilisation and memory of a run folder, also of a run that was cut off. Raises ValueError without a report.
+    """Speed, utilization and memory of a run folder, also of a run that was cut off. Raises ValueError without a report.
 
     Rates are medians of the reports after the second one: the first two include compilation.
     """

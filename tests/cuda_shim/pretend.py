@@ -146,7 +146,7 @@ def install(inductor: bool = False) -> None:
         if not hasattr(torch._C, name):
             setattr(torch._C, name, value)
     torch.version.cuda = torch.version.cuda or "13.0"
-    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # there is nothing to initialise
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # there is nothing to initialize
     torch.Tensor.record_stream = lambda tensor, stream: None
     DeviceMesh._concatenate = staticmethod(_on_real_numbers(DeviceMesh._concatenate))
     DeviceMesh._flatten = _on_real_numbers(DeviceMesh._flatten)

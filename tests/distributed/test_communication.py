@@ -27,7 +27,7 @@ from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.plan.predict import predict
-from titanlite.plan.trace import Mixture, Trace
+from titanlite.plan.trace import RecordedLayer, Trace
 from titanlite.registry.family import family_of
 
 # PyTorch's operations, of FSDP2 and of DTensor: what each is, and where the whole tensor stands among its arguments; None: it
@@ -200,21 +200,21 @@ def step_with_exchange(
 
 EXCHANGES = {
     "shard 4, ep 2": ({"dp_shard": 4, "ep": 2}, "none", 1.5),
-    "shard 4, ep 2, full recomputation, two rounds": ({"dp_shard": 4, "ep": 2}, "full", 0.5),
+    "shard 4, ep 2, full recomputation, two chunks": ({"dp_shard": 4, "ep": 2}, "full", 0.5),
     "shard 2 x tp 2, ep 4, recomputation by operation": ({"dp_shard": 2, "tp": 2, "ep": 4}, "per operation", 1.5),
     "replicate 2 x shard 2, ep 2": ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "none", 1.5),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two rounds"], EXCHANGES))
+@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two chunks"], EXCHANGES))
 def test_a_step_with_split_experts_sends_what_is_predicted(pools, name):
     compare_exchange(pools, *EXCHANGES[name], "balanced", balanced)
 
 
-@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two rounds"], EXCHANGES))
+@pytest.mark.parametrize("name", slow_but(["shard 4, ep 2, full recomputation, two chunks"], EXCHANGES))
 def test_a_replayed_trace_sends_what_ranks_with_its_routing_send(pools, name):
     """Rank 0 is the busiest rank. With 4 ranks of experts, the first round ends inside of its second expert."""
-    trace = Trace(step=1, mixtures=[Mixture(top_k=2, counts=UNEVEN)] * 2)
+    trace = Trace(step=1, mixtures=[RecordedLayer(top_k=2, counts=UNEVEN)] * 2)
     compare_exchange(pools, *EXCHANGES[name], trace, uneven)
 
 

@@ -74,7 +74,7 @@ def faults(request, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("cell", slow_but(_FEW, CELLS))
 def test_the_program_runs_on_a_pretended_gpu(faults, cell):
-    """From initialisation to generation, with the right kernels of attention. In the second step no host sync, pageable copy,
+    """From initialization to generation, with the right kernels of attention. In the second step no host sync, pageable copy,
     float64 kernel, tensor on the CPU, operator without CUDA kernel, or recompilation. Where experts are split, the host waits
     for the counts once in each mixture and forward pass, recomputed ones too, and for nothing else."""
     assert not faults[cell], faults[cell]

@@ -22,7 +22,7 @@ CELLS = [
     ("gpt_oss", "tp 2, ep 2", "recomputed"),
 ]
 OTHERS = [cell for cell in in_turn(FLAVORS, MESHES, VARIANTS) if cell[0] == "gpt_oss" and cell not in CELLS]
-# A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several rounds.
+# A rank receives at a time so many of the rows that it receives on average: the routing of these runs takes several chunks.
 SEVERAL_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.3}}
 MANY_ROUNDS: dict[str, Any] = {"moe": {"max_tokens_factor": 0.03}}
 ROUNDS = [
@@ -47,7 +47,7 @@ def test_experts_with_biases_on_every_mesh_and_in_every_variant(pools, flavor, m
 
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
-def test_rows_that_travel_in_many_rounds_change_nothing(pools, flavor, mesh, variant, rounds):
+def test_rows_dispatched_in_many_chunks_change_nothing(pools, flavor, mesh, variant, rounds):
     assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant, **rounds))
 
 

@@ -14,7 +14,7 @@ from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees, stored
 from tests.hf_folders import CASES, tensors_of
-from tests.quantised_files import write_float8
+from tests.quantized_files import write_float8
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.hf import export as exporting
 from titanlite.hf import load
@@ -91,7 +91,7 @@ def test_each_rank_reads_its_own_slices_only_and_together_they_are_the_file(pool
 
 
 @pytest.mark.parametrize("mesh", ["2 x 2", "pp 2 x shard 2"])
-def test_each_rank_dequantises_its_own_slices_only_and_together_they_are_the_values(pools, tmp_path, mesh):
+def test_each_rank_dequantizes_its_own_slices_only_and_together_they_are_the_values(pools, tmp_path, mesh):
     """Slices of ranks begin within blocks of 16 x 24."""
     degrees, ranks = RANKS[mesh]
     name, flavor = "tests.tiny_deepseek_v3", "plain"

@@ -1,4 +1,4 @@
-"""Muon on meshes: every matrix is orthogonalised whole, by one rank, and that is what one process does."""
+"""Muon on meshes: every matrix is orthogonalized whole, by one rank, and that is what one process does."""
 
 import math
 from typing import Any
@@ -17,9 +17,9 @@ from tests.repetitions import slow_but
 from titanlite.config.schema import Config, Optimizer
 from titanlite.loop.step import build_model, update
 from titanlite.optim import muon
-from titanlite.optim.build import build_optimizer, is_orthogonalised
+from titanlite.optim.build import build_optimizer, is_orthogonalized
 from titanlite.optim.state import named_state
-from titanlite.optim.whole_matrices import Exchange
+from titanlite.optim.whole_matrices import Redistribution
 from titanlite.plan.predict import predict
 from titanlite.registry.family import load_family
 from titanlite.transforms.initialize import fill
@@ -47,15 +47,15 @@ def ranks_of(degrees: dict[str, int]) -> int:
 
 def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
     """Weights and state, whole, after steps whose gradients are a function of name, step and position; and the shapes of the
-    matrices that this rank has orthogonalised in the last one."""
+    matrices that this rank has orthogonalized in the last one."""
     seen: list[Any] = []
-    real = muon.orthogonalised
+    real = muon.orthogonalized
 
     def watched(matrix: Tensor, steps: int) -> Tensor:
         seen.append(tuple(matrix.shape))
         return real(matrix, steps)
 
-    muon.orthogonalised = watched
+    muon.orthogonalized = watched
     torch._dynamo.reset()  # workers live on, and each optimizer is compiled again
     try:
         model = build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
@@ -67,7 +67,7 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tupl
                 fill(p.grad, f"{name} {step}", Normal(1e-3), seed=1)
             update(model, optimizer, 1e-2 * (step + 1), math.inf)
     finally:
-        muon.orthogonalised = real
+        muon.orthogonalized = real
     tensors = {name: whole(p) for name, p in model.named_parameters()} | named_state(optimizer, model)
     return {name: whole(tensor) for name, tensor in tensors.items()}, seen
 
@@ -122,7 +122,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Bit for bit, but for what PyTorch's fused AdamW does: that depends on where in a vector register a value stands."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        tolerance = 0.0 if is_orthogonalised(name.removesuffix(f".{muon.MOMENTUM}"), tensor, MUON_KEYS) else 1e-6
+        tolerance = 0.0 if is_orthogonalized(name.removesuffix(f".{muon.MOMENTUM}"), tensor, MUON_KEYS) else 1e-6
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance / 100)
 
 
@@ -131,9 +131,9 @@ def exchanged(shapes: list[tuple[int, int]], used: list[int]) -> bool:
     mesh = mesh_of({"dp_shard": dist.get_world_size()})["dp_shard"]
     wholes = [torch.arange(rows * columns).view(rows, columns) + 1000.0 * n for n, (rows, columns) in enumerate(shapes)]
     matrices = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in wholes]
-    exchange = Exchange(matrices)
+    exchange = Redistribution(matrices)
     good, met = True, []
-    for one in exchange.rounds(used):
+    for one in exchange.buckets(used):
         parts = exchange.map(one, [local_part(matrices[n]) for n in one.matrices], lambda matrix: matrix + matrix.sum())
         met += one.matrices
         for number, part in zip(one.matrices, parts, strict=True):
@@ -176,7 +176,7 @@ def test_from_one_mesh_to_another_losses_agree_within_rounding(pools, tmp_path):
 def test_the_estimate_counts_one_moment_of_a_matrix_and_two_of_all_else():
     config = config_of(ONE, optimizer=MUON)
     model = load_family("tests.tiny", "plain").on_meta()
-    matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalised(name, p, config.optimizer))
+    matrices = sum(p.numel() for name, p in model.named_parameters() if is_orthogonalized(name, p, config.optimizer))
     every = sum(p.numel() for p in model.parameters())
     assert 0 < matrices < every
     assert predict(config, 1).memory.moments == 8 * every - 4 * matrices

@@ -13,7 +13,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of, mix_of
 from titanlite.loop.step import begin_training, build_model
-from titanlite.loop.validation import rounds, validate
+from titanlite.loop.validation import pass_length, validate
 from titanlite.registry.family import family_of, load_family
 
 HERE = "tests.distributed.test_validation"
@@ -105,7 +105,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_first_samples(pools, steps):
 
 def test_a_round_ends_with_the_data():
     config = config_of({}, validation={"steps": 1000})
-    assert rounds(learnable_data(config), 0, config, 1) == math.ceil(625 / 8)
+    assert pass_length(learnable_data(config), 0, config, 1) == math.ceil(625 / 8)
 
 
 def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:

@@ -24,7 +24,7 @@ from titanlite.verify import facts, small_runs, whole_runs
 from titanlite.verify import table as rows_module
 from titanlite.verify.small_runs import Trained, damage, train_small
 from titanlite.verify.table import (
-    BEHAVIOUR,
+    BEHAVIOR,
     BUFFERS,
     COMPILED,
     DIVIDES,
@@ -99,8 +99,8 @@ def test_a_missing_entry_of_the_sharding_table_is_named_and_nothing_is_trained(p
     assert rows["compile"].texts == ["needs sharding"]
 
 
-def test_an_uninitialised_parameter_is_named_and_nothing_is_trained(pooled):
-    rows = table("tests.forks.uninitialised")
+def test_an_uninitialized_parameter_is_named_and_nothing_is_trained(pooled):
+    rows = table("tests.forks.uninitialized")
     assert failed(rows) == {"initial": ["initial: no pattern matches layers.*.attention.wv.weight"]}
     assert not_run(rows) == TRAINING
 
@@ -229,7 +229,7 @@ def test_a_row_that_a_selected_one_needs_is_shown_where_it_fails(pooled):
 
 def test_what_a_family_declares_is_neither_run_nor_failed(pooled, monkeypatch):
     monkeypatch.setattr(tiny, "LIMITS", {"generates": False, "stages": False, "tensor_parallel": 1}, raising=False)
-    rows = table("tests.tiny", DIVIDES, *BEHAVIOUR, "2 x 2", "tp 2", "pipeline 2", "replicate 2")
+    rows = table("tests.tiny", DIVIDES, *BEHAVIOR, "2 x 2", "tp 2", "pipeline 2", "replicate 2")
     declared = [row.name for row in rows.values() if row.verdict == "declared"]
     assert failed(rows) == {} and not_run(rows) == []
     assert declared == [DIVIDES, GENERATE, "2 x 2", "tp 2", "pipeline 2"]

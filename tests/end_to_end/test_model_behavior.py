@@ -11,7 +11,7 @@ from titanlite.registry.family import Family, load_family, load_module
 from titanlite.transforms.initialize import initialize
 from titanlite.verify import behavior
 from titanlite.verify.small_runs import guarded
-from titanlite.verify.table import BEHAVIOUR, Check, Table
+from titanlite.verify.table import BEHAVIOR, Check, Table
 
 FAMILIES = ["tiny:plain", "tiny:tied", "tiny_qwen3:plain", "tiny_qwen3:biased", "tiny_gemma3:plain", "tiny_gemma3:two",
             "tiny_olmo2:plain", "tiny_biased:tied", "tiny_dropout:plain", "forks.hybrid:plain"]  # fmt: skip
@@ -23,7 +23,7 @@ CHECKS = {
     "generate": behavior.generation_faults,
     "bfloat16": behavior.bfloat16_faults,
 }
-assert tuple(CHECKS) == BEHAVIOUR
+assert tuple(CHECKS) == BEHAVIOR
 
 
 def rows(name: str) -> dict[str, tuple[str, list[str]]]:

@@ -88,7 +88,7 @@ WAYS = [
     Way(f"checkpoint verify out/checkpoint/{_STEP}", "titanlite.checkpoint.load.manifest.read", "verifying the checkpoint"),
     Way("check-model llama3", "titanlite.tools.check_model.load_module", "starting"),
     Way("check-model llama3", "titanlite.tools.check_model.choose_small", "starting"),
-    Way("import-hf --source out --output new", "titanlite.tools.import_hf.recognise", "starting"),
+    Way("import-hf --source out --output new", "titanlite.tools.import_hf.recognize", "starting"),
     Way("export-hf " + HF, "titanlite.tools.export_hf.checkpoints", "starting"),
     Way("export-torch " + HF, "titanlite.tools.export_torch.start_output", "starting"),
     Way("replay out --step 3", "titanlite.tools.replay.setting_of", "starting"),

@@ -243,7 +243,7 @@ def test_a_chat_that_cannot_be_used_is_refused_with_the_reason(tmp_path, message
         ),
         (
             "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}",
-            "ignores add_generation_prompt, so headers cannot be recognised; put {% generation %}",
+            "ignores add_generation_prompt, so headers cannot be recognized; put {% generation %}",
         ),
         ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}{{ messages }}", "enclose no text"),
         (

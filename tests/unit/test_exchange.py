@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.exchange import Counts, Load, Round, rounds, taken
+from models.exchange import Chunk, Counts, Load, chunks, taken
 
 # How many rows go from each rank to each expert: (senders, receivers, experts of a receiver).
 KINDS = ("random", "few", "nothing", "one expert", "one sender", "one row", "very uneven", "last expert")
@@ -47,7 +47,7 @@ def rows_of(counts: Tensor, rank: int) -> list[tuple[int, int, int]]:
     return [(rank, expert, number) for expert, count in numbers for number in range(count)]
 
 
-def exchange(rows: list[list], by_rank: list[Round]) -> list[list]:
+def exchange(rows: list[list], by_rank: list[Chunk]) -> list[list]:
     """What each rank receives in a round, in the order in which it arrives: by sender."""
     arrived: list[list] = [[] for _ in by_rank]
     for own, this in zip(rows, by_rank, strict=True):
@@ -61,15 +61,15 @@ def exchange(rows: list[list], by_rank: list[Round]) -> list[list]:
 def test_every_row_is_received_once_by_the_rank_of_its_expert_and_never_more_than_capacity(kind):
     for case in cases():
         if case[0] == kind:
-            check_rounds(*case)
+            check_chunks(*case)
 
 
-def check_rounds(kind: str, ranks: int, experts: int, capacity: int, seed: int) -> None:
+def check_chunks(kind: str, ranks: int, experts: int, capacity: int, seed: int) -> None:
     counts = counts_of(kind, ranks, experts, torch.Generator().manual_seed(seed))
-    sent = [list(rounds(Counts(counts, counts.clone()), rank, capacity)) for rank in range(ranks)]
+    sent = [list(chunks(Counts(counts, counts.clone()), rank, capacity)) for rank in range(ranks)]
     numbers = {len(each) for each in sent}
     most = int(counts.sum((0, 2)).max())
-    assert numbers == {max(1, -(-most // capacity))}, "as many rounds on every rank, and no more than are needed"
+    assert numbers == {max(1, -(-most // capacity))}, "as many chunks on every rank, and no more than are needed"
     rows = [rows_of(counts, rank) for rank in range(ranks)]
     received: list[list] = [[] for _ in range(ranks)]
     for by_rank in zip(*sent, strict=True):
@@ -97,10 +97,10 @@ def test_parts_of_the_counts_add_up_wherever_they_are_cut():
             assert (part >= 0).all() and (part.sum((0, 2)) <= last - first).all()
 
 
-def test_the_bound_of_memory_does_not_grow_with_what_exceeds_one_round():
+def test_the_bound_of_memory_does_not_grow_with_what_exceeds_one_chunk():
     balanced = Load(rows=1024, received=1024, capacity=1536, ranks=8, experts=2, dim=64, hidden=32, itemsize=2)
     more, most = balanced._replace(received=1537), balanced._replace(received=8 * 1024)
-    assert (balanced.rounds, more.rounds, most.rounds) == (1, 2, 6)
+    assert (balanced.chunks, more.chunks, most.chunks) == (1, 2, 6)
     for trained in (False, True):
         assert more.forward_bytes() == most.forward_bytes() and more.backward_bytes(trained) == most.backward_bytes(trained)
         assert balanced.backward_bytes(trained) < most.backward_bytes(trained)

@@ -283,7 +283,7 @@ def test_a_tensor_that_stays_nan_is_found_out():
         initialize(model, family, 0, _CPU)
 
 
-def test_tied_parameters_stay_one_and_are_initialised_under_the_first_name():
+def test_tied_parameters_stay_one_and_are_initialized_under_the_first_name():
     model, family = _llama(tied_embeddings=True)
     initialize(model, family, 0, _CPU)
     assert model.head.output.weight is model.embed.weight

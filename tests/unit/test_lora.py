@@ -239,7 +239,7 @@ def test_adapters_on_random_weights_are_warned_of(caplog, enable):
 
 
 def test_a_familys_own_parameters_of_such_names_are_its_own():
-    """A fork that has adapters of its own making is initialised by its own table, and gets no others."""
+    """A fork that has adapters of its own making is initialized by its own table, and gets no others."""
 
     class Module:
         sharding, flops, initial = tiny.sharding, tiny.flops, tiny.initial

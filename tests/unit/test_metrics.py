@@ -56,7 +56,7 @@ def test_speed_leaves_pauses_out_and_reports_them(time):
     }
 
 
-def test_utilisation_is_shown_both_ways_where_the_peak_is_known(time):
+def test_utilization_is_shown_both_ways_where_the_peak_is_known(time):
     clock = Clock(time.now)
     time.passes(10)
     clock.steps = 2

@@ -109,7 +109,7 @@ _PUBLISHED = {
         "671b": 671_026_404_352,
         "kimi-k2": 1_026_408_209_408,
     },
-    # 20.91 and 116.83 billion in table 1 of arXiv:2508.10925; the files are quantised, so their headers add up to others
+    # 20.91 and 116.83 billion in table 1 of arXiv:2508.10925; the files are quantized, so their headers add up to others
     gpt_oss: {"20b": 20_914_757_184, "120b": 116_829_156_672},
 }
 
@@ -182,7 +182,7 @@ def test_gemmas_published_configurations_are_read_as_they_are_spelt():
 
 
 def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
-    """What its config.json says, apart from ids, names of code and quantisation."""
+    """What its config.json says, apart from ids, names of code and quantization."""
     published = {
         **{"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "vocab_size": 163840, "hidden_act": "silu"},
         **{"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512},

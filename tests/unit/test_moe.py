@@ -16,7 +16,7 @@ from models.moe import Experts, MoE, Router
 from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Lora, Optimizer
 from titanlite.ground.errors import UserError
-from titanlite.optim.build import is_orthogonalised
+from titanlite.optim.build import is_orthogonalized
 from titanlite.parallel.fsdp import split_dimension
 from titanlite.plan.record import Recorder
 from titanlite.registry.family import load_family
@@ -202,7 +202,7 @@ def test_adapters_of_attention_and_of_shared_experts_freeze_the_others_and_their
 
 def test_muon_leaves_stacked_experts_to_adamw_and_float8_converts_no_part_of_a_mixture():
     model = load_family("tests.tiny_moe", "plain").on_meta()
-    muon = {name for name, p in model.named_parameters() if is_orthogonalised(name, p, Optimizer(name="Muon"))}
+    muon = {name for name, p in model.named_parameters() if is_orthogonalized(name, p, Optimizer(name="Muon"))}
     assert "layers.0.attention.wq.weight" in muon and not any("experts" in name for name in muon)
     assert not any("ffn" in name for name in block_linears(model))
 

@@ -1,4 +1,4 @@
-"""Muon in one process: PyTorch's own, the closed form of its orthogonalisation, and what it leaves to AdamW."""
+"""Muon in one process: PyTorch's own, the closed form of its orthogonalization, and what it leaves to AdamW."""
 
 import math
 
@@ -9,8 +9,8 @@ from torch import nn
 from models import llama3
 from titanlite.config.schema import Optimizer as Keys
 from titanlite.ground.errors import UserError
-from titanlite.optim.build import build_optimizer, is_orthogonalised, set_lr
-from titanlite.optim.muon import orthogonalised
+from titanlite.optim.build import build_optimizer, is_orthogonalized, set_lr
+from titanlite.optim.muon import orthogonalized
 from titanlite.optim.state import named_state, state_bytes
 
 _CONFIG = llama3.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
@@ -32,7 +32,7 @@ def _set_gradients(model: nn.Module, seed: int) -> None:
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if is_orthogonalised(name, p, _KEYS)}
+    return {name: p for name, p in model.named_parameters() if is_orthogonalized(name, p, _KEYS)}
 
 
 def _polynomial(value: torch.Tensor, steps: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _polynomial(value: torch.Tensor, steps: int) -> torch.Tensor:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------- orthogonalisation
+# ----------------------------------------------------------------------------------------------------- orthogonalization
 
 
 @pytest.mark.parametrize("shape", [(20, 50), (50, 20), (30, 30), (1, 40), (40, 1)])
@@ -51,7 +51,7 @@ def test_it_is_the_polynomial_of_the_singular_values(shape, steps):
     matrix = torch.randn(shape)
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
     expected = u @ torch.diag(_polynomial(s / s.norm(), steps)) @ v
-    torch.testing.assert_close(orthogonalised(matrix, steps).double(), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(orthogonalized(matrix, steps).double(), expected, rtol=1e-4, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- whole steps
@@ -82,7 +82,7 @@ def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
     for name, p in ours.named_parameters():
         moved, wanted = p.detach() - before[name], expected[name].detach() - before[name]
         distance = ((moved - wanted).norm() / wanted.norm()).item()
-        assert distance < (2e-2 if name in _matrices(ours) else 1e-5), name  # of bfloat16, in which both orthogonalise
+        assert distance < (2e-2 if name in _matrices(ours) else 1e-5), name  # of bfloat16, in which both orthogonalize
 
 
 # ---------------------------------------------------------------------------------------------------------- as an optimizer

@@ -10,7 +10,7 @@ from tests.distributed.scenarios import config_of
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK, balanced, shares, split_layers
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK, assign_stages, balanced, split_layers
 from titanlite.parallel.pipeline import faults as pipeline_faults
 from titanlite.plan.pipeline import orders, rehearse
 from titanlite.plan.step import pretended_ranks
@@ -63,7 +63,7 @@ def test_every_tensor_is_on_one_rank_but_a_tied_one(schedule, flavor):
     family = family_of(config.model.model_copy(update={"flavor": flavor}))
     model = on_meta(family, config)
     for name, _ in model.named_parameters():
-        holders = [share.has(name) for share in shares(config, family, model)]
+        holders = [share.has(name) for share in assign_stages(config, family, model)]
         assert sum(holders) == (2 if flavor == "tied" and name == "embed.weight" else 1), name
 
 

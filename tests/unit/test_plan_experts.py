@@ -14,7 +14,7 @@ from titanlite.plan.experts import Routing, on_busiest_rank
 from titanlite.plan.memory import kept_bytes
 from titanlite.plan.predict import Prediction, predict
 from titanlite.plan.record import Traffic
-from titanlite.plan.trace import Mixture, Trace, check_trace, read_trace, spread
+from titanlite.plan.trace import RecordedLayer, Trace, check_trace, read_trace, spread
 from titanlite.registry.family import family_of
 from titanlite.transforms.meta import on_meta
 
@@ -59,7 +59,7 @@ def test_recomputation_exchanges_rows_again_unless_their_results_are_kept():
         assert full[what] == tuple(number * (1 if "gradients" in what else 2) for number in plain[what])
 
 
-def test_further_rounds_are_sent_again_in_the_backward_pass():
+def test_additional_chunks_are_sent_again_in_the_backward_pass():
     """128 of 256 rows fit a round."""
     found = exchanged(predicted(case({"dp_shard": 2, "ep": 2}, factor=0.5)))
     assert {what: traffic.calls for what, traffic in found.items() if what != "counts of rows"} == {
@@ -67,9 +67,9 @@ def test_further_rounds_are_sent_again_in_the_backward_pass():
         "results": 2 * LAYERS,
         "gradients of results": 2 * LAYERS,
         "gradients of rows": 2 * LAYERS,
-        "rows of further rounds": LAYERS,
+        "rows of additional chunks": LAYERS,
     }
-    assert found["rows"].size == 2 * found["rows of further rounds"].size == LAYERS * 256 * ROW
+    assert found["rows"].size == 2 * found["rows of additional chunks"].size == LAYERS * 256 * ROW
 
 
 def test_with_the_worst_routing_rank_0_keeps_its_rows_and_returns_those_of_all_others():
@@ -110,7 +110,7 @@ def test_arithmetic_of_what_a_rank_keeps_agrees_with_the_prediction(name):
 def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer():
     """Shares of 12/16 in the first layer and of 10/16 in the second, on one rank and then on the other."""
     counts = [[4, 4, 2, 2, 1, 1, 1, 1], [2, 2, 1, 1, 5, 2, 2, 1]]
-    trace = Trace(step=3, mixtures=[Mixture(top_k=2, counts=each) for each in counts])
+    trace = Trace(step=3, mixtures=[RecordedLayer(top_k=2, counts=each) for each in counts])
     mesh = {"dp_shard": 2, "ep": 2}
     balanced, recorded = predicted(case(mesh, factor=2.0)), predicted(case(mesh, factor=2.0), trace)
     row = 2 * SHAPE.dim * SHAPE.expert_dim  # one product
@@ -123,7 +123,7 @@ def test_a_recorded_step_computes_what_its_busiest_rank_computes_in_each_layer()
     assert recorded.memory == balanced.memory
 
 
-def test_rows_of_further_rounds_are_those_of_a_rank_that_counts_them_one_by_one():
+def test_rows_of_additional_chunks_are_those_of_a_rank_that_counts_them_one_by_one():
     """A receiver takes its rows by expert and then by sender, whether or not a round ends inside of an expert."""
     generator = random.Random(0)
     for _ in range(60):
@@ -154,7 +154,7 @@ def test_a_trace_of_another_model_is_refused_with_what_differs(tmp_path):
         return str(caught.value)
 
     right = {"top_k": 2, "counts": [1] * 8}
-    assert "has 1 mixtures, the model 2" in refusal(right)
-    assert "mixture 1: 4 experts and top_k = 2, in the model 8 and 2" in refusal(right, {"top_k": 2, "counts": [1] * 4})
-    assert "mixture 0: 8 experts and top_k = 3, in the model 8 and 2" in refusal({**right, "top_k": 3}, right)
+    assert "has 1 MoE layers, the model 2" in refusal(right)
+    assert "MoE layer 1: 4 experts and top_k = 2, in the model 8 and 2" in refusal(right, {"top_k": 2, "counts": [1] * 4})
+    assert "MoE layer 0: 8 experts and top_k = 3, in the model 8 and 2" in refusal({**right, "top_k": 3}, right)
     assert "mixtures.0.counts: are all 0" in refusal({**right, "counts": [0] * 8}, right)

@@ -26,7 +26,7 @@ from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
 from titanlite.registry.family import Family, load_family
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import recognize
 from titanlite.transforms.initialize import materialize
 
 _HEAD, _ORIGINAL = 64, 4096
@@ -221,7 +221,7 @@ def test_a_wrong_value_is_refused_by_its_name(tmp_path: Path, table, expected):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(_json(table)))
     with pytest.raises(UserError) as caught:
-        recognise(tmp_path)
+        recognize(tmp_path)
     assert str(caught.value).startswith(f"{path}: ") and expected in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from models.grouped import ACTIVATIONS, Activated, grouped_product, grouped_sum
 from models.moe import Choice, Experts, Router
 from tests import tiny_gpt_oss
 from titanlite.config.schema import Optimizer
-from titanlite.optim.build import is_decayed, is_orthogonalised
+from titanlite.optim.build import is_decayed, is_orthogonalized
 from titanlite.registry.family import Family
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 24, 16
@@ -131,13 +131,13 @@ def test_a_softmax_over_the_chosen_experts_is_the_normalised_one_over_all():
     torch.testing.assert_close(weights, best.values.softmax(-1))
 
 
-def test_stacked_biases_are_neither_decayed_nor_orthogonalised():
+def test_stacked_biases_are_neither_decayed_nor_orthogonalized():
     model = Family(tiny_gpt_oss, tiny_gpt_oss.FLAVORS["plain"]).on_meta()
     named = {name: p for name, p in model.named_parameters() if name.startswith("layers.0.ffn.experts")}
     assert {name for name, p in named.items() if is_decayed(name, p, Optimizer())} == {
         f"layers.0.ffn.experts.w{n}" for n in (1, 2, 3)
     }
-    assert not any(is_orthogonalised(name, p, Optimizer(name="Muon")) for name, p in named.items())
+    assert not any(is_orthogonalized(name, p, Optimizer(name="Muon")) for name, p in named.items())
 
 
 def test_the_published_configuration_is_read_as_it_is_spelt():

@@ -102,7 +102,7 @@ def _job(folder, config: llama3.Config, **keys) -> Job:
     return Job(module="plain", folder=str(folder), **keys)
 
 
-def test_the_weights_are_those_that_titanlite_initialises_and_no_file_holds_them(tmp_path):
+def test_the_weights_are_those_that_titanlite_initializes_and_no_file_holds_them(tmp_path):
     for number, config in enumerate([dimensions(TINY, 70), dimensions("llama3:1b,dim=32,n_layers=1,ffn_dim=8", 50)]):
         folder = tmp_path / str(number)
         folder.mkdir()

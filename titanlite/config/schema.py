@@ -176,12 +176,12 @@ class Parallelism(Section):
     keys, values and the result are exchanged, the sequence for heads, whose numbers the degree must divide. "gather" sends less
     while the degree is smaller than 1 + heads / key-value heads."""
     expert_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
-    """Ranks over which the experts of a mixture are split, and to which their tokens travel. It is no further dimension: it
-    divides data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, and ranks with the same experts shard
-    these among each other."""
+    """Ranks over which the experts of an MoE layer are split, and to which their tokens are dispatched. It is no further
+    dimension: it divides data_parallel_shard_degree x context_parallel_degree x tensor_parallel_degree, and ranks with the same
+    experts shard these among each other."""
     pipeline_parallel_degree: Annotated[bounds.Count, ALWAYS] = 1
-    """Ranks over which the blocks are cut into stages, between which hidden states travel. The microbatches of a step are those
-    of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
+    """Ranks over which the blocks are cut into stages, which send hidden states to each other. The microbatches of a step are
+    those of accumulation: global_batch_size / (local_batch_size x data-parallel ranks)."""
     pipeline_parallel_schedule: Annotated[Schedules, _WITH_PIPELINE] = "1F1B"
     """In which order stages work on microbatches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" and "LoopedBFS"
     two or more, which makes the idle time shorter (docs/parallelism.md). "InterleavedZeroBubble" computes gradients of weights
@@ -203,19 +203,19 @@ class Parallelism(Section):
     all-reduced once a step; only with true, and after every microbatch, the weight of a tied embedding and head, and all
     gradients if mixed_precision_reduce = "bfloat16" and dtype = "float32". A pipeline reduces all once a step."""
     enable_async_tensor_parallel: Annotated[bool, _WITH_OVERLAP] = False
-    """Overlap the collectives of tensor parallelism with the adjacent matrix products, through symmetric memory. CUDA only,
+    """Overlap the collectives of tensor parallelism with the adjacent matmuls, through symmetric memory. CUDA only,
     within one NVLink domain; the compiler does it, so it needs compile.enable."""
     cpu_offload: Annotated[bool, EffectiveWhen(CUDA)] = False
     """Keep parameters, gradients and optimizer state in CPU memory and move one block at a time to the GPU. CUDA only."""
 
 
 class Moe(Section):
-    """Mixtures of experts."""
+    """MoE models (mixture of experts)."""
 
     max_tokens_factor: Annotated[float, Field(ge=0.01, le=1024.0, allow_inf_nan=False), _WITH_EXPERTS, MAY_CHANGE] = 1.5
     """How many rows of tokens a rank receives for its experts at a time, relative to what it receives when all experts get as
-    many. Routing that sends it more takes further rounds, with the same results, so that memory is bounded under any routing.
-    Higher values take memory for fewer rounds; from expert_parallel_degree on, one round is enough."""
+    many. Routing that sends it more takes additional chunks, with the same results, so that memory is bounded under any
+    routing. Higher values take memory for fewer chunks; from expert_parallel_degree on, one chunk is enough."""
     bias_update_speed: Annotated[bounds.NonNegative, ALWAYS] = 0.0
     """How far each step moves the bias of an expert in its router: up if it got fewer tokens of the global batch than the mean,
     down if more (DeepSeek-V3, arXiv:2412.19437: 1e-3). For models whose routers have such a bias."""
@@ -239,11 +239,11 @@ class Lora(Section):
     """Scale of the adapters; divided by their rank."""
     modules: Annotated[list[str], Field(min_length=1), _WITH_LORA, _OTHER_PARAMETERS] = ["layers.*"]
     """Patterns of the names of linear layers that get adapters, such as "layers.*.attention.w[qv]". A star also matches dots:
-    "layers.*" is every linear layer of the blocks. Patterns that cover the experts of a mixture are refused."""
+    "layers.*" is every linear layer of the blocks. Patterns that cover the experts of an MoE layer are refused."""
 
 
 class Float8(Section):
-    """Matrix products of linear layers in float8 (docs/float8.md)."""
+    """Matmuls of linear layers in float8 (docs/float8.md)."""
 
     enable: Annotated[bool, ALWAYS] = False
     """Multiply the linear layers of the blocks in float8, with dynamic scales. Needs torchao."""
@@ -256,7 +256,7 @@ class Float8(Section):
     enable_fsdp_float8_all_gather: Annotated[bool, _WITH_FLOAT8] = False
     """All-gather parameters in float8, which halves the communication. With "tensorwise" only."""
     emulate: Annotated[bool, _WITH_FLOAT8, MAY_CHANGE] = False
-    """Cast to float8 and multiply the results in float32: slow; for devices without float8 products and for tests."""
+    """Cast to float8 and multiply the results in float32: slow; for devices without float8 matmuls and for tests."""
 
 
 class ActivationCheckpoint(Section):
@@ -300,7 +300,7 @@ class Optimizer(Section):
 
     name: Annotated[Literal["AdamW", "Adam", "Muon"], ALWAYS] = "AdamW"
     """AdamW decouples weight decay from the gradient (Loshchilov & Hutter, arXiv:1711.05101). Adam adds the decay to the
-    gradient and needs far smaller values of weight_decay than the default. Muon orthogonalises the momentum of the blocks'
+    gradient and needs far smaller values of weight_decay than the default. Muon orthogonalizes the momentum of the blocks'
     matrices (Jordan 2024; Liu et al., arXiv:2502.16982) and leaves the other parameters, also stacks of experts, to AdamW, with
     the same lr: a matrix's update is scaled to the size of AdamW's."""
     lr: Annotated[bounds.Rate, ALWAYS] = 8e-4
@@ -314,7 +314,7 @@ class Optimizer(Section):
     momentum: Annotated[bounds.Beta, _WITH_MUON] = 0.95
     """Muon's decay of the running mean of gradients."""
     nesterov: Annotated[bool, _WITH_MUON] = True
-    """Muon adds the gradient once more to the running mean before it is orthogonalised."""
+    """Muon adds the gradient once more to the running mean before it is orthogonalized."""
     ns_steps: Annotated[int, Field(ge=1, le=20), _WITH_MUON] = 5
     """Muon's Newton-Schulz iterations, in training.mixed_precision_param if that is float32, else in bfloat16."""
     weight_decay: Annotated[bounds.NonNegative, ALWAYS] = 0.1

@@ -61,7 +61,7 @@ class LoadedTokenizer(NamedTuple):
         return self.bos if self.add_bos else ()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt: special tokens are recognised in it, none are added. Raises UserError."""
+        """The ids of a prompt: special tokens are recognized in it, none are added. Raises UserError."""
         with refusing(UserError, f"{self.source}: cannot encode the text {reprlib.repr(text)}"):
             self.tokenizer.encode_special_tokens = False
             try:

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files, as a model sees them: quantised ones are dequantised while they are read, slice by slice."""
+"""Tensors of safetensors files, as a model sees them: quantized ones are dequantized while they are read, slice by slice."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=-1)  #
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a safetensors file. shape, dtype: those of its values, after dequantisation."""
+    """A tensor of a safetensors file. shape, dtype: those of its values, after dequantization."""
 
     file: Path
     name: str
@@ -31,7 +31,7 @@ class Entry:
     dtype: torch.dtype
 
     def read(self, box: Box) -> Tensor:
-        """A slice. Quantised tensors give float32, and raise UserError for values that are not finite."""
+        """A slice. Quantized tensors give float32, and raise UserError for values that are not finite."""
         with safe_open(str(self.file), "pt") as file:
             return file.get_slice(self.name)[box]
 
@@ -55,7 +55,7 @@ class Float8Blocks(Entry):
 class Mxfp4(Entry):
     """Matrices in MXFP4 (OCP Microscaling Formats v1.0, section 5): each group of 32 inputs has a power of two as factor.
 
-    Stored as (experts, outputs, groups, 16 bytes of two values); as transformers has gpt-oss without quantisation, the shape
+    Stored as (experts, outputs, groups, 16 bytes of two values); as transformers has gpt-oss without quantization, the shape
     here is (experts, inputs, outputs).
     """
 
@@ -109,11 +109,11 @@ class Stack:
         return functools.reduce(torch.promote_types, (part.dtype for part in self.parts))
 
 
-# ------------------------------------------------------------------------------------------------- the parts of a quantised one
+# ------------------------------------------------------------------------------------------------- the parts of a quantized one
 
 
-def dequantise(entries: dict[str, Entry], quantization: Mapping[str, Any]) -> list[str]:
-    """Replaces the parts of each quantised tensor by one entry of its values, in place; returns what is wrong with them.
+def dequantize(entries: dict[str, Entry], quantization: Mapping[str, Any]) -> list[str]:
+    """Replaces the parts of each quantized tensor by one entry of its values, in place; returns what is wrong with them.
 
     quantization: the table of config.json, as validated.
     """

@@ -18,7 +18,7 @@ from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.untrusted import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
-from titanlite.hf.entries import Entry, Stack, dequantise, part_of
+from titanlite.hf.entries import Entry, Stack, dequantize, part_of
 from titanlite.hf.part import Part
 from titanlite.registry.description import Description, read_description
 from titanlite.registry.family import Family, described, require_hf
@@ -26,7 +26,7 @@ from titanlite.transforms.parameters import is_adapter
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
-_QUANTISED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # parts of quantised tensors
+_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # parts of quantized tensors
 _LIMIT = 128 * MIB  # of the index; that of 90,000 tensors has 9 MiB
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _COMPUTED = ".rotary_emb.inv_freq"  # in old files; computed from the configuration
@@ -110,9 +110,9 @@ def find_weights(folder: Path, family: Family, model: nn.Module, exclude: Sequen
 def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     """The tensors of a folder by name, and the faults of its files. Raises UserError if the folder has no safetensors.
 
-    A quantised tensor, as config.json describes them, is one entry of its name, shape and dtype without quantisation.
+    A quantized tensor, as config.json describes them, is one entry of its name, shape and dtype without quantization.
     """
-    known = DTYPES | _QUANTISED
+    known = DTYPES | _QUANTIZED
     entries: dict[str, Entry] = {}
     kinds: dict[str, str] = {}
     problems: list[str] = []
@@ -137,16 +137,16 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
             entries[name] = Entry(path, name, shape, known.get(kind, torch.float32))
     others = [name for name, place in places.items() if name in entries and entries[name].file.name != place]
     problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {places[name]}" for name in others]
-    problems += dequantise(entries, quantization) if (quantization := _quantization(folder)) else []
+    problems += dequantize(entries, quantization) if (quantization := _quantization(folder)) else []
     for name, entry in entries.items():
-        if entry.dtype in _QUANTISED.values() or kinds.get(name, "F32") not in known:
+        if entry.dtype in _QUANTIZED.values() or kinds.get(name, "F32") not in known:
             here = f"{name}: is stored in {entry.file.name} as {kinds[name]}"
             problems.append(f"{here}, and only {', '.join(DTYPES)} are read, or what quantization_config of config.json says")
     return entries, problems
 
 
 def _quantization(folder: Path) -> Description | None:
-    """How the weights of a folder are quantised, if they are."""
+    """How the weights of a folder are quantized, if they are."""
     try:
         return read_description(folder).get("quantization_config")
     except Absent:

@@ -17,7 +17,7 @@ _CHUNK = 2**25  # bytes per read: mapped pages count as memory of the process un
 def load_weights(tensors: Mapping[str, Tensor], weights: Mapping[str, Sequence[Entry | Stack]]) -> None:
     """Reads the entries of `find_weights` into tensors of the same names, in place and in their dtypes.
 
-    Raises UserError for a tied parameter that is stored twice with different values, and for a quantised one that has values
+    Raises UserError for a tied parameter that is stored twice with different values, and for a quantized one that has values
     that are not finite.
     """
     for name, entries in weights.items():

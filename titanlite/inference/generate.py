@@ -37,7 +37,7 @@ def continue_texts(
 ) -> list[str]:
     """Each text with at most `tokens` more tokens. A text begins as a document in training, an empty one with its first token.
 
-    The tokenizer recognises special tokens. Raises UserError if it gives ids that the model does not have, and for a text that
+    The tokenizer recognizes special tokens. Raises UserError if it gives ids that the model does not have, and for a text that
     it cannot encode.
     """
     end = loaded.end_of_text

@@ -66,7 +66,7 @@ def start(config: Config, identity: Identity) -> torch.device:
         agree(store, rank, world, identity)
     # No device_id: with it, each dimension of the mesh is split off this group, gloo too, which all ranks meet for through the
     # store (PyTorch pull request 182057); older versions refuse two backends there (issue 159200). `barrier` does not need it:
-    # in a group with gloo it synchronises by gloo. NCCL connects at its first collective, within init_timeout_seconds.
+    # in a group with gloo it synchronizes by gloo. NCCL connects at its first collective, within init_timeout_seconds.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     return device

@@ -1,4 +1,4 @@
-"""What a run reports: console, metrics.jsonl, TensorBoard; training speed; model FLOPs utilisation."""
+"""What a run reports: console, metrics.jsonl, TensorBoard; training speed; model FLOPs utilization."""
 
 import contextlib
 import json

@@ -35,7 +35,7 @@ def derived_values(
     rounding = f" with {config.optimizer.rounding} rounding" if training.dtype == "bfloat16" else ""
     masters = f"masters and moments {training.dtype}{rounding}"
     experts = ", experts do not" if any(isinstance(module, Experts) for module in model.modules()) else ""
-    products = f", blocks multiply in float8 {config.float8.recipe_name}{experts}" if config.float8.enable else ""
+    multiplied = f", blocks multiply in float8 {config.float8.recipe_name}{experts}" if config.float8.enable else ""
     degree = config.parallelism.expert_parallel_degree
     apart = f", experts split over {degree}" if degree > 1 else ""
     sharded = needs_fsdp(config, mesh.size())
@@ -61,7 +61,7 @@ def derived_values(
         "device": torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads a rank",
-        "precision": f"{training.mixed_precision_param}{products}, {masters}{held}{reduced}",
+        "precision": f"{training.mixed_precision_param}{multiplied}, {masters}{held}{reduced}",
         "attention": attention_sentence(model, config) + split,
         "settings": f"garbage collected every {training.gc_freq} steps; float32 products: {float32_products}",
         "recomputed": "nothing" if cfg.mode == "none" else cfg.mode + detail,

@@ -1,4 +1,4 @@
-"""Loss on text that is not trained on: the same samples in every round and on every mesh, with the training's own loss."""
+"""Loss on text that is not trained on: the same samples in every pass and on every mesh, with the training's own loss."""
 
 import math
 
@@ -17,7 +17,7 @@ from titanlite.parallel.mesh import DATA_DIMENSIONS, LOSS_DIMENSIONS, data_degre
 
 
 def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, float | None]:
-    """One round over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
+    """One pass over the first samples of each source; returns validation_loss (nats a token) and validation_bits_per_byte,
     None without labels, or without text behind them.
 
     Several sources have their own values, such as validation_loss/web; values without a name are over all labels. All ranks
@@ -29,7 +29,7 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
     sums = torch.zeros(len(data.sources), 3, dtype=torch.float64, device=device)  # loss, labels, bytes
     with evaluating(model):
         for source, total in enumerate(sums):
-            for batch in range(rounds(data, source, config, data_degree(mesh))):
+            for batch in range(pass_length(data, source, config, data_degree(mesh))):
                 part = part_of_batch(data, source, config, batch, data_rank(mesh), data_degree(mesh)).to(device)
                 microbatches = part.microbatches()
                 for microbatch, loss in zip(microbatches, summed_losses(model, microbatches), strict=True):
@@ -60,8 +60,8 @@ def _figures(suffix: str, total: torch.Tensor) -> dict[str, float | None]:
     return {f"validation_loss{suffix}": loss / labels if labels else None, f"validation_bits_per_byte{suffix}": bits}
 
 
-def rounds(data: Data, source: int, config: Config, parts: int) -> int:
-    """Batches of a source in a round: `validation.steps`, or fewer if it has fewer samples."""
+def pass_length(data: Data, source: int, config: Config, parts: int) -> int:
+    """Batches of a source in a pass: `validation.steps`, or fewer if it has fewer samples."""
     every = math.ceil(data.sources[source].count / config.global_batch(parts))
     return every if config.validation.steps == -1 else min(config.validation.steps, every)
 

@@ -106,7 +106,7 @@ def _in_order(model: nn.Module, of_routers: list[Any]) -> list[Any]:
 
 
 def routing(model: nn.Module) -> list[dict[str, Any]]:
-    """What an exchange of each mixture has moved, to be replayed: {"top_k": ..., "counts": rows of each expert}.
+    """What an all-to-all of each MoE layer has moved, to be replayed: {"top_k": ..., "counts": rows of each expert}.
 
     Of the latest microbatch, from the ranks among which this rank's experts are split; from all ranks if they are not. All
     ranks together; one host sync.

@@ -33,7 +33,7 @@ def build_optimizer(
     Every trained parameter has zero moments from the start, also one that never gets a gradient: so every checkpoint of a run
     holds the same tensors, and a new process can read them.
 
-    compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalises in it.
+    compute: the precision of the forward and backward passes, `training.mixed_precision_param`; Muon orthogonalizes in it.
     compiler: of titanlite's own kernels, if `cfg.implementation` is "fused".
 
     Raises UserError where Muon has no matrix.
@@ -51,7 +51,7 @@ def build_optimizer(
     own = compiler if cfg.implementation == "fused" else None
     if cfg.name != "Muon":
         return _adam(groups(list(trained)), cfg, own)
-    matrices = [name for name, p in trained.items() if is_orthogonalised(name, p, cfg)]
+    matrices = [name for name, p in trained.items() if is_orthogonalized(name, p, cfg)]
     others = [name for name in trained if name not in matrices]
     if not matrices:
         raise UserError('optimizer.name = "Muon": the model has no trained matrix in its layers; use "AdamW"')
@@ -72,7 +72,7 @@ def _adam(groups: list[dict[str, Any]], cfg: Optimizer, compiler: Compiler | Non
     return optimizer
 
 
-def is_orthogonalised(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
+def is_orthogonalized(name: str, parameter: Tensor, cfg: Optimizer) -> bool:
     """Whether Muon updates a parameter; AdamW updates embedding, head, norms and biases."""
     return cfg.name == "Muon" and parameter.ndim == 2 and name.startswith("layers.") and not _is_bias(name)
 
@@ -164,7 +164,7 @@ def replication_factor(tensor: Tensor) -> int:
 
 _NOT_FUSED = 'optimizer.implementation != "fused"'
 _CONFLICTS: tuple[Conflict, ...] = (
-    ('optimizer.name = "Muon"', "lora.enable = true", 'it would orthogonalise frozen matrices; use "AdamW"'),
+    ('optimizer.name = "Muon"', "lora.enable = true", 'it would orthogonalize frozen matrices; use "AdamW"'),
     ('optimizer.name = "Muon"', "parallelism.cpu_offload = true", 'the CPU would multiply whole matrices; use "AdamW"'),
     ('training.mixed_precision_param != "bfloat16"', 'training.dtype = "bfloat16"', "the parameters are no more precise"),
     ('training.dtype = "bfloat16"', "lora.enable = true", 'lora trains float32 beside frozen weights; set it to "float32"'),

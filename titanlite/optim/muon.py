@@ -1,6 +1,6 @@
-"""Muon: orthogonalised momentum, so that an update changes all directions of a matrix equally.
+"""Muon: orthogonalized momentum, so that an update changes all directions of a matrix equally.
 
-K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), for the orthogonalisation; Liu et al., "Muon is
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), for the orthogonalization; Liu et al., "Muon is
 scalable for LLM training", arXiv:2502.16982, for the scale of an update, 0.2 sqrt(max(rows, columns)), which makes it as large
 as an update of AdamW: learning rate and weight decay carry over. AdamW updates everything but the blocks' matrices.
 """
@@ -15,7 +15,7 @@ from titanlite.config.schema import Optimizer
 from titanlite.optim import rounding
 from titanlite.optim.adam_bf16 import REMAINDER, Part, signals
 from titanlite.optim.rounding import Compiler, Places
-from titanlite.optim.whole_matrices import Exchange, Round
+from titanlite.optim.whole_matrices import Bucket, Redistribution
 
 MOMENTUM = "momentum_buffer"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: bring singular values above 0.01 close to 1 in five steps
@@ -25,7 +25,7 @@ _AS_LARGE_AS_ADAMW = 0.2  # root mean square of an update, arXiv:2502.16982, sec
 class Muon(torch.optim.Optimizer):
     """Muon for `groups`, combined with an optimizer for the rest: one set of parameters, state and steps.
 
-    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalisation, and
+    groups: as of torch.optim, with pairs (name, parameter), the parameters matrices. precision: of the orthogonalization, and
     of its communication. bfloat16 parameters are rounded as in `Bfloat16Adam`. Takes `found_inf` and `grad_scale` if the
     optimizer of the rest does. compiler: as for `Bfloat16Adam`. All ranks of `group` construct it together.
     """
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         self._gather = rounding.elementwise(self._momentum_of, compiler)
         self._update = rounding.elementwise(self._updated, compiler)
         self._parts = [Part(group, self.state, (MOMENTUM,), cfg.rounding == "compensated") for group in self.param_groups]
-        self._exchange = Exchange([p for part in self._parts for p in part.parameters], group)
+        self._redistribution = Redistribution([p for part in self._parts for p in part.parameters], group)
         self.rest = rest
         self.state.update(rest.state)
         rest.state = self.state
@@ -66,9 +66,9 @@ class Muon(torch.optim.Optimizer):
             keys += rounding.each_row(rounding.keys_of(part.keys, part.counts))
             numbers += rounding.each_row(self._numbers(part))
         with rounding.any_shape():
-            for one in self._exchange.rounds(used):
+            for one in self._redistribution.buckets(used):
                 work = [(parameters[n], places[n], keys[n], numbers[n]) for n in one.matrices]
-                self._round(one, work, skip, scale)
+                self._step_bucket(one, work, skip, scale)
 
     def _numbers(self, part: Part) -> Tensor:
         """The rate and decay of each parameter in this step, (n, 4) float32; the last two columns are padding."""
@@ -76,20 +76,20 @@ class Muon(torch.optim.Optimizer):
         rates = part.longest.sqrt() * _AS_LARGE_AS_ADAMW * lr
         return torch.stack([rates, torch.full_like(rates, lr * decay), rates, rates], dim=1).float()
 
-    def _round(self, one: Round, work: list[tuple[Tensor, Places, Tensor, Tensor]], skip: Tensor, scale: Tensor) -> None:
+    def _step_bucket(self, one: Bucket, work: list[tuple[Tensor, Places, Tensor, Tensor]], skip: Tensor, scale: Tensor) -> None:
         pending = []
         for p, place, key, _ in work:
             assert p.grad is not None
             pending.append(torch.empty_like(rounding.flat(p), dtype=self._precision))
             self._gather([rounding.flat(p.grad), rounding.flat(self.state[p][MOMENTUM]), pending[-1]], place, key, skip, scale)
-        directions = self._exchange.map(one, pending, lambda whole: orthogonalised(whole, self._ns_steps))
+        directions = self._redistribution.map(one, pending, lambda whole: orthogonalized(whole, self._ns_steps))
         for (p, place, key, numbers), direction in zip(work, directions, strict=True):
             tensors = [rounding.flat(p), direction]
             tensors += [rounding.flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
             self._update(tensors, place, key, numbers, skip)
 
     def _momentum_of(self, tensors: list[Tensor], place: Places, key: Tensor, skip: Tensor, scale: Tensor) -> None:
-        """Adds a gradient to the momentum, and writes the matrix to orthogonalise."""
+        """Adds a gradient to the momentum, and writes the matrix to orthogonalize."""
         grad, kept, pending = tensors
         g = grad.float() / scale
         mean = kept.float() * self._momentum + g * (1 - self._momentum)
@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         rounding.store(p, remainder, value, place, key, 1, skip)
 
 
-def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
     """Approximately U V^T of a matrix U S V^T, in its dtype, with singular values between 0.7 and 1.2: Newton-Schulz iterations
     of a polynomial that has no fixed point at 1 but grows fast from 0."""
     a, b, c = _COEFFICIENTS

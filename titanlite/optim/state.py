@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint.folder import room_faults
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config, Optimizer
-from titanlite.optim.build import is_orthogonalised
+from titanlite.optim.build import is_orthogonalized
 from titanlite.optim.loss_scale import LossScale
 
 
@@ -31,7 +31,7 @@ def run_tensors(model: nn.Module, optimizer: Any, loss_scale: LossScale | None) 
 
 def state_bytes(name: str, parameter: Tensor, cfg: Optimizer) -> int:
     """Bytes of optimizer state per value of a trained parameter, without its step counter."""
-    moments = 1 if is_orthogonalised(name, parameter, cfg) else 2  # in the parameter's dtype
+    moments = 1 if is_orthogonalized(name, parameter, cfg) else 2  # in the parameter's dtype
     remainder = 2 if parameter.dtype == torch.bfloat16 and cfg.rounding == "compensated" else 0
     return moments * parameter.element_size() + remainder
 

@@ -38,8 +38,8 @@ class Box(NamedTuple):
 NOTHING = Box(0, 0, 0, 0)
 
 
-class Round(NamedTuple):
-    """The exchange of up to N matrices, from this rank's view; rank j owns matrix j of them, or an empty one."""
+class Bucket(NamedTuple):
+    """The all-to-alls of up to N matrices, from this rank's view; rank j owns matrix j of them, or an empty one."""
 
     matrices: list[int]
     shape: tuple[int, ...]  # of the matrix that this rank owns
@@ -49,8 +49,8 @@ class Round(NamedTuple):
     mine: list[Box]  # this rank's box in each owner's matrix
 
 
-class Exchange:
-    """The rounds for the same matrices at every step. All ranks of a group construct it, and call `map`, together.
+class Redistribution:
+    """The buckets for the same matrices at every step. All ranks of a group construct it, and call `map`, together.
 
     matrices: two-dimensional parameters, DTensors on any meshes or plain tensors that every rank holds whole.
     """
@@ -59,17 +59,17 @@ class Exchange:
         self._shapes, self._group = [tuple(matrix.shape) for matrix in matrices], group
         self._rank, self._world = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
         self._boxes = [_boxes(matrix, self._world) for matrix in matrices]
-        self._rounds: tuple[list[int], list[Round]] = [], []
+        self._buckets: tuple[list[int], list[Bucket]] = [], []
 
-    def rounds(self, used: list[int]) -> list[Round]:
-        """Groups the matrices of a step into rounds, by shape, so that owners have equal work."""
-        if self._rounds[0] != used:
+    def buckets(self, used: list[int]) -> list[Bucket]:
+        """Groups the matrices of a step into buckets, by shape, so that owners have equal work."""
+        if self._buckets[0] != used:
             ordered = sorted(used, key=lambda number: self._shapes[number])
             groups = [ordered[first : first + self._world] for first in range(0, len(ordered), self._world)]
-            self._rounds = list(used), [self._planned(group) for group in groups]
-        return self._rounds[1]
+            self._buckets = list(used), [self._planned(group) for group in groups]
+        return self._buckets[1]
 
-    def _planned(self, group: list[int]) -> Round:
+    def _planned(self, group: list[int]) -> Bucket:
         me, idle = self._rank, self._world - len(group)
         shapes = [self._shapes[number] for number in group] + [(0, 0)] * idle
         boxes = [self._boxes[number] for number in group] + [[NOTHING] * self._world] * idle
@@ -77,10 +77,10 @@ class Exchange:
         mine = [of_ranks[me] for of_ranks in boxes]
         sent = [box.size if me in senders[owner] else 0 for owner, box in enumerate(mine)]
         gathered = [box if rank in senders[me] else NOTHING for rank, box in enumerate(boxes[me])]
-        return Round(group, shapes[me], sent, gathered, boxes[me], mine)
+        return Bucket(group, shapes[me], sent, gathered, boxes[me], mine)
 
-    def map(self, one: Round, shards: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """This rank's parts of function(whole matrix), for the matrices of a round; shards: its parts of the matrices."""
+    def map(self, one: Bucket, shards: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """This rank's parts of function(whole matrix), for the matrices of a bucket; shards: its parts of the matrices."""
         if self._world == 1:
             return [function(shard) for shard in shards]
         sending = torch.cat([shard.flatten()[:count] for shard, count in zip(shards, one.sent, strict=False)])

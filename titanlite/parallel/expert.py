@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of each mixture are split over ranks, to which tokens travel (models/exchange.py).
+"""Expert parallelism: the experts of each MoE layer are split over ranks, to which tokens are dispatched (models/exchange.py).
 
 Experts know no tensor parallelism: sequence and context parallelism give each rank tokens of its own. So all ranks of a replica
 are data ranks for experts: neighbours have different experts, and ranks with equal experts share these as FSDP2 does.
@@ -26,7 +26,7 @@ class ExpertMeshes(NamedTuple):
 
 
 def apply_expert_parallel(model: Decoder, config: Config, mesh: DeviceMesh) -> ExpertMeshes | None:
-    """Splits experts over ranks, and makes their tokens travel; None where no experts are split."""
+    """Splits experts over ranks, and makes their tokens go there; None where no experts are split."""
     degree = config.parallelism.expert_parallel_degree
     if degree == 1:
         return None

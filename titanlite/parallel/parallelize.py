@@ -111,8 +111,8 @@ def _drop_layers(model: Decoder, build: Build) -> None:
 def _cut_into_stages(model: Decoder, build: Build) -> None:
     pp = build.mesh["pp"]
     if pp.size() > 1:
-        share = pipeline.shares(build.config, build.family, model)[pp.get_local_rank()]
-        build.stages = pipeline.cut(model, share, pipeline.flow_of(build.config, build.family, build.mesh["tp"]))
+        share = pipeline.assign_stages(build.config, build.family, model)[pp.get_local_rank()]
+        build.stages = pipeline.take_stages(model, share, pipeline.flow_of(build.config, build.family, build.mesh["tp"]))
 
 
 def _fsdp(model: Decoder, build: Build) -> None:
@@ -183,7 +183,7 @@ def parallelize(
     device: of the kernels. layers: the names of the blocks to keep; predictions measure a few. None: all. The checks of
     `STEPS` have passed.
     """
-    # Adapters come first: what splits, casts, saves or initialises parameters then finds theirs like any other.
+    # Adapters come first: what splits, casts, saves or initializes parameters then finds theirs like any other.
     model, build = on_meta(family, config), Build(family, config, mesh, device, layers)
     for step in STEPS:
         step.apply(model, build)

@@ -44,7 +44,7 @@ class Microbatch(NamedTuple):
     seq: SeqInfo
 
 
-# ----------------------------------------------------------------------------------------------------------- cutting a model
+# -------------------------------------------------------------------------------------------------- stages of the ranks
 
 
 def split_layers(config: Config, family: Family, model: Decoder) -> list[list[str]]:
@@ -65,12 +65,12 @@ def split_layers(config: Config, family: Family, model: Decoder) -> list[list[st
 
 def costs(config: Config, family: Family, model: Decoder) -> tuple[dict[str, float], float]:
     """What each block, and the head, computes for a token, in multiplications of a forward pass."""
-    products = {name: numbers_of_a_token(block) for name, block in model.layers.items()}
+    matmuls = {name: numbers_of_a_token(block) for name, block in model.layers.items()}
     of_head = numbers_of_a_token(model.head)
     # 6 FLOPs of training for each of them; what remains is attention, of which all blocks get the same
     every = family.module.flops(family.config, config.training.seq_len).causal / 6
-    attention = (every - sum(products.values()) - of_head) / len(products)
-    return {name: numbers + attention for name, numbers in products.items()}, of_head
+    attention = (every - sum(matmuls.values()) - of_head) / len(matmuls)
+    return {name: numbers + attention for name, numbers in matmuls.items()}, of_head
 
 
 def stage_costs(config: Config, family: Family, model: Decoder) -> list[float]:
@@ -107,7 +107,7 @@ def balanced(costs: Sequence[float], parts: int, of_last: float) -> list[int]:
     return best[len(costs)][2]
 
 
-class Share(NamedTuple):
+class StageAssignment(NamedTuple):
     """What a rank of a pipeline has of a model."""
 
     stages: dict[int, list[str]]  # number of a stage -> its blocks
@@ -122,17 +122,17 @@ class Share(NamedTuple):
             return any(rest.partition(".")[0] in blocks for blocks in self.stages.values())
         return self.head if part == "head" else self.embed or (self.tied and self.head)
 
-    def untied(self) -> "Share":
+    def untied(self) -> "StageAssignment":
         """The same of a model whose head has a parameter of its own."""
         return self._replace(tied=False)
 
 
-def shares(config: Config, family: Family, model: Decoder) -> list[Share]:
+def assign_stages(config: Config, family: Family, model: Decoder) -> list[StageAssignment]:
     """The share of each rank of a pipeline. model: whole, on the meta device."""
     layers, ranks = split_layers(config, family, model), config.parallelism.pipeline_parallel_degree
     tied = model.embed is not None and model.head is not None and model.head.output.weight is model.embed.weight
     numbers = [range(rank, len(layers), ranks) for rank in range(ranks)]
-    return [Share({n: layers[n] for n in mine}, 0 in mine, len(layers) - 1 in mine, tied) for mine in numbers]
+    return [StageAssignment({n: layers[n] for n in mine}, 0 in mine, len(layers) - 1 in mine, tied) for mine in numbers]
 
 
 def flow_of(config: Config, family: Family, tp: DeviceMesh) -> Flow:
@@ -149,7 +149,7 @@ def received_by_stages(flow: Flow, layers: list[list[str]]) -> list[list[Tensor]
     return [[], *([flow.tensors[number] for number in flow.crossing(call)] for call in first)]
 
 
-def cut(model: Decoder, share: Share, flow: Flow) -> list["Stage"]:
+def take_stages(model: Decoder, share: StageAssignment, flow: Flow) -> list["Stage"]:
     """Removes all but a rank's share from a whole model on the meta device; returns its stages.
 
     If embedding and head are one parameter, the rank with the head keeps it as `embed.weight`, its name in the whole model.
@@ -413,5 +413,5 @@ def microbatch_faults(config: Config, ranks: int) -> Iterator[str]:
     elif schedule == "Interleaved1F1B" and count % max(1, count // degree):
         yield (
             f'parallelism.pipeline_parallel_schedule = "{schedule}": {count} microbatches a step, {sizes}, cannot be done in '
-            f"equal rounds of {degree} or slightly more; make them a multiple of {degree}"
+            f"equal groups of {degree} or slightly more; make them a multiple of {degree}"
         )

@@ -84,7 +84,7 @@ STYLES: dict[str, Style] = {
     "sequence": Style(Replicate(), Replicate(), after=_gather_sequence),
     # whole weights, applied to this rank's heads or its slice of the sequence; gradients are summed over ranks
     "replicate": Style(Replicate(), Replicate()),
-    # the same for the experts of a mixture, unless expert parallelism has split them
+    # the same for the experts of an MoE layer, unless expert parallelism has split them
     "experts": Style(Replicate(), Replicate(), (Experts,)),
     # weights of features, split like the output of a "column" module; the module itself communicates between ranks
     "features": Style(Shard(0), Shard(0)),
@@ -153,10 +153,10 @@ def apply_tensor_parallel(model: Decoder, family: Family, tp: DeviceMesh) -> Non
 
 
 def overlap_tensor_parallel(enable: bool, tp: DeviceMesh) -> None:
-    """Makes the compiler fuse gather -> products and product -> sum into operations that overlap both, piece by piece.
+    """Makes the compiler fuse gather -> matmuls and matmul -> sum into operations that overlap both, piece by piece.
 
     Its pass matches these patterns in each graph ("async TP"; one setting a process). Where several matrices read a gathered
-    sequence, the backward pass sums their products, which does not match, and stays as it is.
+    sequence, the backward pass sums their results, which does not match, and stays as it is.
     """
     set_async_tensor_parallel(enable)
     if enable:

@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Rows of one rank that are in the same rounds."""
+    """Rows of one rank that are in the same chunks."""
 
     rows: int
     stay: int  # of these, the ones for its own experts
@@ -38,7 +38,7 @@ class Exchanged(NamedTuple):
 
     load: Load
     every: Sent
-    later: Sent  # in further rounds
+    later: Sent  # in additional chunks
 
 
 def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchanged | None:
@@ -59,7 +59,7 @@ def exchanged(operation: Any, given: dict[str, Any], routing: Routing) -> Exchan
 
 @functools.cache
 def on_busiest_rank(shares: tuple[int, ...], rows: int, ranks: int, capacity: int) -> tuple[int, Sent, Sent]:
-    """How many rows the busiest rank receives, and what it sends in all rounds and in those after the first.
+    """How many rows the busiest rank receives, and what it sends in all chunks and in those after the first.
 
     shares: of the experts. rows: of each rank. Row i of all rows, sorted by expert, is one of rank i % ranks: all send equal
     shares to each expert, up to one row.
@@ -85,18 +85,18 @@ def temporary_bytes(operation: Any, given: dict[str, Any]) -> int:
 
 
 def flops(load: Load, given: dict[str, Any]) -> int:
-    """Of a call: each row meets three matrices, backward twice; products of further rounds are computed again."""
-    product = 2 * load.dim * load.hidden
+    """Of a call: each row meets three matrices, backward twice; the matmuls of additional chunks are computed again."""
+    matmul = 2 * load.dim * load.hidden
     if "kept" not in given:
-        return 3 * product * load.received
+        return 3 * matmul * load.received
     again = load.received - min(load.received, load.capacity)
-    return product * ((6 if given["trained"] else 3) * load.received + 2 * again)
+    return matmul * ((6 if given["trained"] else 3) * load.received + 2 * again)
 
 
 def messages(found: Exchanged, given: dict[str, Any]) -> list[Message]:
     """What rank 0 sends in a call. All ranks have as many rows."""
     load = found.load
-    row, rounds = load.dim * load.itemsize, load.rounds
+    row, chunks = load.dim * load.itemsize, load.chunks
     away = load.ranks - 1
 
     def there(what: str, calls: int, sent: Sent) -> Message:
@@ -105,11 +105,11 @@ def messages(found: Exchanged, given: dict[str, Any]) -> list[Message]:
     def back(what: str) -> Message:
         """The way of all received rows to the ranks that they are of, of which one is this."""
         size = load.received * row
-        return Message(what, rounds, size, size * away // load.ranks)
+        return Message(what, chunks, size, size * away // load.ranks)
 
     if "kept" not in given:
         counts = 8 * load.ranks * load.ranks * load.experts
         counted = Message("experts: counts of rows", 1, counts, counts * away // load.ranks)
-        return [counted, there("experts: rows", rounds, found.every), back("experts: results")]
-    gradients = [there("experts: gradients of results", rounds, found.every), back("experts: gradients of rows")]
-    return [*gradients, there("experts: rows of further rounds", rounds - 1, found.later)] if rounds > 1 else gradients
+        return [counted, there("experts: rows", chunks, found.every), back("experts: results")]
+    gradients = [there("experts: gradients of results", chunks, found.every), back("experts: gradients of rows")]
+    return [*gradients, there("experts: rows of additional chunks", chunks - 1, found.later)] if chunks > 1 else gradients

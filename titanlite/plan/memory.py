@@ -12,7 +12,7 @@ from titanlite.loop.memory import GIB, machine_memory
 from titanlite.loop.remedies import kept_savers, with_keys
 from titanlite.optim.state import state_bytes
 from titanlite.parallel.mesh import resolve_degrees
-from titanlite.parallel.pipeline import Share, shares
+from titanlite.parallel.pipeline import StageAssignment, assign_stages
 from titanlite.registry.check import Check
 from titanlite.registry.family import family_of
 from titanlite.transforms.dtypes import DTYPES
@@ -27,10 +27,10 @@ def kept_bytes(config: Config, model: Decoder, ranks: int) -> int:
     Raises UserError for a mesh that does not fit the ranks.
     """
     family = family_of(config.model)
-    return max(_kept_bytes(config, model, ranks, share) for share in shares(config, family, model))
+    return max(_kept_bytes(config, model, ranks, share) for share in assign_stages(config, family, model))
 
 
-def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: Share) -> int:
+def _kept_bytes(config: Config, model: nn.Module, ranks: int, share: StageAssignment) -> int:
     degrees = resolve_degrees(config.parallelism, ranks)
     apart, late = _experts(model), reduces_once(config)
     total = 0
@@ -56,7 +56,7 @@ def reduces_once(config: Config) -> bool:
     return not config.parallelism.reduce_every_microbatch or config.parallelism.pipeline_parallel_degree > 1
 
 
-def unsharded(config: Config, model: nn.Module, share: Share | None = None, frozen: bool = False) -> int:
+def unsharded(config: Config, model: nn.Module, share: StageAssignment | None = None, frozen: bool = False) -> int:
     """How many trained values a rank has where FSDP2 has gathered all. model: whole, on the meta device, or parallelized.
 
     share: of a pipeline's rank. frozen: those that are not trained too.

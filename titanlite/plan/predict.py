@@ -20,7 +20,7 @@ from titanlite.parallel.dataflow import Flow
 from titanlite.parallel.fsdp import GradientSync, waiting_units
 from titanlite.parallel.mesh import build_mesh, data_degree, resolve_degrees
 from titanlite.parallel.parallelize import parallelize
-from titanlite.parallel.pipeline import Share, flow_of, received_by_stages, shares, split_layers, stage_costs
+from titanlite.parallel.pipeline import StageAssignment, assign_stages, flow_of, received_by_stages, split_layers, stage_costs
 from titanlite.plan import pipeline
 from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
@@ -131,7 +131,7 @@ class Measured(NamedTuple):
     update: Update
     microbatches: int
 
-    def part_of(self, share: Share) -> float:
+    def part_of(self, share: StageAssignment) -> float:
         """The bytes of a share's parameters, of all."""
         sizes = {name: local_bytes(parameter) for name, parameter in self.model.named_parameters()}
         return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
@@ -159,7 +159,7 @@ def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measure
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)
-    every, hidden = shares(config, family, whole), hidden_bytes(config, ranks, measured.model)
+    every, hidden = assign_stages(config, family, whole), hidden_bytes(config, ranks, measured.model)
     received = received_by_stages(flow, split_layers(config, family, whole))
     rehearsal = rehearsed(config, stage_costs(config, family, whole), every, measured, hidden, received)
     widest = max(map(size_of, received))
@@ -182,7 +182,12 @@ def hidden_bytes(config: Config, ranks: int, model: Decoder) -> int:
 
 
 def rehearsed(
-    config: Config, costs: list[float], every: list[Share], measured: Measured, hidden: int, received: list[list[Tensor]]
+    config: Config,
+    costs: list[float],
+    every: list[StageAssignment],
+    measured: Measured,
+    hidden: int,
+    received: list[list[Tensor]],
 ) -> pipeline.Rehearsal:
     """A step of the schedule. costs: of the stages' forward passes."""
     kept, between, tp = [0] * len(costs), [0] * len(costs), config.parallelism.tensor_parallel_degree
@@ -208,12 +213,12 @@ def bytes_between(model: Decoder, blocks: list[str], with_head: bool, hidden: in
     rows, dim = output.shape
     numbers = 0  # of a token of this rank
     for p in (p for name in blocks for p in model.layers[name].parameters() if p.requires_grad):
-        split = isinstance(p, DTensor) and Shard(1) in p.placements  # its products are sums for the tokens of all ranks of tp
+        split = isinstance(p, DTensor) and Shard(1) in p.placements  # its matmuls are sums for the tokens of all ranks of tp
         numbers += p.shape[0] * (tp if split else 1) if p.ndim == 2 else dim
     return hidden * numbers // dim + (4 * rows * dim // tp if with_head and output.requires_grad else 0)
 
 
-def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, received: int, kept: int) -> Memory:
+def memory_of(share: StageAssignment, config: Config, whole: Decoder, measured: Measured, received: int, kept: int) -> Memory:
     """What a rank of a pipeline holds. whole: the model on the meta device. kept: by its stages, for backward passes."""
     training, part = config.training, measured.part_of(share)
     masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.untied().has(name))
@@ -225,7 +230,7 @@ def memory_of(share: Share, config: Config, whole: Decoder, measured: Measured, 
     return Memory(masters, gradients, round(measured.update.state * part), activations, working)
 
 
-def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], received: list[list[Tensor]]) -> Work:
+def work_of(share: StageAssignment, degree: int, measured: Measured, parts: list[Part], received: list[list[Tensor]]) -> Work:
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
     own, part = part_of(measured.run, share), measured.part_of(share)
     often = {"embed": int(share.embed), "head": int(share.head)}
@@ -238,16 +243,16 @@ def work_of(share: Share, degree: int, measured: Measured, parts: list[Part], re
     onwards = [tensor for number in share.stages for tensor in ([*received, []][number + 1])]
     back = [tensor for number in share.stages for tensor in received[number] if tensor.requires_grad]
     messages, size = (measured.microbatches * each for each in (len(onwards + back), size_of(onwards + back)))
-    travels = {Channel("pipeline: hidden states", "send", ("pp",), degree): (messages, size)}
+    messages_sent = {Channel("pipeline: hidden states", "send", ("pp",), degree): (messages, size)}
     if share.tied and (share.embed or share.head):
         size = local_bytes(dict(measured.model.named_parameters())["embed.weight"])
-        travels[Channel("pipeline: gradient of the tied embedding", "send", ("pp",), degree)] = 1, size
-    sent = Work(0, {channel: Traffic(calls, size, size) for channel, (calls, size) in travels.items()})
+        messages_sent[Channel("pipeline: gradient of the tied embedding", "send", ("pp",), degree)] = 1, size
+    sent = Work(0, {channel: Traffic(calls, size, size) for channel, (calls, size) in messages_sent.items()})
     work = added(passes, Work(round(measured.update.work.flops * part), updated), sent)
     return work._replace(traffic={channel: each for channel, each in work.traffic.items() if each.calls})
 
 
-def part_of(layers: Layers, share: Share) -> Layers:
+def part_of(layers: Layers, share: StageAssignment) -> Layers:
     """The layers of a rank of a pipeline; all of the few are still run."""
     names = tuple(name for blocks in share.stages.values() for name in blocks)
     return layers._replace(whole=names, stands_for={name: layers.stands_for[name] for name in names})
@@ -291,7 +296,7 @@ def whole_memory(layers: Layers, held: Held, with_head: bool = True) -> tuple[in
 def whole_update(layers: Layers, setup: Setup) -> Update:
     """The update of the whole model, from those of one layer of each kind, and of one more."""
     measure = partial(measure_update, setup)
-    if setup.config.optimizer.name == "Muon":  # which sends matrices in rounds, of which a few layers do not fill one
+    if setup.config.optimizer.name == "Muon":  # which sends matrices in buckets, of which a few layers do not fill one
         return measure(layers.whole)
     ones, others = layers.add_up(measure)
 

@@ -55,7 +55,7 @@ class Traffic(NamedTuple):
 class Work(NamedTuple):
     """What rank 0 computes and sends."""
 
-    flops: int  # of matrix products and attention, as torch.utils.flop_counter counts them
+    flops: int  # of matmuls and attention, as torch.utils.flop_counter counts them
     traffic: dict[Channel, Traffic]
 
 
@@ -172,13 +172,13 @@ def _bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor))
 
 
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, products: int) -> int:
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, matmuls: int) -> int:
     """(batch, heads, queries, dim) and (batch, heads, keys, dim); every score is counted, causal or not."""
-    return products * 2 * query.numel() * key.shape[-2]
+    return matmuls * 2 * query.numel() * key.shape[-2]
 
 
 # Where PyTorch's table, to which models may add operations of their own, has no formula, or a wrong one. It lacks the CPU's
-# attention kernel: two products forward; backward the scores again and four gradients.
+# attention kernel: two matmuls forward; backward the scores again and four gradients.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     # PyTorch's own fails for the dtype of the result, which the head gives
     torch.ops.aten.addmm: lambda _, a, b, *__, **___: flop_registry[torch.ops.aten.mm](a, b),

@@ -18,7 +18,7 @@ def lines(prediction: Prediction, config: Config, ranks: int, device_gib: float,
     return [
         f"{config.model.title}, {prediction.parameters:,} parameters, on {ranks} ranks; this is {which}",
         *(f"  {name:<24}{size / GIB:8.2f} GiB" for name, size in rows.items()),
-        f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matrix products and attention)",
+        f"  FLOPs of a step         {prediction.work.flops / 1e12:8.2f} TFLOP  (matmuls and attention)",
         "  collectives of a step, and what this rank sends in them:",
         *(f"    {line}" for line in traffic_table(prediction)),
         *(f"  note: {limit}" for limit in limits(config, routing)),

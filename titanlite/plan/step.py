@@ -53,7 +53,7 @@ class Setup(NamedTuple):
     config: Config
     mesh: DeviceMesh
     device_type: str  # the device whose chunk sizes the loss uses, and whose kernels compute sinks and softcaps
-    routing: dict[str, Routing]  # of each layer that has a mixture, for what is computed and sent; memory is for the worst
+    routing: dict[str, Routing]  # of each MoE layer, for what is computed and sent; memory is for the worst
 
 
 class Held(NamedTuple):

@@ -1,4 +1,4 @@
-"""Recorded routing: what one exchange of each mixture moved in a run, on as many ranks as a prediction has."""
+"""Recorded routing: what the all-to-all of each MoE layer moved in a run, on as many ranks as a prediction has."""
 
 import itertools
 from pathlib import Path
@@ -13,11 +13,11 @@ from titanlite.ground.errors import UserError, listed
 from titanlite.ground.untrusted import MIB, Contents, Count, Positive, read_json
 from titanlite.launch.run_folder import ROUTING
 
-_LIMIT = 64 * MIB  # 58 mixtures of 256 experts take 0.1 MiB
+_LIMIT = 64 * MIB  # 58 MoE layers of 256 experts take 0.1 MiB
 
 
-class Mixture(Contents):
-    """One mixture of the model, from the first block on."""
+class RecordedLayer(Contents):
+    """One MoE layer of the model, from the first block on."""
 
     top_k: Positive
     counts: Annotated[list[Count], Field(min_length=1, max_length=2**16)]  # rows of each expert
@@ -27,7 +27,7 @@ class Trace(Contents):
     """The routing.json of a run (optim/balance.py: routing)."""
 
     step: Count
-    mixtures: Annotated[list[Mixture], Field(min_length=1, max_length=2**16)]
+    mixtures: Annotated[list[RecordedLayer], Field(min_length=1, max_length=2**16)]
 
 
 def read_trace(path: Path) -> Trace:
@@ -40,13 +40,13 @@ def read_trace(path: Path) -> Trace:
 
 
 def check_trace(trace: Trace, path: Path, model: nn.Module) -> None:
-    """Raises UserError that lists how the mixtures of the trace differ from those of the model."""
+    """Raises UserError that lists how the MoE layers of the trace differ from those of the model."""
     routers = routers_of(model)
-    faults = [f"has {len(trace.mixtures)} mixtures, the model {len(routers)}"] if len(routers) != len(trace.mixtures) else []
+    faults = [f"has {len(trace.mixtures)} MoE layers, the model {len(routers)}"] if len(routers) != len(trace.mixtures) else []
     for number, (there, router) in enumerate(zip(trace.mixtures, routers, strict=False)):
         here, recorded = _shape(router), (len(there.counts), there.top_k)
         if here != recorded:
-            what = "mixture {}: {} experts and top_k = {}, in the model {} and {}"
+            what = "MoE layer {}: {} experts and top_k = {}, in the model {} and {}"
             faults.append(what.format(number, *recorded, *here))
     if faults:
         raise UserError(listed(f"{path}: is the routing of another model:", faults))
@@ -57,10 +57,10 @@ def _shape(router: Router) -> tuple[int, int]:
 
 
 def routings(model: Decoder, routing: Literal["balanced", "worst"] | Trace) -> dict[str, Any]:
-    """The routing of each layer that has a mixture: one for all, or the recorded rows of its experts."""
+    """The routing of each MoE layer: one for all, or the recorded rows of its experts."""
     named = [name for name, layer in model.layers.items() if routers_of(layer)]
     if isinstance(routing, Trace):
-        return {name: mixture.counts for name, mixture in zip(named, routing.mixtures, strict=True)}
+        return {name: layer.counts for name, layer in zip(named, routing.mixtures, strict=True)}
     return dict.fromkeys(named, routing)
 
 

@@ -26,7 +26,7 @@ num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_p
 encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
 forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 output_router_logits router_aux_loss_coef quantization_config
-"""  # the last one is validated here, and titanlite.hf dequantises weights by it
+"""  # the last one is validated here, and titanlite.hf dequantizes weights by it
 HARMLESS = frozenset(_HARMLESS.split())
 _SWITCHES = """
 attention_bias mlp_bias attention_dropout hidden_dropout residual_dropout embedding_dropout use_sliding_window
@@ -86,7 +86,7 @@ _Side = Annotated[int, Field(gt=0, le=2**14)]  # of a block
 
 
 class _Quantization(BaseModel):
-    """How weights are quantised; no entry but these is known to change nothing. The dtypes of the files say which weights."""
+    """How weights are quantized; no entry but these is known to change nothing. The dtypes of the files say which weights."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

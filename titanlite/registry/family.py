@@ -31,7 +31,7 @@ _SHARED_FILES = [os.path.join(os.path.dirname(models.__file__), f"{name}.py") fo
 FROM_ASSETS = "hf"  # the flavor whose dimensions are those of model.hf_assets_path
 
 
-class _NoInitialisation(TorchFunctionMode):
+class _NoInitialization(TorchFunctionMode):
     """Skips torch.nn.init, which has no effect on the meta device, but imports dynamo there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ class Family(NamedTuple):
 
     def on_meta(self) -> Decoder:
         """The model without memory: every parameter on the meta device, in float32."""
-        with torch.device("meta"), _NoInitialisation():
+        with torch.device("meta"), _NoInitialization():
             model = self.module.Model(self.config)
         model.limits = self.limits
         return model

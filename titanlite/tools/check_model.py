@@ -29,7 +29,7 @@ def _use_one_thread() -> None:
     """In this process, and in each rank, unless OMP_NUM_THREADS is set.
 
     The models are small. Threads wait for each other after each operation: where other programs run too, that took ten times
-    as long for mixtures, whose products are many and small.
+    as long for MoE models, whose matmuls are many and small.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -95,7 +95,7 @@ INSTEAD = {
     "checkpoint.enable_first_step_checkpoint": "set checkpoint.interval; the last step is always saved",
     "checkpoint.enable_ft_dataloader_checkpoints": "every checkpoint has the position in the data",
     "checkpoint.load_only": "set a checkpoint.interval larger than training.steps",
-    "checkpoint.initial_load_in_hf_quantized": "config.json says whether weights are quantised",
+    "checkpoint.initial_load_in_hf_quantized": "config.json says whether weights are quantized",
     "metrics.save_for_all_ranks": "metrics are global, written by rank 0",
     "metrics.rank_0_only": "metrics are global, written by rank 0",
     "metrics.enable_wandb": _RECORDED,

@@ -4,7 +4,7 @@ Predicts what rank 0 of a run on N ranks holds, computes and sends in a step, on
 model on the meta device, shards it over a mesh of N pretended ranks, and records steps and updates of a few layers, at least
 one of each kind, on tensors without memory.
 
-Where parallelism.expert_parallel_degree splits the experts of a mixture, the memory is enough for any routing. FLOPs and
+Where parallelism.expert_parallel_degree splits the experts of MoE layers, the memory is enough for any routing. FLOPs and
 collectives are those of --routing: balanced, the default, where the experts of every rank get as many rows; worst, where those
 of rank 0 get all rows of all ranks; or recorded, where experts get the shares that they had in a run. --trace names its folder,
 or its routing.json. Rank 0 is then the busiest rank of each layer, and the figures of balanced routing are printed beside.
@@ -56,7 +56,7 @@ def main() -> None:
 
 def beside_balanced(recorded: Prediction, balanced: Prediction, trace: Trace, degree: int) -> list[str]:
     """The work of a step with both routings. degree: of expert parallelism."""
-    loads = [busiest(mixture.counts, degree) for mixture in trace.mixtures]
+    loads = [busiest(layer.counts, degree) for layer in trace.mixtures]
     sent = [sum(traffic.sent for traffic in each.work.traffic.values()) / 2**30 for each in (recorded, balanced)]
     flops = [each.work.flops / 1e12 for each in (recorded, balanced)]
     return [

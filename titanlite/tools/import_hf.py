@@ -4,8 +4,8 @@ Reads a model in Hugging Face's format (config.json and safetensors) and writes 
 A run starts from it with checkpoint.initial_load_path. With --ranks N this machine uses N processes: each reads and writes its
 own slices, and holds no more. The name, shape and dtype of every tensor are checked before any tensor is read.
 
-With --upcycle-experts N a dense model becomes a mixture: each of N experts is a copy of its feed-forward layer, and a token
-uses K of them, 2 by default. At first the mixture computes what the dense model does.
+With --upcycle-experts N a dense model becomes an MoE model: each of N experts is a copy of its feed-forward layer, and a token
+uses K of them, 2 by default. At first the MoE model computes what the dense model does.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from titanlite.hf.output import start_output
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
-from titanlite.tools.open_model import Recognised, recognise
+from titanlite.tools.open_model import Recognized, recognize
 from titanlite.tools.options import LOCAL_RANKS, SEED, Whole, command_parser, existing_folder, new_path, nonempty
-from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, mixture_of
+from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, moe_of
 
 _TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes longer than the others
 
@@ -84,13 +84,13 @@ def _upcycling(options: argparse.Namespace) -> Upcycling | None:
     return Upcycling(options.upcycle_experts, 2 if options.top_k is None else options.top_k, options.seed or 0)
 
 
-def target_of(source: Path, model: str, upcycling: Upcycling | None) -> Recognised | Upcycled:
+def target_of(source: Path, model: str, upcycling: Upcycling | None) -> Recognized | Upcycled:
     """The model whose checkpoint is written. Raises UserError."""
-    recognised = recognise(source, model)
-    return mixture_of(recognised, upcycling) if upcycling else recognised
+    recognized = recognize(source, model)
+    return moe_of(recognized, upcycling) if upcycling else recognized
 
 
-def model_section(model: Recognised | Upcycled, source: Path) -> dict[str, Any]:
+def model_section(model: Recognized | Upcycled, source: Path) -> dict[str, Any]:
     """The keys of [model] for a run with the checkpoint."""
     # flavor "hf" where no flavor has the dimensions: an export reads them again from the source
     section: dict[str, Any] = {"name": model.name, "flavor": model.flavor, "hf_assets_path": str(source.resolve())}
@@ -100,7 +100,7 @@ def model_section(model: Recognised | Upcycled, source: Path) -> dict[str, Any]:
 def import_hf(source: Path, output: Path, model: str = "", ranks: int = 1, upcycling: Upcycling | None = None) -> list[Held]:
     """Writes the checkpoint with so many processes, complete or not at all; -> memory of each rank. Raises UserError."""
     target_of(source, model, upcycling)
-    family = recognise(source, model).family
+    family = recognize(source, model).family
     find_weights(source, family, family.on_meta())
     return on_ranks(ranks, _import, source, output, start_output(output), model, upcycling)
 
@@ -111,7 +111,7 @@ def _import(
     """One of the processes. Tensors are in CPU memory, split along their first dimension."""
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    dense, target = recognise(source, model).family, target_of(source, model, upcycling)
+    dense, target = recognize(source, model).family, target_of(source, model, upcycling)
     weights: Mapping[str, Sequence[Entry | Stack]] = find_weights(source, dense, dense.on_meta())
     shapes = model_tensors(target.family.on_meta())
     if upcycling:

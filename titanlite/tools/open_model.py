@@ -30,7 +30,7 @@ from titanlite.transforms.meta import on_meta
 _DEFAULT_LENGTH = 2048  # of lm-eval, for a config.json without max_position_embeddings
 
 
-class Recognised(NamedTuple):
+class Recognized(NamedTuple):
     """A model as the [model] section of a configuration names it."""
 
     name: str
@@ -52,7 +52,7 @@ def is_hf_folder(source: Path) -> bool:
     return os.path.lexists(source / "config.json")
 
 
-def recognise(folder: Path, model: str = "") -> Recognised:
+def recognize(folder: Path, model: str = "") -> Recognized:
     """The model that a folder's config.json describes.
 
     model: a family of models/ or a dotted module name; empty: the family of models/ that reads this model_type. Raises
@@ -73,13 +73,13 @@ def recognise(folder: Path, model: str = "") -> Recognised:
     module = load_module(model)
     config = described(module, description)
     flavor = next((name for name, dimensions in module.FLAVORS.items() if dimensions == config), FROM_ASSETS)
-    return Recognised(model, flavor, Family(module, config))
+    return Recognized(model, flavor, Family(module, config))
 
 
 def family_at(source: Path, model: str = "") -> Family:
     """The family of a checkpoint, or of a folder in Hugging Face's format. model: `name` of `open_model`. Raises UserError."""
     if is_hf_folder(source):
-        return recognise(source, model).family
+        return recognize(source, model).family
     return family_of(_trusted_config(manifest.read(source), source, model).model)
 
 
@@ -120,7 +120,7 @@ def _open_checkpoint(source: Path, device: torch.device, dtype: str | None, asse
 
 
 def _open_folder(source: Path, device: torch.device, dtype: str | None, assets: str, name: str) -> LoadedModel:
-    found = recognise(source, name)
+    found = recognize(source, name)
     weights = find_weights(source, found.family, found.family.on_meta())
     config = Config.model_validate({"model": {"name": found.name, "flavor": FROM_ASSETS, "hf_assets_path": str(source)}})
     tokenizer = load_tokenizer(assets or str(source), "--tokenizer")

@@ -1,7 +1,7 @@
-"""A mixture of experts from a dense model: sparse upcycling (Komatsuzaki et al., arXiv:2212.05055, section 3).
+"""An MoE model from a dense model: sparse upcycling (Komatsuzaki et al., arXiv:2212.05055, section 3).
 
 Every expert is a copy of the dense feed-forward layer; routers have their initial values. The weights of a token's experts add
-up to 1, so the mixture computes what the dense model does, whatever its routers choose.
+up to 1, so the MoE model computes what the dense model does, for any choice of its routers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from models.rope import SCALINGS
 from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import Entry, Stack
 from titanlite.registry.family import Family, load_module
-from titanlite.tools.open_model import Recognised
+from titanlite.tools.open_model import Recognized
 from titanlite.transforms.initialize import fill, match_initial
 
-# A dense family -> the family of mixtures that has its attention and norms.
-_MIXTURES = {"llama3": "mixtral", "qwen3": "qwen3_moe"}
+# A dense family -> the MoE family that has its attention and norms.
+_MOE_FAMILIES = {"llama3": "mixtral", "qwen3": "qwen3_moe"}
 _FFN, _EXPERTS = ".ffn.w", ".ffn.experts.w"
 
 
 class Upcycling(NamedTuple):
-    """What the command line says of the mixture."""
+    """What the command line says of the MoE model."""
 
     n_experts: int
     top_k: int
@@ -31,7 +31,7 @@ class Upcycling(NamedTuple):
 
 
 class Upcycled(NamedTuple):
-    """The mixture, as a [model] section names it: a flavor of its family with other dimensions."""
+    """The MoE model, as a [model] section names it: a flavor of its family with other dimensions."""
 
     name: str
     flavor: str
@@ -39,12 +39,12 @@ class Upcycled(NamedTuple):
     family: Family
 
 
-def mixture_of(dense: Recognised, wanted: Upcycling) -> Upcycled:
-    """The mixture of a dense model. Raises UserError where its family has none, or cannot hold what the model has."""
-    if dense.name not in _MIXTURES:
-        pairs = ", ".join(f"{name} -> {mixture}" for name, mixture in _MIXTURES.items())
-        raise UserError(f"--upcycle-experts {wanted.n_experts}: {dense.name} has no family of mixtures; there are: {pairs}")
-    name = _MIXTURES[dense.name]
+def moe_of(dense: Recognized, wanted: Upcycling) -> Upcycled:
+    """The MoE model of a dense model. Raises UserError where its family has none, or cannot hold what the model has."""
+    if dense.name not in _MOE_FAMILIES:
+        pairs = ", ".join(f"{name} -> {moe}" for name, moe in _MOE_FAMILIES.items())
+        raise UserError(f"--upcycle-experts {wanted.n_experts}: {dense.name} has no MoE family; there are: {pairs}")
+    name = _MOE_FAMILIES[dense.name]
     module, given = load_module(name), {field.name: field for field in fields(dense.family.config)}
     values = {key: getattr(dense.family.config, key) for key in given}
     taken = {field.name for field in fields(module.Config)}
@@ -80,7 +80,7 @@ def _toml(value: Any) -> Any:
 
 
 def copied(weights: Mapping[str, Sequence[Entry | Stack]], n_experts: int) -> dict[str, Sequence[Entry | Stack]]:
-    """Where the weights of the mixture are, routers apart: those of each expert are all in the same place."""
+    """Where the weights of the MoE model are, routers apart: those of each expert are all in the same place."""
     result: dict[str, Sequence[Entry | Stack]] = {}
     for name, entries in weights.items():
         if _FFN not in name:

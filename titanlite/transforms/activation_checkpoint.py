@@ -46,13 +46,13 @@ KEPT_OPERATIONS = (
     collectives.reduce_scatter_tensor.default,
     collectives.all_reduce.default,
 )
-_MATRIX_PRODUCTS = (_aten.mm.default, _aten.linear.default)
+_MATMULS = (_aten.mm.default, _aten.linear.default)
 
 
 def checkpoint_operations(model: Decoder, kept: tuple[Any, ...], rank: int | None = None) -> None:
-    """Keeps in each block the results of `kept` operations and of every second matrix product; call it before compiling.
+    """Keeps in each block the results of `kept` operations and of every second matmul; call it before compiling.
 
-    rank: of adapters; their products are cheap and recomputed.
+    rank: of adapters; their matmuls are cheap and recomputed.
     """
     for block in model.layers.values():
         kind: Any = type(block)
@@ -118,7 +118,7 @@ def _checkpointed_class(block: type[nn.Module], kept: tuple[Any, ...], rank: int
 def _chunked_class(kind: type[nn.Module], chunks: int) -> type[nn.Module]:
     """The class of feed-forward layers that compute in parts; all layers share it."""
 
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:  # (batch, seq, dim), or (tokens, dim) as in mixtures
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:  # (batch, seq, dim), or (tokens, dim) as in MoE layers
         parts = x.tensor_split(min(chunks, x.shape[-2]), dim=-2)  # unlike `chunk` never fewer; a text being generated is short
         return torch.cat([checkpoint(kind.forward, self, part, use_reentrant=False) for part in parts], dim=-2)
 
@@ -126,18 +126,18 @@ def _chunked_class(kind: type[nn.Module], chunks: int) -> type[nn.Module]:
 
 
 def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
-    """The policy of one forward pass. Matrix products are counted, separately in the recomputation.
+    """The policy of one forward pass. Matmuls are counted, separately in the recomputation.
 
-    Products with a matrix of `rank` rows or columns are adapters': neither counted nor kept.
+    Matmuls with a matrix of `rank` rows or columns are adapters': neither counted nor kept.
     """
-    products: Counter[bool] = Counter()
+    matmuls: Counter[bool] = Counter()
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in kept:
             return CheckpointPolicy.MUST_SAVE
-        if operation in _MATRIX_PRODUCTS and rank not in args[1].shape:
-            products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2:
+        if operation in _MATMULS and rank not in args[1].shape:
+            matmuls[context.is_recompute] += 1
+            if matmuls[context.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

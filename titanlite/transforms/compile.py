@@ -21,7 +21,7 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
     """Compiles each block, and the head's norm and kernels.
 
     Only `forward` is compiled: FSDP's hooks stay outside, parameter names do not change, and since blocks share one class,
-    dynamo reuses the code of the first block. The head's loop over chunks and its products stay eager, so that a chunk's memory
+    dynamo reuses the code of the first block. The head's loop over chunks and its matmuls stay eager, so that a chunk's memory
     is reused and many chunks compile as fast as one.
     """
     # PyTorch's default cache is in /tmp, which a container loses with each run. But several nodes share the home folder, where

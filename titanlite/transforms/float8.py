@@ -1,6 +1,6 @@
 """Linear layers that multiply in float8, by torchao (docs/float8.md).
 
-Weights, optimizer and checkpoints do not change: each product scales its two operands so that their largest values come close
+Weights, optimizer and checkpoints do not change: each matmul scales its two operands so that their largest values come close
 to float8's maximum, casts them, multiplies, and scales back (Micikevicius et al., arXiv:2209.05433).
 """
 
@@ -18,12 +18,12 @@ from titanlite.ground.errors import MachineFault
 from titanlite.transforms.libraries import silence_imports
 from titanlite.transforms.parameters import block_linears, every_layer
 
-MULTIPLE = 16  # every dimension of a float8 product is a multiple of this
+MULTIPLE = 16  # every dimension of a float8 matmul is a multiple of this
 
 
 def linear_layers(model: nn.Module, config: Config, styles: dict[str, str]) -> tuple[dict[str, nn.Linear], list[str]]:
     """The linear layers of the blocks that multiply in float8, by name; and the faults: a pattern of `float8.filter_fqns` that
-    matches nothing, layers of sizes that float8 products do not take.
+    matches nothing, layers of sizes that float8 matmuls do not take.
 
     The head is excluded: small differences of its logits decide the loss. styles: of the modules in the family's sharding
     table, where tensor parallelism will split the layers; {} for their whole sizes.
@@ -113,7 +113,7 @@ def faults(config: Config) -> Iterator[str]:
 
 
 def _token_faults(config: Config) -> Iterator[str]:
-    """Products of weight gradients add up tokens: those of a rank, and of each part that a feed-forward layer computes."""
+    """Matmuls of weight gradients add up tokens: those of a rank, and of each part that a feed-forward layer computes."""
     rows, ranks = config.training.local_batch_size, config.parallelism.context_parallel_degree
     length, chunks = config.training.seq_len // ranks, config.activation_checkpoint.sequence_chunks
     split = f" / context_parallel_degree = {rows} x {config.training.seq_len} / {ranks}" if ranks > 1 else ""

@@ -38,7 +38,7 @@ def initialize(model: Decoder, family: Family, seed: int, device: torch.device) 
     for name, tensor in named_tensors(model):
         fill(tensor, name, distributions[name], seed)
     unset = [name for name, tensor in named_tensors(model) if local_part(tensor).isnan().any()]
-    assert not unset, f"not initialised: {unset}"
+    assert not unset, f"not initialized: {unset}"
 
 
 def match_initial(model: nn.Module, family: Family, whole: bool = True) -> tuple[dict[str, Distribution], list[str]]:

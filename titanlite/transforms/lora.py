@@ -2,7 +2,7 @@
 
 The weights of a model are frozen. Each chosen linear layer gets two thin trained matrices, A with `rank` rows and B with `rank`
 columns, and s = alpha / rank. B begins at zero, so the adapted model begins equal to the original. Adapters are added on the
-meta device, before anything is sharded: code that splits, initialises or saves a model finds them as parameters of the linear
+meta device, before anything is sharded: code that splits, initializes or saves a model finds them as parameters of the linear
 layer itself, "layers.0.attention.wq.lora_a" beside "layers.0.attention.wq.weight".
 """
 

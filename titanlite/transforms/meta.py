@@ -61,5 +61,5 @@ def training_flops(family: Family, config: Config) -> Flops:
 def numbers_of_a_token(module: nn.Module | None) -> int:
     """How many numbers of its matrices each token is multiplied by."""
     linears = [each.weight for each in module.modules() if isinstance(each, nn.Linear)] if module is not None else []
-    mixtures = [each for each in module.modules() if isinstance(each, MoE)] if module is not None else []
-    return sum(weight.numel() for weight in linears) + sum(each.numbers_of_a_token() for each in mixtures)
+    moe_layers = [each for each in module.modules() if isinstance(each, MoE)] if module is not None else []
+    return sum(weight.numel() for weight in linears) + sum(each.numbers_of_a_token() for each in moe_layers)

@@ -189,7 +189,7 @@ def _count(family: Family, device: torch.device) -> dict[str, float]:
         seq = SeqInfo(torch.arange(SEQ_LEN)[None])
     for head in (module for module in model.modules() if isinstance(module, Head)):
         head.sizes = SIZES["cpu"]  # there are none for meta
-    # the counter knows no CPU attention kernel; the math kernel consists of matrix products
+    # the counter knows no CPU attention kernel; the math kernel consists of matmuls
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.head(model(tokens, seq), tokens)
     flops: dict[str, float] = {}

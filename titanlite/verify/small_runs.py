@@ -344,7 +344,7 @@ def begin_small(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
 
 
 def make_sensitive(model: Decoder, family: Family, seed: int) -> None:
-    """Two changes of an initialised model without which a comparison could miss a fault.
+    """Two changes of an initialized model without which a comparison could miss a fault.
 
     Parameters that start without random values get some: a gain of one, or a gate of zero, would hide errors around it.
     Dropout is off, since it draws other numbers on every mesh.

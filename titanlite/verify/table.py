@@ -45,7 +45,7 @@ BUILT, DIVIDES, TRAINED = "built on meta", "tp 2 divides", "loss and gradients"
 TABLES = (BUILT, "sharding", "initial")
 CONSTRUCTOR, FLOPS, HUGGING_FACE = "constructor", "FLOPs", "Hugging Face"
 CAUSAL, DOCUMENTS, GENERATE, BFLOAT16 = "causality", "documents", "generate", "bfloat16"
-BEHAVIOUR = (CAUSAL, DOCUMENTS, GENERATE, BFLOAT16)
+BEHAVIOR = (CAUSAL, DOCUMENTS, GENERATE, BFLOAT16)
 RECOMPUTED, COMPILED = "recomputation", "compile"
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "full": {"mode": "full"},
@@ -60,7 +60,7 @@ STOCHASTIC: dict[str, dict[str, Any]] = {
 }
 RESUME, RANDOM = "resume", "random numbers"
 ROWS = (
-    *(*TABLES, CONSTRUCTOR, DIVIDES, FLOPS, HUGGING_FACE, TRAINED, *BEHAVIOUR, RECOMPUTED, COMPILED),
+    *(*TABLES, CONSTRUCTOR, DIVIDES, FLOPS, HUGGING_FACE, TRAINED, *BEHAVIOR, RECOMPUTED, COMPILED),
     *(*EVERY_MESH, CHECKPOINT, BUFFERS, ROUNDING, RESUME, RANDOM),
 )
 

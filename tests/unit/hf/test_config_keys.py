@@ -15,7 +15,7 @@ from models.attention import SeqInfo
 from tests.hf_folders import of_files, their_model
 from titanlite.ground.errors import UserError
 from titanlite.registry.family import Family
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import recognize
 from titanlite.transforms.initialize import materialize
 from titanlite.verify.facts import stored_tensors_of, tensors_of_files
 
@@ -136,7 +136,7 @@ def attack(folder: Path, name: str, share: float) -> tuple[int, int, list[str]]:
             del description[key]
         (folder / "config.json").write_text(json.dumps(description))
         try:
-            found = recognise(folder).family
+            found = recognize(folder).family
         except UserError as error:
             assert str(folder / "config.json") in str(error)
             refused += 1

@@ -18,10 +18,10 @@ from titanlite.hf import folder as folders
 from titanlite.hf.folder import each_expert, their_name, their_names
 from titanlite.registry.family import load_family
 from titanlite.tools import open_model
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import recognize
 from titanlite.verify.facts import stored_tensors_of
 
-# ------------------------------------------------------------------------------------------------------------- recognising
+# ------------------------------------------------------------------------------------------------------------- recognizing
 
 
 def describe(folder: Path, config: llama3.Config, **changes) -> Path:
@@ -31,20 +31,20 @@ def describe(folder: Path, config: llama3.Config, **changes) -> Path:
 
 
 @pytest.mark.parametrize("flavor", llama3.FLAVORS)
-def test_published_sizes_are_recognised_by_their_dimensions(tmp_path, flavor):
-    found = recognise(describe(tmp_path, llama3.FLAVORS[flavor]))
+def test_published_sizes_are_recognized_by_their_dimensions(tmp_path, flavor):
+    found = recognize(describe(tmp_path, llama3.FLAVORS[flavor]))
     assert found[:2] == ("llama3", flavor) and found.family.config == llama3.FLAVORS[flavor]
 
 
 def test_a_size_of_ones_own_is_the_flavor_hf_and_trains_from_the_same_config_json(tmp_path):
     config = dataclasses.replace(llama3.FLAVORS["1b"], n_layers=3)
-    found = recognise(describe(tmp_path, config))
+    found = recognize(describe(tmp_path, config))
     assert found[:2] == ("llama3", "hf")
     assert load_family("llama3", "hf", str(tmp_path)).config == config
 
 
 def test_a_fork_is_taken_when_it_is_named(sources):
-    assert recognise(sources("tests.tiny", "tied"), "tests.tiny")[:2] == ("tests.tiny", "tied")
+    assert recognize(sources("tests.tiny", "tied"), "tests.tiny")[:2] == ("tests.tiny", "tied")
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_a_fork_is_taken_when_it_is_named(sources):
 def test_a_model_that_no_family_has_is_refused(tmp_path, config, message):
     describe(tmp_path, llama3.FLAVORS["1b"], **config)
     with pytest.raises(UserError, match=message):
-        recognise(tmp_path)
+        recognize(tmp_path)
 
 
 def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, monkeypatch):
     monkeypatch.setattr(open_model, "family_names", lambda: ["llama3", "tests.tiny"])
     with pytest.raises(UserError, match="--model"):
-        recognise(describe(tmp_path, llama3.FLAVORS["1b"]))
+        recognize(describe(tmp_path, llama3.FLAVORS["1b"]))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{"])
 def test_a_config_json_that_is_none_is_told(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config.json: (cannot be read|its content = .*: must be a table)"):
-        recognise(tmp_path)
+        recognize(tmp_path)
 
 
 def test_the_flavor_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "several": (remove(QUERY, NORM), rf"(?s){QUERY} .*is missing\n.*{NORM} \(model.head.norm.weight\): is missing$"),
     "misshaped": (replace(QUERY, lambda t: t[:-1].clone()), rf"{QUERY} .*\(63, 64\) in .*, \(64, 64\) in the model"),
     "another rank": (replace(NORM, lambda t: t[None]), rf"{NORM} .*\(1, 64\) in"),
-    "quantised": (replace(NORM, lambda t: t.to(torch.float8_e4m3fn)), rf"{NORM}: is stored in .* as F8_E4M3, and only F32"),
+    "quantized": (replace(NORM, lambda t: t.to(torch.float8_e4m3fn)), rf"{NORM}: is stored in .* as F8_E4M3, and only F32"),
     "extra": (add, "  extra: in model-.*, but not in the model$"),
     "not where the index says": (
         lambda folder: change(folder, NORM, lambda tensors: tensors.pop(NORM)), f"{NORM} .*: is missing$"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from models.attention import SeqInfo
 from tests.hf_folders import read, tensors_of, their_model
-from tests.quantised_files import MXFP4, from_mxfp4, write
+from tests.quantized_files import MXFP4, from_mxfp4, write
 from titanlite.hf.export import items_of
 from titanlite.hf.folder import find_weights, their_names
 from titanlite.hf.part import Part
@@ -14,7 +14,7 @@ from titanlite.registry.family import load_family
 NAME, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
 
 
-def quantised(source, folder) -> dict[str, Tensor]:
+def quantized(source, folder) -> dict[str, Tensor]:
     """Writes a folder like another, with random bytes as the experts' matrices -> the values of all of its tensors."""
     generator, stored, values = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in tensors_of(source).items():
@@ -31,7 +31,7 @@ def quantised(source, folder) -> dict[str, Tensor]:
 
 
 def test_mxfp4_weights_are_their_values_and_give_transformers_logits(sources, tmp_path):
-    values = quantised(sources(NAME, "plain"), tmp_path / "mxfp4")
+    values = quantized(sources(NAME, "plain"), tmp_path / "mxfp4")
     ours = read(tmp_path / "mxfp4", NAME, "plain")
     there = "model.layers.1.mlp.experts"
     both, down = values[f"{there}.gate_up_proj"], values[f"{there}.down_proj"]

@@ -13,7 +13,7 @@ from titanlite.ground.errors import UserError
 from titanlite.registry.family import Family, load_family
 from titanlite.tools import import_hf
 from titanlite.tools.import_hf import model_section, target_of
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import recognize
 from titanlite.tools.upcycle import Upcycling
 
 EXPERTS = 4
@@ -42,7 +42,7 @@ def test_the_mixture_computes_what_the_dense_model_does_and_is_what_its_section_
     import_hf.import_hf(source, tmp_path / "dense")
     upcycling = Upcycling(EXPERTS, top_k, 0)
     import_hf.import_hf(source, tmp_path / "mixture", upcycling=upcycling)
-    dense, target = recognise(source), target_of(source, "", upcycling)
+    dense, target = recognize(source), target_of(source, "", upcycling)
     section = model_section(target, source)
     named = load_family(section["name"], section["flavor"], section["hf_assets_path"], section["overrides"])
     assert target.name == mixture and named.config == target.family.config
@@ -69,12 +69,12 @@ def refusal(source: Path, experts: int = EXPERTS, top_k: int = 2) -> str:
 @pytest.mark.parametrize(
     ("name", "flavor", "word"),
     [
-        ("tests.tiny_olmo2", "plain", "olmo2 has no family of mixtures; there are: llama3 -> mixtral, qwen3 -> qwen3_moe"),
-        ("tests.tiny_mixtral", "plain", "mixtral has no family of mixtures"),
+        ("tests.tiny_olmo2", "plain", "olmo2 has no MoE family; there are: llama3 -> mixtral, qwen3 -> qwen3_moe"),
+        ("tests.tiny_mixtral", "plain", "mixtral has no MoE family"),
         ("tests.tiny_qwen3", "biased", "qkv_bias = True: qwen3_moe has no such dimension"),
     ],
 )
-def test_what_has_no_mixture_is_refused(tmp_path, name, flavor, word):
+def test_what_has_no_moe_family_is_refused(tmp_path, name, flavor, word):
     assert word in refusal(hf_folders.write(tmp_path / "source", name, flavor))
 
 

@@ -44,7 +44,7 @@ class ChatTemplate:
     def __init__(self, template: str, variables: dict[str, str], tokenizer: Tokenizer):
         """variables: what the template may use beside the messages.
 
-        Raises jinja2.TemplateSyntaxError. Changes the tokenizer: it then recognises special tokens in the text that it encodes.
+        Raises jinja2.TemplateSyntaxError. Changes the tokenizer: it then recognizes special tokens in the text that it encodes.
         """
         self._state = (template, variables, tokenizer)
         self.source = json.dumps([template, variables], sort_keys=True)
@@ -214,7 +214,7 @@ class ChatTemplate:
             header = isinstance(content, str) and not said.lstrip().startswith(content.strip())
             if header and before == self._render(messages[:number], tools):
                 raise ValueError(
-                    f"the chat template ignores add_generation_prompt, so headers cannot be recognised; {_USE_TAGS}"
+                    f"the chat template ignores add_generation_prompt, so headers cannot be recognized; {_USE_TAGS}"
                 )
             # The text after the token that ends the turn, often a newline, is the template's.
             if said.rstrip().endswith(tuple(self._special.values())):

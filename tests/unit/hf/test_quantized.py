@@ -1,4 +1,4 @@
-"""Quantised folders are read as their values: equal to a dequantisation that is written out in tests/quantised_files.py."""
+"""Quantized folders are read as their values: equal to a dequantization that is written out in tests/quantized_files.py."""
 
 import json
 import random
@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.attention import SeqInfo
-from tests import quantised_files
+from tests import quantized_files
 from tests.hf_folders import change_json, of_files, read, tensors_of
-from tests.quantised_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
+from tests.quantized_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
 from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
 from titanlite.hf.folder import stored_tensors
 from titanlite.registry.family import load_family
-from titanlite.tools.open_model import recognise
+from titanlite.tools.open_model import recognize
 from titanlite.verify.facts import stored_tensors_of
 
 
@@ -47,9 +47,9 @@ def assert_slices_are_those_of(whole: torch.Tensor, folder, name: str) -> None:
 def test_any_slice_of_float8_blocks_is_that_of_the_whole(tmp_path, shape, dtype):
     block = tuple(FLOAT8["weight_block_size"])
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[1])
-    quantised, scales = to_float8(weight, block)
-    folder = write_alone(tmp_path, {"x.weight": quantised, "x.weight_scale_inv": scales.to(dtype)}, FLOAT8)
-    whole = from_float8(quantised, scales.to(dtype), block)
+    quantized, scales = to_float8(weight, block)
+    folder = write_alone(tmp_path, {"x.weight": quantized, "x.weight_scale_inv": scales.to(dtype)}, FLOAT8)
+    whole = from_float8(quantized, scales.to(dtype), block)
     assert_slices_are_those_of(whole, folder, "x.weight")
     assert dtype == torch.bfloat16 or ((whole - weight).abs() <= weight.abs() / 16 + scales.max() * 2**-9).all()
 
@@ -74,7 +74,7 @@ DEEPSEEK = "tests.tiny_deepseek_v3"
 @pytest.fixture(scope="module")
 def float8(sources, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     """A folder of DeepSeek-V3 in float8, and its values; not to be changed."""
-    folder = tmp_path_factory.mktemp("quantised") / "float8"
+    folder = tmp_path_factory.mktemp("quantized") / "float8"
     return folder, write_float8(folder, sources(DEEPSEEK, "plain"))
 
 
@@ -123,7 +123,7 @@ def test_the_layers_of_multi_token_prediction_are_left_out_in_float8_too(float8,
     folder = shutil.copytree(float8[0], tmp_path / "more")
     stored = tensors_of(folder)
     extra = {name.replace("layers.2.", "layers.3."): t.clone() for name, t in stored.items() if ".layers.2.self_attn." in name}
-    quantised_files.write(tmp_path / "new", folder, stored | extra, FLOAT8)
+    quantized_files.write(tmp_path / "new", folder, stored | extra, FLOAT8)
     assert any(name.endswith("_scale_inv") for name in extra)
     read(tmp_path / "new", DEEPSEEK, "plain")
 
@@ -142,7 +142,7 @@ def scale(value: float) -> Callable[[Tensors], object]:
 FLOAT8_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no scale": (lambda t: t.pop(_Q_SCALE), rf"  {_Q_SCALE}: is missing, and {_Q} is float8$"),
     "no weight": (lambda t: t.pop(_Q), rf"{_Q_SCALE}: in model-.*, but {_Q} is not float8\n.*{_Q} .*: is missing$"),
-    "a weight that is not quantised": (lambda t: t.update({_Q: t[_Q].bfloat16()}), rf"{_Q_SCALE}: .* {_Q} is not float8$"),
+    "a weight that is not quantized": (lambda t: t.update({_Q: t[_Q].bfloat16()}), rf"{_Q_SCALE}: .* {_Q} is not float8$"),
     "scales of another shape": (
         lambda t: t.update({_Q_SCALE: t[_Q_SCALE].T.contiguous()}),
         rf"{_Q_SCALE}: \(3, 2\) in model-.*, \(2, 3\) for \(24, 64\) in blocks of \(16, 24\)$",
@@ -177,7 +177,7 @@ def test_wrong_parts_of_float8_weights_are_named_before_anything_is_read(float8,
     damage, message = FLOAT8_FAULTS[fault]
     tensors = tensors_of(float8[0])
     damage(tensors)
-    quantised_files.write(tmp_path / "damaged", float8[0], tensors, FLOAT8)
+    quantized_files.write(tmp_path / "damaged", float8[0], tensors, FLOAT8)
     monkeypatch.setattr("titanlite.hf.load._slice", None)
     with pytest.raises(UserError, match=f"(?m){message}") as raised:
         read(tmp_path / "damaged", DEEPSEEK, "plain")
@@ -189,7 +189,7 @@ def test_scales_that_cannot_be_are_named_when_they_are_read(float8, tmp_path, fa
     damage, message = VALUE_FAULTS[fault]
     tensors = tensors_of(float8[0])
     damage(tensors)
-    quantised_files.write(tmp_path / "damaged", float8[0], tensors, FLOAT8)
+    quantized_files.write(tmp_path / "damaged", float8[0], tensors, FLOAT8)
     with pytest.raises(UserError, match=message):
         read(tmp_path / "damaged", DEEPSEEK, "plain")
 
@@ -234,7 +234,7 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
         entries["x"].read((slice(0, 2), slice(0, 65), slice(0, 5)))
 
 
-def test_quantised_weights_without_quantization_config_are_refused(float8, tmp_path):
+def test_quantized_weights_without_quantization_config_are_refused(float8, tmp_path):
     folder = shutil.copytree(float8[0], tmp_path / "silent")
     change_json(folder / "config.json", quantization_config=None)
     with pytest.raises(UserError, match=rf"{_Q}: is stored in .* as F8_E4M3, .*, or what quantization_config of"):
@@ -245,5 +245,5 @@ def test_what_transformers_writes_of_a_float8_model_is_read(float8, tmp_path):
     folder = shutil.copytree(float8[0], tmp_path / "theirs")
     table = FineGrainedFP8Config(weight_block_size=(16, 24), modules_to_not_convert=["lm_head"]).to_dict()
     change_json(folder / "config.json", quantization_config=table)
-    assert recognise(folder, DEEPSEEK).flavor == "plain"
+    assert recognize(folder, DEEPSEEK).flavor == "plain"
     read(folder, DEEPSEEK, "plain")

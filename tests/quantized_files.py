@@ -1,4 +1,4 @@
-"""Makes folders of quantised weights, and dequantises them in code of its own, from the published formulas."""
+"""Makes folders of quantized weights, and dequantizes them in code of its own, from the published formulas."""
 
 import json
 from pathlib import Path
@@ -25,22 +25,22 @@ _PLAIN = (
 def to_float8(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """(float8, scales): each block is divided by a scale that makes its largest magnitude 448."""
     rows, columns = (-(-size // side) for size, side in zip(weight.shape, block, strict=True))
-    quantised, scales = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    quantized, scales = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     for row in range(rows):
         for column in range(columns):
             here = _block(row, column, block)
             scales[row, column] = weight[here].abs().max().float() / 448
-            quantised[here] = (weight[here].float() / scales[row, column]).to(torch.float8_e4m3fn)
-    return quantised, scales
+            quantized[here] = (weight[here].float() / scales[row, column]).to(torch.float8_e4m3fn)
+    return quantized, scales
 
 
-def from_float8(quantised: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+def from_float8(quantized: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """The float32 values: each block times its scale."""
-    values = torch.full(quantised.shape, float("nan"))
+    values = torch.full(quantized.shape, float("nan"))
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
             here = _block(row, column, block)
-            values[here] = quantised[here].float() * scales[row, column].float()
+            values[here] = quantized[here].float() * scales[row, column].float()
     return values
 
 
