@@ -26,7 +26,7 @@ class SeqInfo(NamedTuple):
     documents: Tensor | None = None
     cache: "Cache | None" = None  # keys and values of earlier tokens, for generation
     mask: Tensor | BlockMask | None = None  # set by `with_mask`, used by `AttentionCore.core`
-    split: Split | None = None  # which places of the sequence this rank has; None: all, in order
+    split: Split | None = None  # which positions of the sequence this rank has; None: all, in order
 
 
 # ---------------------------------------------------------------------------------------------------------------- mask
@@ -59,48 +59,48 @@ def with_mask(seq: SeqInfo, window: int | None = None) -> SeqInfo:
     The mask stays None where plain causal attention is equivalent. On CUDA it is a BlockMask for FlexAttention, which skips
     empty blocks. Elsewhere it is a bool tensor (batch or 1, 1, queries, keys) for scaled_dot_product_attention, because
     FlexAttention has no backward pass on CPU. With a cache it is a bool tensor (batch, 1, seq, slots). Where keys are gathered
-    from the ranks that a sequence is split over, queries are this rank's places, and CUDA always needs the mask.
+    from the ranks that a sequence is split over, queries are this rank's positions, and CUDA always needs the mask.
     """
     if seq.cache is not None:
         assert seq.documents is None, "generation takes one document per row"
         slots = torch.arange(seq.cache.slots, device=seq.positions.device)
         return seq._replace(mask=visibility(None, window)(slots, None, seq.positions[:, None, :, None], slots))
     documents, length = seq.documents, seq.positions.shape[1] if seq.split is None else seq.split.length
-    places = seq.split.places if seq.split is not None and seq.split.method == "gather" else None
+    positions = seq.split.positions if seq.split is not None and seq.split.method == "gather" else None
     if documents is None:
-        if (window is None or window >= length) and (places is None or not places.is_cuda):
+        if (window is None or window >= length) and (positions is None or not positions.is_cuda):
             return seq
         documents = seq.positions.new_zeros(1, length)  # each row is one document, so all rows share a mask
     if documents.is_cuda:
-        return seq._replace(mask=block_mask(documents, window, places, _compiled_create_block_mask()))
-    return seq._replace(mask=dense_mask(documents, window, places))
+        return seq._replace(mask=block_mask(documents, window, positions, _compiled_create_block_mask()))
+    return seq._replace(mask=dense_mask(documents, window, positions))
 
 
-def dense_mask(documents: Tensor, window: int | None = None, places: Tensor | None = None) -> Tensor:
-    """The mask of documents (batch, seq) as a bool tensor (batch, 1, queries, keys). places: of the queries; None: all."""
+def dense_mask(documents: Tensor, window: int | None = None, positions: Tensor | None = None) -> Tensor:
+    """The mask of documents (batch, seq) as a bool tensor (batch, 1, queries, keys). positions: of the queries; None: all."""
     rows, length = documents.shape
     row = torch.arange(rows, device=documents.device)[:, None, None, None]
     keys = torch.arange(length, device=documents.device)
-    queries = keys if places is None else places
+    queries = keys if positions is None else positions
     return visibility(documents, window)(row, None, queries[:, None], keys)
 
 
 def block_mask(
     documents: Tensor,
     window: int | None = None,
-    places: Tensor | None = None,
+    positions: Tensor | None = None,
     create: Callable[..., BlockMask] = create_block_mask,
 ) -> BlockMask:
     """The same mask for FlexAttention: blocks of 128 x 128 are full, empty or partial; partial ones apply `visibility`."""
     rows, length = documents.shape
     visible = visibility(documents, window)
-    if places is None:
+    if positions is None:
         return create(visible, rows, None, length, length, device=documents.device)
 
-    def of_places(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible(row, head, places[query], key)
+    def of_positions(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(row, head, positions[query], key)
 
-    return create(of_places, rows, None, len(places), length, device=documents.device)
+    return create(of_positions, rows, None, len(positions), length, device=documents.device)
 
 
 @functools.cache
@@ -326,7 +326,7 @@ class AttentionCore(nn.Module):
         return heads_to_sequence(self._core_of_sequence(q, k, v, seq, sinks), seq.split)
 
     def _core_of_sequence(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo, sinks: Tensor | None) -> Tensor:
-        """`core` where this rank has all places of the sequence."""
+        """`core` where this rank has all positions of the sequence."""
         causal, masked = self.backends
         backend = causal if seq.mask is None else masked
         if seq.cache is not None:
@@ -335,7 +335,7 @@ class AttentionCore(nn.Module):
         return attend(q, k, v, seq.mask, self.scale, self.softcap, backend, sinks).transpose(1, 2)
 
     def _core_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo, split: Split, sinks: Tensor | None) -> Tensor:
-        """`core` where this rank has only some places of the sequence."""
+        """`core` where this rank has only some positions of the sequence."""
         both = gather_sequence(torch.cat([k, v], dim=-1), split)  # one collective
         q, both = q.transpose(1, 2), both.transpose(1, 2)
         k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
@@ -344,7 +344,7 @@ class AttentionCore(nn.Module):
             return attend(q, k, v, seq.mask, self.scale, self.softcap, masked, sinks).transpose(1, 2)
         if causal in (None, SDPBackend.FLASH_ATTENTION) and self.plain and self.value_dim == self.head_dim:
             return attend_by_parts(q, k, v, split, self.scale).transpose(1, 2)
-        mask = split.places[:, None] >= torch.arange(split.length, device=q.device)
+        mask = split.positions[:, None] >= torch.arange(split.length, device=q.device)
         return attend(q, k, v, mask, self.scale, self.softcap, causal, sinks).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What several model families share: normalisation, rotation, SwiGLU. See also rope.py, attention.py and head.py.
+"""What several model families share: normalization, rotation, SwiGLU. See also rope.py, attention.py and head.py.
 
 Tensors have shape (batch, seq, ...). Under tensor parallelism, a module's inputs are plain local tensors (this rank's heads,
 this rank's slice of the sequence) and its parameters are DTensors. `local_weight` converts a DTensor for local arithmetic.
@@ -100,7 +100,7 @@ def gathered_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (Zhang & Sennrich, arXiv:1910.07467)."""
+    """Root-mean-square normalization over the last dimension (Zhang & Sennrich, arXiv:1910.07467)."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()

@@ -20,7 +20,7 @@ from models.torch_private import resolve_process_group
 
 
 class Counts(NamedTuple):
-    """How many rows go from each rank to each expert: (senders, receivers, experts of a receiver) int64, in two places."""
+    """How many rows go from each rank to each expert: (senders, receivers, experts of a receiver) int64, on device and host."""
 
     on_device: Tensor
     on_host: Tensor
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     segments: list[tuple[int, int]]  # for each receiver (first, last) of this rank's rows
     gives: list[int]  # rows to each rank
     takes: list[int]  # rows from each rank
-    by_expert: Tensor  # (rows,) int64: places of the received rows, sorted by expert and then by sender
+    by_expert: Tensor  # (rows,) int64: indices of the received rows, sorted by expert and then by sender
     ends: Tensor  # (experts,) int32: where each expert's received rows end
 
 

@@ -103,7 +103,7 @@ FLAVORS: dict[str, Config] = {
 
 
 class RMSNorm(blocks.RMSNorm):
-    """Root-mean-square normalisation that scales by 1 + weight, all in float32."""
+    """Root-mean-square normalization that scales by 1 + weight, all in float32."""
 
     def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
         weight = 1.0 + local_weight(self.weight).float()

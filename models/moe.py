@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     """Which experts the rows of this rank go to; a token has a row for each of its experts."""
 
     order: Tensor  # (rows,) int64: the rows sorted by expert; row r is of token r // copies
-    inverse: Tensor  # (rows,) int64: the place of each row in that order
+    inverse: Tensor  # (rows,) int64: the position of each row in that order
     counts: Tensor  # (experts,) int64: rows of each expert
     copies: int  # rows of a token
 

@@ -1,4 +1,4 @@
-"""A sequence split over ranks ("context parallelism"): which places a rank has, and how its queries reach all keys.
+"""A sequence split over ranks ("context parallelism"): which positions a rank has, and how its queries reach all keys.
 
 Two methods. "gather" (Llama 3, arXiv:2407.21783, section 3.3.2): every rank gathers all keys and values; of 2 x ranks equal
 parts of the sequence, rank r has parts r and 2 x ranks - 1 - r, so that all ranks have as many keys to attend to. "ulysses"
@@ -18,17 +18,17 @@ _SEQUENCE, _HEADS = 1, 2  # dimensions of (batch, seq, heads, head_dim)
 
 
 class Split(NamedTuple):
-    """How a sequence is split, and which places this rank has."""
+    """How a sequence is split, and which positions this rank has."""
 
     mesh: DeviceMesh  # one dimension, the ranks that have a sequence together
     method: Literal["gather", "ulysses"]
     parts: tuple[int, int]  # the numbers of this rank's parts of 2 x ranks; its tokens are in this order
-    places: Tensor  # (seq / ranks,) int64: of this rank's tokens in the sequence
+    positions: Tensor  # (seq / ranks,) int64: of this rank's tokens in the sequence
 
     @property
     def length(self) -> int:
         """Of the whole sequence."""
-        return len(self.places) * self.mesh.size()
+        return len(self.positions) * self.mesh.size()
 
 
 def split_sequence(mesh: DeviceMesh, method: Literal["gather", "ulysses"], length: int, device: torch.device) -> Split:
@@ -92,7 +92,7 @@ def attend_by_parts(q: Tensor, k: Tensor, v: Tensor, split: Split, scale: float 
 
 
 class _CausalAtTheEnd(torch.autograd.Function):
-    """Attention of queries that have the last places of the keys; shapes (batch, heads or kv heads, tokens, head_dim).
+    """Attention of queries that have the last positions of the keys; shapes (batch, heads or kv heads, tokens, head_dim).
 
     The CPU's flash kernel aligns its causal mask with the first key. So it computes the keys before the queries without a mask,
     the queries' own with one, and both are merged by their log-sum-exps, as blocks are within the kernel (Dao et al.,

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from titanlite.data.prepare.documents import list_inputs
-from titanlite.data.prepare.readers import Bad, Document, describe_place, read, where
+from titanlite.data.prepare.readers import Bad, Document, describe_location, read, where
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -53,7 +53,7 @@ def contents(*names: object, text_key: str = "text") -> list[object]:
 def faults_in(name: object, text_key: str = "text") -> list[tuple[str, str]]:
     """(place in words, reason) of what is no document, over all parts."""
     return [
-        (describe_place(*where(part, found.place)), found.reason)
+        (describe_location(*where(part, found.location)), found.reason)
         for part in list_inputs([str(name)])[0].parts
         for found in read(part, text_key)
         if isinstance(found, Bad)

@@ -26,7 +26,7 @@ from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare import documents, encode, prepare
 from titanlite.data.prepare.cache import open_packing, train_tokenizer
 from titanlite.data.prepare.chat import load_template
-from titanlite.data.prepare.readers import Bad, describe_place, read, where
+from titanlite.data.prepare.readers import Bad, describe_location, read, where
 from titanlite.data.sources import open_source
 from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
@@ -353,7 +353,7 @@ def _documents() -> Any:
     for part in (part for entry in documents.list_inputs(["data.jsonl"]) for part in entry.parts):
         for document in read(part, "text"):
             if isinstance(document, Bad):
-                raise UserError(f"{describe_place(*where(part, document.place))}: {document.reason}")
+                raise UserError(f"{describe_location(*where(part, document.location))}: {document.reason}")
             found.append(document.content)
     return found
 

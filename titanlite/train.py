@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint.folder import clean_up, export_folder, step_folder, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import read_words
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
@@ -78,7 +78,7 @@ def train(
     started: time.perf_counter() of the program's start; the first report says how long the start took. lock: of rank 0.
     Raises UserError when a loss or gradient stops being finite.
     """
-    given, config = config, config.settled(Place(device.type == "cuda"))
+    given, config = config, config.settled(Hardware(device.type == "cuda"))
     training, main_rank = config.training, dist.get_rank() == 0
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
     family, global_batch, deferred = family_of(config.model), config.global_batch(data_degree(mesh)), GradientSync.of(config)
@@ -285,17 +285,17 @@ def main(config: Config | None = None) -> None:
             path, config = read_words(sys.argv[1:], "titanlite train CONFIG.toml [--section.key value ...]")
             check(config, path, world, open_files=False, more=[memory_plan.check_of(number("LOCAL_WORLD_SIZE", world))])
         cuda = torch.cuda.is_available()
-        if note := effects.note(config.idle(Place(cuda, world))):
+        if note := effects.note(config.idle(Hardware(cuda, world))):
             log.info("%s", note)
         degrees = resolve_degrees(config.parallelism, world)
         lock = RunLock(*written(config)) if rank == 0 else None  # until this process ends
-        on_device = config.settled(Place(cuda))
+        on_device = config.settled(Hardware(cuda))
         profiling.record_collectives(on_device)
         if on_device.comm.trace_buf_size:
             patience = _RECORDER_PATIENCE
         family = family_of(config.model)
         hashes = {name: module["hash"] for name, module in source_of(family.module).items()}
-        settled = config.settled(Place(cuda, world))
+        settled = config.settled(Hardware(cuda, world))
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
         data, validation = open_on_every_rank(config)

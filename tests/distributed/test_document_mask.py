@@ -88,7 +88,7 @@ def _use_flex_attention(patch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
 
     def with_block_mask(seq: SeqInfo) -> SeqInfo:
-        return seq._replace(mask=block_mask(seq.documents, places=seq.split and seq.split.places))
+        return seq._replace(mask=block_mask(seq.documents, positions=seq.split and seq.split.positions))
 
     patch.setattr(llama3, "with_mask", with_block_mask)
     patch.setattr(flex, "_validate_device", lambda *tensors: None)

@@ -88,5 +88,5 @@ def test_in_bfloat16_split_experts_have_the_gradients_of_whole_ones(pools, flavo
     print(f"{flavor}, {mesh}: {comparison}")
     assert [str(each) for each in comparison.differences if not each.size <= BFLOAT16.get(each.quantity, 0.0)] == []
     # Only the sums over the rows of an expert have another order: what travels back to the tokens is the same bit for bit.
-    others = [each for each in comparison.of("gradients") if ".experts." not in each.place]
+    others = [each for each in comparison.of("gradients") if ".experts." not in each.where]
     assert [str(each) for each in others if each.size] == []

@@ -69,7 +69,7 @@ def test_a_parameter_that_is_trained_on_one_mesh_alone_is_told(one_process):
     more = reference._replace(gradients={**reference.gradients, "embed.weight": torch.zeros(512, 64)})
     for result in (compare(more, reference), compare(reference, more)):
         assert not result.equal
-        assert [difference.place for difference in result.excessive] == ["embed.weight"]
+        assert [difference.where for difference in result.excessive] == ["embed.weight"]
 
 
 def test_a_layer_with_a_bias_gives_with_tensor_parallelism_what_it_gives_without(pools, one_process):

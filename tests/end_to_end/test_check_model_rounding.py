@@ -56,7 +56,7 @@ def test_a_fault_of_one_percent_of_any_gradient_fails_where_gradients_cancel(poo
         if name == "factor.weight":  # its gradient is zero but for rounding, and so is 1% of it
             continue
         assert not found.equal and not found.undecided, name
-        assert name in [difference.place for difference in found.excessive]
+        assert name in [difference.where for difference in found.excessive]
 
 
 @pytest.mark.slow

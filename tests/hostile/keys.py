@@ -94,7 +94,7 @@ def _check(text: str, *options: str, base: str = "", right: str = "") -> Callabl
     def action() -> None:
         config = read_config("run.toml", list(options))
         check(config, "run.toml", 2 if config.parallelism.pipeline_parallel_degree == 2 else 1, open_files=False)
-        note = effects.note(config.idle(effects.Place(False, 1)))
+        note = effects.note(config.idle(effects.Hardware(False, 1)))
         assert not right or re.search(right, note), f"the line at the start does not name {right!r}: {note!r}"
 
     def make(folder: Path) -> Callable[[], object]:
@@ -189,7 +189,7 @@ def other(key: str) -> str:
     return json.dumps([item["enum"][0] if "enum" in item else "a"] if item else "a")
 
 
-def of_the_place(condition: str) -> bool:
+def of_the_hardware(condition: str) -> bool:
     """Whether it depends on the device or on the number of ranks."""
     return any(part in OF_THE_PLACE for part in condition.split(" or "))
 
@@ -204,14 +204,14 @@ def _candidates(key: str) -> Iterator[str]:
 
 @functools.cache
 def where(condition: str, holds: bool) -> dict[str, str]:
-    """What must be set so that a condition holds, or does not; nothing where it is so by default, or depends on the place."""
-    if of_the_place(condition):
+    """What must be set so that a condition holds, or does not; nothing where that is the default or hangs on the hardware."""
+    if of_the_hardware(condition):
         return {}
     rule, switches = effects.EffectiveWhen(condition), effects.keys_of(condition)
     for settings in ({}, *({key: value} for key in switches for value in _candidates(key))):
         with contextlib.suppress(UserError):  # where the schema does not allow the value
             config = read_config(None, [f"--{key}={as_option(value)}" for key, value in settings.items()])
-            if (rule.failing(config, effects.Place()) is None) == holds:
+            if (rule.failing(config, effects.Hardware()) is None) == holds:
                 return {name: value for key in settings for name, value in BESIDE.get(key, {}).items()} | settings
     raise AssertionError(f"no value of {switches} decides about: {condition}")
 
@@ -230,7 +230,7 @@ def _without_effect(key: str, condition: str) -> Iterator[Case]:
     given = settings.pop(key)
     option = f"--{key}={as_option(given)}"
     yield Case("keys", f"{key} as an option unless {condition}", _check(toml(settings), option), names)
-    if of_the_place(condition):
+    if of_the_hardware(condition):
         in_file = _read_and_note(toml(settings | {key: given}), names)
         yield Case("keys", f"{key} in a file unless {condition}", in_file, names, right=True)
     else:
@@ -242,10 +242,10 @@ def _read_and_note(text: str, words: str) -> Callable[[Path], Callable[[], objec
 
     def action() -> None:
         config = read_config("run.toml", [])
-        idle, place = config.idle(effects.Place(False, 1)), effects.Place(False, 1)
+        idle, hardware = config.idle(effects.Hardware(False, 1)), effects.Hardware(False, 1)
         assert list(effects.faults(idle)) == []
         assert re.search(words, effects.note(idle)), effects.note(idle)
-        assert not any(key.value != key.default for key in config.settled(place).idle(place))
+        assert not any(key.value != key.default for key in config.settled(hardware).idle(hardware))
 
     def make(folder: Path) -> Callable[[], object]:
         (folder / "run.toml").write_text(text, encoding="utf-8")
@@ -293,7 +293,7 @@ def _twice(key: str) -> Iterator[Case]:
 
 def _misspelt(key: str, draw: random.Random) -> Iterator[Case]:
     section, name = key.split(".")
-    for wrong in (name[: (place := draw.randrange(len(name)))] + name[place + 1 :], name + name[-1]):
+    for wrong in (name[: (hardware := draw.randrange(len(name)))] + name[hardware + 1 :], name + name[-1]):
         if not wrong or f"{section}.{wrong}" in KEYS:
             continue
         names = rf"{re.escape(section)}\.{re.escape(wrong)}\b.*(no such key|not a key)"

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from tests.hostile.judge import Case
 from titanlite.data.prepare import documents
-from titanlite.data.prepare.readers import Bad, Document, describe_place, read, where
+from titanlite.data.prepare.readers import Bad, Document, describe_location, read, where
 from titanlite.ground.errors import UserError
 
 _TEXTS = [f"text {number} " * (1 + number % 5) for number in range(40)]
@@ -147,7 +147,7 @@ def _read() -> list[Any]:
     for part in (part for entry in documents.list_inputs(["a.parquet"]) for part in entry.parts):
         for entry in read(part, "text"):
             if isinstance(entry, Bad):
-                raise UserError(f"{describe_place(*where(part, entry.place))}: {entry.reason}")
+                raise UserError(f"{describe_location(*where(part, entry.location))}: {entry.reason}")
             assert isinstance(entry, Document)
             found.append(entry.content)
     return found

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.hostile.keys import ALTERNATIVES, kind_of, other, toml
 from tests.hostile.keys import setting as without
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import KEYS, read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -32,8 +32,8 @@ def read(tmp_path) -> Callable[[dict[str, str]], Config]:
     return one
 
 
-def of(config: Config, place: Place) -> Identity:
-    return identity(config.settled(place), "cpu", {}, {})
+def of(config: Config, hardware: Hardware) -> Identity:
+    return identity(config.settled(hardware), "cpu", {}, {})
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +49,11 @@ def test_another_value_on_one_node_is_refused_by_its_key_or_has_no_effect(key, r
     accumulating = {"training.global_batch_size": "64"}
     all_hold = {other: value for other, value in (accumulating | without(key, "none")).items() if other != key}
     refused = False
-    for place in (Place(False, 2), Place(True, 2)):
+    for hardware in (Hardware(False, 2), Hardware(True, 2)):
         for settings in ({}, all_hold):
             one, two = read(settings), read(settings | {key: OTHERS.get(key) or other(key)})
-            values = [getattr(getattr(config.settled(place), section), name) for config in (one, two)]
-            lines = differences(of(one, place), of(two, place), "node 0", "node 1")
+            values = [getattr(getattr(config.settled(hardware), section), name) for config in (one, two)]
+            lines = differences(of(one, hardware), of(two, hardware), "node 0", "node 1")
             if values[0] == values[1]:
                 assert lines == []
             elif any(fnmatchcase(key, pattern) for pattern in agreement.PER_NODE):
@@ -66,20 +66,22 @@ def test_another_value_on_one_node_is_refused_by_its_key_or_has_no_effect(key, r
 
 
 def test_only_the_path_of_a_source_may_differ(read):
-    place, first = Place(False, 2), {"training.sources": '[{ path = "a", weight = 2.0 }, { path = "b", weight = 1.0 }]'}
+    hardware, first = Hardware(False, 2), {"training.sources": '[{ path = "a", weight = 2.0 }, { path = "b", weight = 1.0 }]'}
     moved = {"training.sources": '[{ path = "/local/a", weight = 2.0 }, { path = "b", weight = 1.0 }]'}
     heavier = {"training.sources": '[{ path = "a", weight = 2.0 }, { path = "b", weight = 3.0 }]'}
     fewer = {"training.sources": '[{ path = "a", weight = 2.0 }]'}
-    found = [differences(of(read(first), place), of(read(each), place), "node 0", "node 1") for each in (moved, heavier, fewer)]
+    found = [
+        differences(of(read(first), hardware), of(read(each), hardware), "node 0", "node 1") for each in (moved, heavier, fewer)
+    ]
     assert found[0] == []
     assert found[1] == ["node 1 has training.sources.1.weight = 3.0, node 0 has 1.0"]
     assert "node 1 has training.sources.1.weight = unset, node 0 has 1.0" in found[2]
 
 
 def test_infinity_and_other_spellings_of_a_number(read):
-    place, infinite, whole = Place(False, 2), {"training.max_norm": "inf"}, {"training.max_norm": "1"}
-    assert differences(of(read({}), place), of(read(whole), place), "a", "b") == []
-    assert differences(of(read({}), place), of(read(infinite), place), "a", "b") == [
+    hardware, infinite, whole = Hardware(False, 2), {"training.max_norm": "inf"}, {"training.max_norm": "1"}
+    assert differences(of(read({}), hardware), of(read(whole), hardware), "a", "b") == []
+    assert differences(of(read({}), hardware), of(read(infinite), hardware), "a", "b") == [
         "b has training.max_norm = Infinity, a has 1.0"
     ]
 

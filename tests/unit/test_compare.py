@@ -20,7 +20,7 @@ def named(**changes: object) -> list[tuple[str, str]]:
     """(quantity, place) of the differences beyond rounding between a changed trajectory and the plain one."""
     comparison = compare(trajectory(**changes), trajectory())
     assert comparison.equal == (not comparison.excessive)
-    return [(difference.quantity, difference.place) for difference in comparison.excessive]
+    return [(difference.quantity, difference.where) for difference in comparison.excessive]
 
 
 def test_a_trajectory_equals_itself_in_every_bit():
@@ -38,9 +38,9 @@ def test_weights_and_batches_have_no_tolerance_and_all_that_differ_are_named():
 def test_every_gradient_beyond_rounding_is_named_and_the_worst_is_known():
     gradients = {"embed.weight": torch.full((4,), 2.002), "head.weight": torch.arange(4.0) * 1.5 + 1}
     comparison = compare(trajectory(gradients=gradients), trajectory())
-    assert [difference.place for difference in comparison.excessive] == ["embed.weight", "head.weight"]
+    assert [difference.where for difference in comparison.excessive] == ["embed.weight", "head.weight"]
     assert str(comparison.excessive[0]) == "the gradient of embed.weight differs by 1.0e-03 of its norm"
-    assert comparison.worst("gradients").place == "head.weight"
+    assert comparison.worst("gradients").where == "head.weight"
     gradients = {name: gradient * (1 + 1e-6) for name, gradient in trajectory().gradients.items()}
     assert named(gradients=gradients) == []
 
@@ -48,7 +48,7 @@ def test_every_gradient_beyond_rounding_is_named_and_the_worst_is_known():
 def test_a_gradient_that_only_one_of_the_two_has_differs():
     gradients = {"head.weight": torch.arange(4.0) + 1}
     assert named(gradients=gradients) == [("gradients", "embed.weight")]
-    assert [d.place for d in compare(trajectory(), trajectory(gradients=gradients)).excessive] == ["embed.weight"]
+    assert [d.where for d in compare(trajectory(), trajectory(gradients=gradients)).excessive] == ["embed.weight"]
 
 
 def test_the_first_gradient_norm_has_less_tolerance_than_later_ones():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.keys import as_option, other
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import HelpRequested, UserError
@@ -324,8 +324,8 @@ def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
 def test_the_written_configuration_reads_back_equal(tmp_path, make):
     config = make()
     again = read_config(write(tmp_path, to_toml(config)), [])
-    assert again == config.settled(Place())
-    assert to_toml(again) == to_toml(config.settled(Place()))
+    assert again == config.settled(Hardware())
+    assert to_toml(again) == to_toml(config.settled(Hardware()))
 
 
 def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_path):
@@ -333,5 +333,5 @@ def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_
     text = to_toml(config)
     assert "# rank = 4  (no effect unless lora.enable = true)" in text.splitlines()
     again = read_config(write(tmp_path, text), [])
-    assert not [key for key in again.idle(Place()) if key.refused]
+    assert not [key for key in again.idle(Hardware()) if key.refused]
     assert (again.parallelism.cpu_offload, again.parallelism.fsdp_prefetch) == (True, 2), "another machine may have a GPU"

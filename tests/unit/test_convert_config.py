@@ -9,7 +9,7 @@ import pytest
 from models import deepseek_v3, llama3, qwen3
 from tests.torchtitan_files import FILES, settings, toml
 from titanlite.__main__ import main
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import KEYS, Faults, read_config, toml_value
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.ground.untrusted import parse_toml, read_toml
@@ -87,7 +87,7 @@ def test_every_file_of_torchtitan_is_in_one_of_the_two_tables():
 def test_each_line_is_taken_or_is_a_comment_with_the_reason(tmp_path, name):
     path = converted(tmp_path, toml(LETTERS[name]))
     config = read_config(path, [])
-    assert not {f"{key.section}.{key.name}" for key in config.idle(Place())} & config.layers.keys()
+    assert not {f"{key.section}.{key.name}" for key in config.idle(Hardware())} & config.layers.keys()
     lines = by_section(path.read_text())
     for key, value in settings(LETTERS[name]).items():
         section, _, rest = {"model.converters": "float8.enable", **RENAMED}.get(key, key).partition(".")
@@ -177,7 +177,7 @@ def test_a_file_of_titanlite_means_the_same_afterwards(tmp_path, recipe):
     theirs.pop("base", None)
     (tmp_path / "before.toml").write_text("".join(f"{key} = {toml_value(value)}\n" for key, value in theirs.items()))
     after = read_config(converted(tmp_path, (tmp_path / "before.toml").read_text()), [])
-    assert after.settled(Place()) == read_config(tmp_path / "before.toml", []).settled(Place())
+    assert after.settled(Hardware()) == read_config(tmp_path / "before.toml", []).settled(Hardware())
 
 
 def test_the_command_prints_the_file_or_writes_a_new_one_and_prints_nothing_else(tmp_path, monkeypatch, capfd):

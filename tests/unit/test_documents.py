@@ -13,7 +13,7 @@ import pytest
 from tests.raw_files import CHAT, TEXTS, contents, faults_in, json_lines, read_all, save_dataset, write_packed, write_table
 from titanlite.data.prepare import documents
 from titanlite.data.prepare.documents import list_inputs
-from titanlite.data.prepare.readers import Bad, Document, describe_place, read
+from titanlite.data.prepare.readers import Bad, Document, describe_location, read
 from titanlite.ground.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -162,7 +162,7 @@ def test_a_truncated_compressed_file_gives_the_lines_before_its_end_and_says_whe
     assert [found.content for found in sound] == _NOISE[: len(sound)]
     assert len(sound) > 5000 * share - 1500  # a compressed block is whole or not at all
     assert isinstance(last, Bad) and "damaged or truncated" in last.reason
-    assert describe_place(str(path), last.place) == f"{path}, line {len(sound) + 1}"
+    assert describe_location(str(path), last.location) == f"{path}, line {len(sound) + 1}"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "jsonl.zst"])

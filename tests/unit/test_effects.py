@@ -5,11 +5,11 @@ from typing import Annotated
 import pytest
 
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import SECTIONS, read_config
 from titanlite.config.schema import Config, Section
 
-HERE = Place(cuda=False, ranks=1)
+HERE = Hardware(cuda=False, ranks=1)
 
 
 def found(folder, texts: list[str], *options: str) -> list[effects.Idle]:
@@ -35,9 +35,9 @@ def test_every_condition_can_be_evaluated_and_names_keys_that_exist():
                 assert all(key.split(".")[1] in SECTIONS[key.split(".")[0]].model_fields for key in effects.keys_of(condition))
 
 
-@pytest.mark.parametrize("place", [HERE, Place(True, 8), Place()])
-def test_defaults_are_never_refused_or_noted(place):
-    assert list(effects.faults(Config().idle(place))) == [] and effects.note(Config().idle(place)) == ""
+@pytest.mark.parametrize("hardware", [HERE, Hardware(True, 8), Hardware()])
+def test_defaults_are_never_refused_or_noted(hardware):
+    assert list(effects.faults(Config().idle(hardware))) == [] and effects.note(Config().idle(hardware)) == ""
 
 
 ON, OFF, FREQ = "[validation]\nenable = true\n", "[validation]\nenable = false\n", "[validation]\nfreq = 7\n"
@@ -79,7 +79,7 @@ def test_a_settled_configuration_holds_no_value_without_effect():
     given = Config.model_validate({"lora": {"rank": 4}, "parallelism": {"cpu_offload": True}, "optimizer": {"lr": 0.5}})
     settled = given.settled(HERE)
     assert (settled.lora.rank, settled.parallelism.cpu_offload, settled.optimizer.lr) == (16, False, 0.5)
-    assert given.settled(Place(cuda=True)).parallelism.cpu_offload
+    assert given.settled(Hardware(cuda=True)).parallelism.cpu_offload
     assert not any(key.value != key.default for key in settled.idle(HERE))
 
 

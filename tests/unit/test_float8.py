@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
 from titanlite.parallel import tensor
 from titanlite.registry.family import family_of
@@ -187,7 +187,7 @@ FAULTS = [
 
 def faults(config: Config) -> list[str]:
     family = family_of(config.model)
-    idle = effects.faults(config.idle(Place(torch.cuda.is_available())))
+    idle = effects.faults(config.idle(Hardware(torch.cuda.is_available())))
     return [*idle, *float8.faults(config), *tensor.faults(config, family, on_meta(family, config))]
 
 

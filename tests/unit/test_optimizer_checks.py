@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
 from titanlite.optim import build
 from titanlite.transforms import compile
@@ -20,7 +20,7 @@ def faults(keys: dict[str, Any]) -> list[str]:
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     config = Config.model_validate(sections)
-    return [*effects.faults(config.idle(Place(True, 1))), *build.faults(config)]
+    return [*effects.faults(config.idle(Hardware(True, 1))), *build.faults(config)]
 
 
 CASES = [

@@ -22,7 +22,7 @@ from tests.hostile.keys import OF_THE_PLACE, setting, toml
 from tests.token_files import TEXTS, write_jsonl
 from titanlite import train
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import KEYS, SECTIONS, read_config
 from titanlite.config.schema import Config
 from titanlite.data.mixture import open_on_every_rank
@@ -129,7 +129,7 @@ def configuration(settings: dict[str, str]) -> Config:
 @functools.cache
 def seen(settings: tuple[tuple[str, str], ...]) -> tuple[list[str], list[dict[str, Any]]]:
     """(names of files, reports but for what depends on time and memory) of a run with these settings."""
-    config = configuration(dict(settings)).settled(Place(cuda=False))
+    config = configuration(dict(settings)).settled(Hardware(cuda=False))
     data, validation = open_on_every_rank(config)
     home, folder = Path.cwd(), tempfile.mkdtemp()
     (Path(folder) / "assets").symlink_to(home / "assets")
@@ -182,6 +182,6 @@ def test_a_key_whose_condition_does_not_hold_is_named_and_nothing_can_depend_on_
             off = {"training.global_batch_size": "-1"} | setting(key, condition)
             plain, idle = configuration({name: value for name, value in off.items() if name != key}), configuration(off)
             parts = [part for part in condition.split(" or ") if part in OF_THE_PLACE]
-            here = Place(effects.CUDA not in parts, 1 if parts and effects.CUDA not in parts else 2)
+            here = Hardware(effects.CUDA not in parts, 1 if parts and effects.CUDA not in parts else 2)
             assert f"{key} = " in "\n".join(map(str, idle.idle(here))), (key, condition)
             assert plain.settled(here) == idle.settled(here), (key, condition)

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from titanlite.optim.rounding import Places, _wrapped, joined, keys_of, places, random_bits, root, split, stochastic
+from titanlite.optim.rounding import Positions, _wrapped, joined, keys_of, positions, random_bits, root, split, stochastic
 
 
 def _bits(rows: int, columns: int, name: int = 1, step: int = 1, word: int = 0) -> torch.Tensor:
     key = keys_of(torch.tensor([name]), torch.tensor([step]))[0]
-    return random_bits(places(torch.empty(rows, columns)), key, word)
+    return random_bits(positions(torch.empty(rows, columns)), key, word)
 
 
 def _neighbours(value: float) -> tuple[float, float]:
@@ -58,7 +58,7 @@ def test_bits_are_those_of_the_published_mixing_function():
 
     key = keys_of(torch.tensor([-5]), torch.tensor([7]))[0]
     words = [int(word) % 2**32 for word in key]
-    found = random_bits(places(torch.empty(50, 60)), key, 1).flatten().tolist()
+    found = random_bits(positions(torch.empty(50, 60)), key, 1).flatten().tolist()
     assert [bits % 2**32 for bits in found] == [mixed(index, *words[2:]) for index in range(3000)]
 
 
@@ -83,8 +83,8 @@ def test_half_words_are_uniform_and_independent_of_each_other_of_the_step_and_of
 
 def test_a_part_of_a_matrix_has_the_bits_of_its_place():
     key = keys_of(torch.tensor([3]), torch.tensor([4]))[0]
-    whole = places(torch.empty(8, 10))
-    part = Places(whole.rows[2:5], whole.columns[4:])
+    whole = positions(torch.empty(8, 10))
+    part = Positions(whole.rows[2:5], whole.columns[4:])
     assert torch.equal(random_bits(part, key, 0), random_bits(whole, key, 0)[2:5, 4:])
 
 

@@ -26,17 +26,17 @@ def splits(ranks: int, method: Any, length: int = LENGTH) -> list[Split]:
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_each_token_is_on_one_rank(ranks, method):
     parts = splits(ranks, method)
-    assert torch.cat([part.places for part in parts]).sort().values.tolist() == [*range(LENGTH)]
-    assert all(len(part.places) == LENGTH // ranks and part.length == LENGTH for part in parts)
+    assert torch.cat([part.positions for part in parts]).sort().values.tolist() == [*range(LENGTH)]
+    assert all(len(part.positions) == LENGTH // ranks and part.length == LENGTH for part in parts)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_all_ranks_attend_to_as_many_keys_where_keys_are_gathered(ranks):
-    assert len({(part.places + 1).sum().item() for part in splits(ranks, "gather")}) == 1
+    assert len({(part.positions + 1).sum().item() for part in splits(ranks, "gather")}) == 1
 
 
 def test_with_heads_exchanged_the_ranks_have_the_sequence_in_order():
-    assert torch.cat([part.places for part in splits(4, "ulysses")]).tolist() == [*range(LENGTH)]
+    assert torch.cat([part.positions for part in splits(4, "ulysses")]).tolist() == [*range(LENGTH)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -49,10 +49,10 @@ def test_attention_without_a_mask_and_its_gradients_are_those_of_the_whole_seque
     gradients = torch.autograd.grad(expected, whole, gradient)
     found = [torch.zeros_like(each) for each in gradients]
     for split in splits(ranks, "gather"):
-        out = attend_by_parts(whole[0][:, :, split.places], *whole[1:], split, 0.3)
+        out = attend_by_parts(whole[0][:, :, split.positions], *whole[1:], split, 0.3)
         near = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.05, "atol": 0.02}
-        torch.testing.assert_close(out, expected[:, :, split.places], **near)
-        for total, part in zip(found, torch.autograd.grad(out, whole, gradient[:, :, split.places]), strict=True):
+        torch.testing.assert_close(out, expected[:, :, split.positions], **near)
+        for total, part in zip(found, torch.autograd.grad(out, whole, gradient[:, :, split.positions]), strict=True):
             total += part
     for total, gradient in zip(found, gradients, strict=True):
         assert (total - gradient).double().norm() < (1e-12 if dtype == torch.float64 else 0.02) * gradient.double().norm()
@@ -64,14 +64,14 @@ def test_a_mask_has_the_rows_of_this_ranks_queries(window):
     documents = torch.stack([torch.repeat_interleave(torch.arange(3), row) for row in lengths]).int()
     whole = dense_mask(documents, window)
     for split in splits(2, "gather"):
-        seq = SeqInfo(split.places.expand(2, -1), documents, split=split)
-        assert torch.equal(with_mask(seq, window).mask, whole[:, :, split.places])
-        assert torch.equal(attention._dense(block_mask(documents, window, split.places)), whole[:, :, split.places])
+        seq = SeqInfo(split.positions.expand(2, -1), documents, split=split)
+        assert torch.equal(with_mask(seq, window).mask, whole[:, :, split.positions])
+        assert torch.equal(attention._dense(block_mask(documents, window, split.positions)), whole[:, :, split.positions])
 
 
 def test_a_window_as_long_as_the_whole_sequence_needs_no_mask_and_a_shorter_one_does():
     (split, _) = splits(2, "gather")
-    seq = SeqInfo(split.places[None], split=split)
+    seq = SeqInfo(split.positions[None], split=split)
     assert with_mask(seq, LENGTH).mask is None
     assert with_mask(seq, LENGTH - 1).mask.shape == (1, 1, LENGTH // 2, LENGTH)  # longer than what this rank has
 

@@ -40,6 +40,6 @@ def test_verify_takes_it_too_and_refuses_what_the_user_gave_in_vain(tmp_path, mo
     for key in CONDITIONAL:
         Path("run.toml").write_text(toml(settings_of(key)))
         _, _, config = verify._parse(["run.toml", "--mesh", "1", "--mesh", "dp_shard=2"])
-        assert not [idle for idle in config.idle(verify.Place()) if idle.refused], key
+        assert not [idle for idle in config.idle(verify.Hardware()) if idle.refused], key
     with pytest.raises(UserError, match=r"checkpoint\.interval"):
         verify._parse(["run.toml", "--checkpoint.enable", "false", "--checkpoint.interval", "5"])

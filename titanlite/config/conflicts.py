@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel
 
-from titanlite.config.effects import EffectiveWhen, Place
+from titanlite.config.effects import EffectiveWhen, Hardware
 
 # A setting, the other settings, joined by " and ", and why they exclude each other or what to set instead. Settings are written
 # as conditions in effects.py; they conflict when all of them hold.
@@ -16,7 +16,7 @@ def conflicts(config: BaseModel, table: Iterable[Conflict]) -> Iterator[str]:
     """A sentence for every conflict of a table that a configuration has."""
     for setting, others, why in table:
         conditions = [setting, *others.split(" and ")]
-        if EffectiveWhen(*conditions).failing(config, Place()) is None:
+        if EffectiveWhen(*conditions).failing(config, Hardware()) is None:
             first, *rest = (_value(condition, config) for condition in conditions)
             yield f"{first} with {' and '.join(rest)}: {why}"
 

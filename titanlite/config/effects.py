@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 FILE, OPTION, UNSET = Layer(0), Layer(1, "option"), Layer(-(2**63))
 
 
-class Place(NamedTuple):
+class Hardware(NamedTuple):
     """What a configuration does not say about a run. None: unknown; what depends on it may have an effect."""
 
     cuda: bool | None = None
@@ -36,9 +36,9 @@ class Place(NamedTuple):
 class _Sentence(NamedTuple):
     """A condition that is no comparison of one key."""
 
-    holds: Callable[[Any, Place], bool]
+    holds: Callable[[Any, Hardware], bool]
     keys: tuple[str, ...]  # on which it depends
-    of_place: bool = True  # whether it depends on the place too
+    of_hardware: bool = True  # whether it depends on the hardware too
 
 
 CUDA = "the machine has a GPU with CUDA"
@@ -47,16 +47,16 @@ ACCUMULATION = "a step has more than one microbatch"
 DECAY = "the learning rate decays"
 _OF_MESH = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel", "pipeline_parallel")
 _SENTENCES = {
-    CUDA: _Sentence(lambda _, place: place.cuda is not False, ()),
-    RANKS: _Sentence(lambda _, place: place.ranks is None or place.ranks > 1, ()),
+    CUDA: _Sentence(lambda _, hardware: hardware.cuda is not False, ()),
+    RANKS: _Sentence(lambda _, hardware: hardware.ranks is None or hardware.ranks > 1, ()),
     ACCUMULATION: _Sentence(
-        lambda config, place: place.ranks is None or config.accumulates(place.ranks),
+        lambda config, hardware: hardware.ranks is None or config.accumulates(hardware.ranks),
         ("training.global_batch_size", "training.local_batch_size", *(f"parallelism.{name}_degree" for name in _OF_MESH)),
     ),
     DECAY: _Sentence(
         lambda config, _: config.decay_steps > 0,
         ("lr_scheduler.decay_ratio", "lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "training.steps"),
-        of_place=False,
+        of_hardware=False,
     ),
 }
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
@@ -77,9 +77,9 @@ class EffectiveWhen:
         """These conditions too."""
         return EffectiveWhen(*self.conditions, *conditions)
 
-    def failing(self, config: BaseModel, place: Place) -> str | None:
+    def failing(self, config: BaseModel, hardware: Hardware) -> str | None:
         """The first condition that does not hold, or None."""
-        return next((condition for condition in self.conditions if not _holds(condition, config, place)), None)
+        return next((condition for condition in self.conditions if not _holds(condition, config, hardware)), None)
 
 
 ALWAYS = EffectiveWhen()
@@ -110,7 +110,7 @@ class Idle(NamedTuple):
         at its default changes nothing."""
         if self.value == self.default:
             return False
-        return self.layer.number >= (OPTION.number if _depends_on_place(self.condition) else self.off.number)
+        return self.layer.number >= (OPTION.number if _depends_on_hardware(self.condition) else self.off.number)
 
     def __str__(self) -> str:
         origin = f" ({self.layer.name})" if self.layer.name else ""
@@ -119,12 +119,12 @@ class Idle(NamedTuple):
         )
 
 
-def idle(config: BaseModel, place: Place, layers: dict[str, Layer]) -> Iterator[Idle]:
+def idle(config: BaseModel, hardware: Hardware, layers: dict[str, Layer]) -> Iterator[Idle]:
     """All keys without effect."""
     for section in type(config).model_fields:
         table = getattr(config, section)
         for name, field in type(table).model_fields.items():
-            if condition := effective_when(field).failing(config, place):
+            if condition := effective_when(field).failing(config, hardware):
                 off = max((layers.get(key, UNSET) for key in keys_of(condition)), default=UNSET)
                 layer = layers.get(f"{section}.{name}", UNSET)
                 yield Idle(section, name, getattr(table, name), field.get_default(), condition, layer, off)
@@ -147,13 +147,13 @@ def note(found: list[Idle]) -> str:
     return f"keys without effect: {'; '.join(sentences)}" if sentences else ""
 
 
-def _holds(condition: str, config: BaseModel, place: Place) -> bool:
-    return any(_part_holds(part, config, place) for part in condition.split(" or "))
+def _holds(condition: str, config: BaseModel, hardware: Hardware) -> bool:
+    return any(_part_holds(part, config, hardware) for part in condition.split(" or "))
 
 
-def _part_holds(part: str, config: BaseModel, place: Place) -> bool:
+def _part_holds(part: str, config: BaseModel, hardware: Hardware) -> bool:
     if part in _SENTENCES:
-        return _SENTENCES[part].holds(config, place)
+        return _SENTENCES[part].holds(config, hardware)
     key, sign, *text = part.split(" ", 2)
     section, name = key.split(".")
     value = getattr(getattr(config, section), name)
@@ -168,5 +168,5 @@ def keys_of(condition: str) -> list[str]:
     return [key for part in parts for key in (_SENTENCES[part].keys if part in _SENTENCES else (part.split(" ")[0],))]
 
 
-def _depends_on_place(condition: str) -> bool:
-    return any(part in _SENTENCES and _SENTENCES[part].of_place for part in condition.split(" or "))
+def _depends_on_hardware(condition: str) -> bool:
+    return any(part in _SENTENCES and _SENTENCES[part].of_hardware for part in condition.split(" or "))

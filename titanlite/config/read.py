@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from titanlite.config.effects import OPTION, Layer, Place
+from titanlite.config.effects import OPTION, Hardware, Layer
 from titanlite.config.schema import Config
 from titanlite.config.tables import Section
 from titanlite.ground.errors import HelpRequested, UserError, listed, phase
@@ -105,15 +105,15 @@ def stored_config(sections: dict[str, dict[str, Any]], source: Path) -> Config:
         section: {name: value for name, value in table.items() if f"{section}.{name}" not in INSTEAD}
         for section, table in sections.items()
     }
-    return validated(Config, known, f"{source}: config").settled(Place())
+    return validated(Config, known, f"{source}: config").settled(Hardware())
 
 
 def to_toml(config: Config) -> str:
-    """The configuration as TOML text; `read_config` reads it back to `config.settled(Place())`.
+    """The configuration as TOML text; `read_config` reads it back to `config.settled(Hardware())`.
 
     Keys that have no effect on any machine are comments: in one file with what switches them off they would be refused.
     """
-    without_effect = {(key.section, key.name): key.condition for key in config.idle(Place())}
+    without_effect = {(key.section, key.name): key.condition for key in config.idle(Hardware())}
     lines = []
     for section, table in config.model_dump().items():
         lines.append(f"[{section}]")
@@ -246,14 +246,14 @@ def entry_schema(annotation: Any) -> type[BaseModel] | None:
 
 def _describe(error: ValidationError, origins: dict[str, Layer]) -> list[str]:
     """One sentence for each key, or entry of a list of tables, in which pydantic has found errors."""
-    by_place: dict[tuple[Any, ...], list[Any]] = {}
+    by_path: dict[tuple[Any, ...], list[Any]] = {}
     for entry in error.errors():
-        place = entry["loc"]
-        in_entry = len(place) > 2 and entry_schema(KEYS.get(f"{place[0]}.{place[1]}"))
-        by_place.setdefault(place[: 4 if in_entry else 2], []).append(entry)
+        path = entry["loc"]
+        in_entry = len(path) > 2 and entry_schema(KEYS.get(f"{path[0]}.{path[1]}"))
+        by_path.setdefault(path[: 4 if in_entry else 2], []).append(entry)
     return [
-        _entry_sentence(*place, errors=errors) if len(place) > 2 else _sentence(*place, origins=origins, errors=errors)
-        for place, errors in by_place.items()
+        _entry_sentence(*path, errors=errors) if len(path) > 2 else _sentence(*path, origins=origins, errors=errors)
+        for path, errors in by_path.items()
     ]
 
 
@@ -270,15 +270,15 @@ def _sentence(section: str, name: str = "", *, origins: dict[str, Layer], errors
 
 def _entry_sentence(section: str, name: str, number: int, key: str = "", *, errors: list[Any]) -> str:
     """One line for the errors in an entry of a list of tables, such as [[training.sources]]."""
-    kind, value, place = errors[0]["type"], errors[0]["input"], f"{section}.{name}, entry {number + 1}"
+    kind, value, path = errors[0]["type"], errors[0]["input"], f"{section}.{name}, entry {number + 1}"
     if not key:
-        return f"{place} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
+        return f"{path} = {json.dumps(value, default=str)}: must be a table; write [[{section}.{name}]] with its keys below"
     if kind == "extra_forbidden":
         schema = get_args(KEYS[f"{section}.{name}"])[0]
-        return f"{place}: {_setting(key, value, None)}: no such key{suggest(key, list(schema.model_fields))}"
+        return f"{path}: {_setting(key, value, None)}: no such key{suggest(key, list(schema.model_fields))}"
     if kind == "missing":
-        return f"{place}: has no {key}"
-    return f"{place}: {_setting(key, value, None)}: must be {allowed(errors)}"
+        return f"{path}: has no {key}"
+    return f"{path}: {_setting(key, value, None)}: must be {allowed(errors)}"
 
 
 def allowed(errors: list[Any]) -> str:

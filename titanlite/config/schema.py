@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from titanlite.config import bounds, effects
-from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Layer, Place
+from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Hardware, Layer
 from titanlite.config.operation import Checkpoint, Comm, Job, Metrics, Profiling
 from titanlite.config.tables import MAY_CHANGE, OnResume, Section, Table
 
@@ -399,18 +399,18 @@ class Config(Table):
         sections = type(self).model_fields
         return {f"{section}.{name}": FILE for section in sections for name in getattr(self, section).model_fields_set}
 
-    def idle(self, place: Place) -> list[effects.Idle]:
-        """The keys that have no effect in a place."""
-        return list(effects.idle(self, place, self.layers))
+    def idle(self, hardware: Hardware) -> list[effects.Idle]:
+        """The keys that have no effect on such hardware."""
+        return list(effects.idle(self, hardware, self.layers))
 
-    def settled(self, place: Place) -> "Config":
+    def settled(self, hardware: Hardware) -> "Config":
         """The configuration with all keys that have no effect at their defaults, so that nothing can depend on them."""
         changes: dict[str, dict[str, Any]] = {}
-        for key in self.idle(place):
+        for key in self.idle(hardware):
             changes.setdefault(key.section, {})[key.name] = key.default
         sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
         settled = self.model_copy(update=sections)
-        return settled if settled == self else settled.settled(place)  # what depended on them may have no effect either
+        return settled if settled == self else settled.settled(hardware)  # what depended on them may have no effect either
 
     @property
     def schedule_steps(self) -> int:

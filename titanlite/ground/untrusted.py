@@ -2,7 +2,7 @@
 
 A file must be a regular file once links are followed: a FIFO would block, a device has no end. It has a largest size, and is
 UTF-8 text in JSON or TOML of bounded depth, with integers of bounded length. A pydantic model says what it must hold. Each
-fault is one sentence that names the file, the place in it, the value and what is allowed.
+fault is one sentence that names the file, the location in it, the value and what is allowed.
 
 Each limit is at least ten times the largest real file of its kind. What the machine does not let us read, for lack of memory or
 by an error of the disk, is `Unread`: it proves no fault of the file.
@@ -157,11 +157,11 @@ def read_text(path: str | Path, limit: int) -> str:
         return _decoded(read_bytes(path, limit), str(path))
 
 
-def _decoded(content: bytes, place: str) -> str:
+def _decoded(content: bytes, location: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: cannot be read: not UTF-8 text: byte {error.start:,}: {error.reason}") from None
+        raise UserError(f"{location}: cannot be read: not UTF-8 text: byte {error.start:,}: {error.reason}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ JSON and TOML
@@ -179,19 +179,19 @@ def read_lines(path: str | Path, model: Any) -> Iterator[Any]:
         number = 0
         while (line := file.readline(_LINE + 1)).endswith(b"\n"):
             number += 1
-            yield _valid_json(_decoded(line, place := f"{path}: line {number}"), model, place)
+            yield _valid_json(_decoded(line, location := f"{path}: line {number}"), model, location)
     if len(line) > _LINE:
         raise UserError(f"{path}: line {number + 1}: has more than {_LINE:,} bytes")
     if line.strip(b"\0") and not line.startswith(b"{"):  # after a power failure, zeros may stand for the last line
         raise UserError(f"{path}: line {number + 1}: begins with {line[:20]!r}, must be an object of JSON")
 
 
-def _valid_json(text: str, model: Any, place: str) -> Any:
+def _valid_json(text: str, model: Any, location: str) -> Any:
     try:
         values = parse_json(text, _each_once)
     except ValueError as error:
-        raise UserError(f"{place}: cannot be read: {error}") from None
-    validated(model, values, place)
+        raise UserError(f"{location}: cannot be read: {error}") from None
+    validated(model, values, location)
     return values
 
 
@@ -259,24 +259,24 @@ def _bounded(value: Any) -> Any:
 # -------------------------------------------------------------------------------------------------------------- validation
 
 
-def validated(model: Any, values: Any, place: str) -> Any:
+def validated(model: Any, values: Any, location: str) -> Any:
     """The values as a pydantic model, or as a type that pydantic knows. Raises UserError with a line for each of the first
-    faults. place: the file, or the file and a place in it."""
+    faults. location: the file, or the file and a location in it."""
     try:
         return TypeAdapter(model).validate_python(values)
     except ValidationError as error:
-        raise UserError("\n".join(f"{place}: {_sentence(entry)}" for entry in error.errors()[:_NAMED])) from None
+        raise UserError("\n".join(f"{location}: {_sentence(entry)}" for entry in error.errors()[:_NAMED])) from None
 
 
 def _sentence(error: Any) -> str:
     *above, name = [str(part) for part in error["loc"]] or [""]
-    place, value = ".".join([*above, name]), json.dumps(error["input"], default=repr)
+    location, value = ".".join([*above, name]), json.dumps(error["input"], default=repr)
     shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
     if error["type"] == "missing":
-        return f"has no {place}"
+        return f"has no {location}"
     if error["type"] == "value_error":  # of a validator, whose text names the value
-        return f"{place}: {error['ctx']['error']}" if place else str(error["ctx"]["error"])
+        return f"{location}: {error['ctx']['error']}" if location else str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
-        return f"{place} = {shown}: there is no such entry"
+        return f"{location} = {shown}: there is no such entry"
     allowed = "a table" if error["type"] in ("model_type", "dict_type") else error["msg"].replace("Input should be ", "")
-    return f"{place or 'its content'} = {shown}: must be {allowed}"
+    return f"{location or 'its content'} = {shown}: must be {allowed}"

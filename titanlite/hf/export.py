@@ -103,7 +103,7 @@ class Exported:
         model = trusted(stored_config({"model": cfg}, stored.source), stored.source, named).model
         self.assets = assets or model.hf_assets_path
         if self.assets and not Path(self.assets).is_dir():
-            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new place with --assets')
+            raise UserError(f'model.hf_assets_path = "{self.assets}": no such folder; name its new path with --assets')
         self.family = family_of(model.model_copy(update={"hf_assets_path": self.assets}))
         if changed := self.family.changes_since(stored.manifest.numbers["architecture"]):
             raise UserError(listed(f"{stored.source}: {model.title} has changed since it was saved:", changed))
@@ -186,9 +186,9 @@ def export(
     with together(group), reporting(output):
         if rank == 0:
             if len(files) > 1:
-                places = {item.theirs: name for name, part in files.items() for item in part}
+                files_of = {item.theirs: name for name, part in files.items() for item in part}
                 total = sum(item.bytes for item in items)
-                _write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+                _write_json(unfinished / INDEX, {"metadata": {"total_size": total}, "weight_map": files_of})
             _describe(unfinished, exported, items, tokenizer)
             publish(unfinished, output)
     return [output / name for name in names]

@@ -116,8 +116,8 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     entries: dict[str, Entry] = {}
     kinds: dict[str, str] = {}
     problems: list[str] = []
-    places = _places(folder)
-    for path in sorted({folder / place for place in places.values()}) or [folder / SINGLE]:
+    listed = _listed(folder)
+    for path in sorted({folder / place for place in listed.values()}) or [folder / SINGLE]:
         try:
             size_of(path)  # the library would wait for a FIFO
             with reading(path), safe_open(str(path), "pt") as file:
@@ -135,8 +135,8 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
         for name, (shape, kind) in found.items():
             kinds[name] = kind
             entries[name] = Entry(path, name, shape, known.get(kind, torch.float32))
-    others = [name for name, place in places.items() if name in entries and entries[name].file.name != place]
-    problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {places[name]}" for name in others]
+    others = [name for name, place in listed.items() if name in entries and entries[name].file.name != place]
+    problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {listed[name]}" for name in others]
     problems += dequantize(entries, quantization) if (quantization := _quantization(folder)) else []
     for name, entry in entries.items():
         if entry.dtype in _QUANTIZED.values() or kinds.get(name, "F32") not in known:
@@ -159,7 +159,7 @@ class _Index(Contents):
     weight_map: Annotated[dict[str, Annotated[FileName, Field(pattern=r"\.safetensors$")]], Field(min_length=1)]
 
 
-def _places(folder: Path) -> dict[str, str]:
+def _listed(folder: Path) -> dict[str, str]:
     """Name -> file of each tensor, as the index of a folder says; empty where the folder has a single file."""
     if os.path.lexists(folder / SINGLE):  # as in transformers, this file takes precedence
         return {}

@@ -103,9 +103,9 @@ def score(model: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         _prefill(model, [context[:-1] for context, _ in pairs], cache, tp)
         for columns in _parts(inputs.shape[1], tp):
-            places = torch.arange(columns.start, columns.stop)
-            real = places < lengths[:, None]
-            logits = _logits(model, inputs[:, columns], position + places, real, cache).float()
+            columns_read = torch.arange(columns.start, columns.stop)
+            real = columns_read < lengths[:, None]
+            logits = _logits(model, inputs[:, columns], position + columns_read, real, cache).float()
             labels, counted = targets[:, columns].to(logits.device), real.to(logits.device)
             target_logprobs = logits.log_softmax(dim=-1).gather(-1, labels[..., None])[..., 0]
             sums += torch.where(counted, target_logprobs, 0.0).double().sum(1).cpu()

@@ -22,7 +22,7 @@ from titanlite.config.bounds import MOST_LOCAL_RANKS
 from titanlite.ground.errors import UserError
 from titanlite.launch import children, failure
 from titanlite.launch.addresses import gloo_fault
-from titanlite.registry.family import place_of
+from titanlite.registry.family import location_of
 
 _HINT = "; under tensor parallelism a parameter is a DTensor: use local_weight(parameter) of models/blocks.py"
 _KILLED = "; the system ends a process like this if memory runs out: take a smaller model, batch or mesh"
@@ -97,7 +97,7 @@ def describe_error(error: Exception) -> str:
         return text
     module = f", {path}" if (path := _module_of(error)) else ""
     hint = _HINT if "mixed torch.Tensor and DTensor" in text else ""
-    return f"{place_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
+    return f"{location_of(error)}{module}: {type(error).__name__}: {text.splitlines()[0] if text else ''}{hint}"
 
 
 def _module_of(error: BaseException) -> str:

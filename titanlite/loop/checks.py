@@ -10,7 +10,7 @@ import torch
 
 from titanlite.checkpoint import folder
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
 from titanlite.data import sources, tokenizer
@@ -23,7 +23,7 @@ from titanlite.parallel import mesh, pipeline
 from titanlite.parallel.parallelize import STEPS
 from titanlite.registry import limits
 from titanlite.registry.check import Check, Subject, of_module
-from titanlite.registry.family import family_of, place_of
+from titanlite.registry.family import family_of, location_of
 from titanlite.transforms.initialize import match_initial
 from titanlite.transforms.meta import on_meta, run_forward
 
@@ -53,7 +53,7 @@ def _misfits(subject: Subject) -> Iterator[str]:
         reason = (str(error) or repr(error)).splitlines()[0]
         yield (
             f"model.overrides: these dimensions do not fit together: a forward pass of {subject.config.model.title} fails at "
-            f"{place_of(error)}: {reason}"
+            f"{location_of(error)}: {reason}"
         )
 
 
@@ -107,9 +107,9 @@ def check(
     returned, not raised. more: checks after CHECKS.
     """
     cuda = torch.cuda.is_available()
-    idle = config.idle(Place(cuda, ranks))
+    idle = config.idle(Hardware(cuda, ranks))
     # what has no effect has no faults either
-    subject = Subject(config.settled(Place(cuda or elsewhere)), ranks, local_ranks, open_files)
+    subject = Subject(config.settled(Hardware(cuda or elsewhere)), ranks, local_ranks, open_files)
     refused: list[str] = []
     left: list[str] = []
     passed: set[str] = set()

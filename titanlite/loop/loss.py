@@ -59,7 +59,7 @@ def arranged(model: Decoder, batch: Batch) -> Microbatch:
     seq = sequence_of(inputs, batch.documents)
     if model.context is not None:  # only now: a label, a position, a document follow from the tokens around
         split = split_sequence(*model.context, inputs.shape[1], inputs.device)
-        inputs, labels, positions = (whole[:, split.places] for whole in (inputs, labels, seq.positions))
+        inputs, labels, positions = (whole[:, split.positions] for whole in (inputs, labels, seq.positions))
         seq = seq._replace(positions=positions, split=split)
     return Microbatch(inputs, labels, seq)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titanlite.config.schema import Optimizer
 from titanlite.optim import rounding
-from titanlite.optim.rounding import Compiler, Places
+from titanlite.optim.rounding import Compiler, Positions
 from titanlite.transforms.shards import key_of, local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,7 +33,7 @@ class Part:
         self.keys = torch.tensor([key_of(name) for name in group["param_names"]], device=device)
         self.counts = torch.zeros(len(self.parameters), device=device)
         self.longest = torch.tensor([max(p.shape) for p in self.parameters], dtype=torch.float64, device=device)
-        self.places = [rounding.places(p) for p in self.parameters]
+        self.positions = [rounding.positions(p) for p in self.parameters]
         self._reached: tuple[list[bool], Tensor] | None = None
         for p, count in zip(self.parameters, self.counts.unbind(), strict=True):
             state[p] = {"step": count, **{name: torch.zeros_like(p, requires_grad=False) for name in kept}}
@@ -90,10 +90,10 @@ class Bfloat16Adam(torch.optim.Optimizer):
             state = self.state[p]
             kept = [state[name] for name in (*MOMENTS, REMAINDER) if name in state]
             tensors = [rounding.flat(tensor) for tensor in (p, p.grad, *kept)]
-            self._update(tensors, part.places[index], keys[index], rows[index], skip, scale)
+            self._update(tensors, part.positions[index], keys[index], rows[index], skip, scale)
 
     def _of_matrix(
-        self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor, scale: Tensor
+        self, tensors: list[Tensor], position: Positions, key: Tensor, numbers: Tensor, skip: Tensor, scale: Tensor
     ) -> None:
         """One step of one parameter. numbers: (4,) float32: the rate over its bias correction, the decay, the second moment's
         correction, and the count, which is not used."""
@@ -107,7 +107,7 @@ class Bfloat16Adam(torch.optim.Optimizer):
         first = exp_avg.float() * beta1 + g * (1 - beta1)
         second = exp_avg_sq.float() * beta2 + g * g * (1 - beta2)
         value = value - numbers[0] * first / (rounding.root(second) * numbers[2] + self._eps)
-        bits = rounding.random_bits(place, key, 0)
+        bits = rounding.random_bits(position, key, 0)
         exp_avg.copy_(torch.where(skip, exp_avg, rounding.stochastic(first, bits)))
         exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, rounding.stochastic(second, bits >> 16)))
-        rounding.store(p, remainder, value, place, key, 1, skip)
+        rounding.store(p, remainder, value, position, key, 1, skip)

@@ -14,7 +14,7 @@ from torch import Tensor
 from titanlite.config.schema import Optimizer
 from titanlite.optim import rounding
 from titanlite.optim.adam_bf16 import REMAINDER, Part, signals
-from titanlite.optim.rounding import Compiler, Places
+from titanlite.optim.rounding import Compiler, Positions
 from titanlite.optim.whole_matrices import Bucket, Redistribution
 
 MOMENTUM = "momentum_buffer"
@@ -58,16 +58,16 @@ class Muon(torch.optim.Optimizer):
         self.rest.step()
         skip, scale = signals(self, self._parts[0].counts.device)
         parameters: list[Tensor] = []
-        places, used, keys, numbers = [], [], [], []
+        positions, used, keys, numbers = [], [], [], []
         for part in self._parts:
             used += [len(parameters) + number for number in part.count(skip)]
             parameters += part.parameters
-            places += part.places
+            positions += part.positions
             keys += rounding.each_row(rounding.keys_of(part.keys, part.counts))
             numbers += rounding.each_row(self._numbers(part))
         with rounding.any_shape():
             for one in self._redistribution.buckets(used):
-                work = [(parameters[n], places[n], keys[n], numbers[n]) for n in one.matrices]
+                work = [(parameters[n], positions[n], keys[n], numbers[n]) for n in one.matrices]
                 self._step_bucket(one, work, skip, scale)
 
     def _numbers(self, part: Part) -> Tensor:
@@ -76,32 +76,36 @@ class Muon(torch.optim.Optimizer):
         rates = part.longest.sqrt() * _AS_LARGE_AS_ADAMW * lr
         return torch.stack([rates, torch.full_like(rates, lr * decay), rates, rates], dim=1).float()
 
-    def _step_bucket(self, one: Bucket, work: list[tuple[Tensor, Places, Tensor, Tensor]], skip: Tensor, scale: Tensor) -> None:
+    def _step_bucket(
+        self, one: Bucket, work: list[tuple[Tensor, Positions, Tensor, Tensor]], skip: Tensor, scale: Tensor
+    ) -> None:
         pending = []
-        for p, place, key, _ in work:
+        for p, position, key, _ in work:
             assert p.grad is not None
             pending.append(torch.empty_like(rounding.flat(p), dtype=self._precision))
-            self._gather([rounding.flat(p.grad), rounding.flat(self.state[p][MOMENTUM]), pending[-1]], place, key, skip, scale)
+            self._gather(
+                [rounding.flat(p.grad), rounding.flat(self.state[p][MOMENTUM]), pending[-1]], position, key, skip, scale
+            )
         directions = self._redistribution.map(one, pending, lambda whole: orthogonalized(whole, self._ns_steps))
-        for (p, place, key, numbers), direction in zip(work, directions, strict=True):
+        for (p, position, key, numbers), direction in zip(work, directions, strict=True):
             tensors = [rounding.flat(p), direction]
             tensors += [rounding.flat(self.state[p][REMAINDER])] if REMAINDER in self.state[p] else []
-            self._update(tensors, place, key, numbers, skip)
+            self._update(tensors, position, key, numbers, skip)
 
-    def _momentum_of(self, tensors: list[Tensor], place: Places, key: Tensor, skip: Tensor, scale: Tensor) -> None:
+    def _momentum_of(self, tensors: list[Tensor], position: Positions, key: Tensor, skip: Tensor, scale: Tensor) -> None:
         """Adds a gradient to the momentum, and writes the matrix to orthogonalize."""
         grad, kept, pending = tensors
         g = grad.float() / scale
         mean = kept.float() * self._momentum + g * (1 - self._momentum)
         pending.copy_(g * (1 - self._momentum) + mean * self._momentum if self._nesterov else mean)
-        rounding.store(kept, None, mean, place, key, 0, skip)
+        rounding.store(kept, None, mean, position, key, 0, skip)
 
-    def _updated(self, tensors: list[Tensor], place: Places, key: Tensor, numbers: Tensor, skip: Tensor) -> None:
+    def _updated(self, tensors: list[Tensor], position: Positions, key: Tensor, numbers: Tensor, skip: Tensor) -> None:
         """Decays a parameter and moves it against its direction."""
         (p, direction), remainder = tensors[:2], tensors[2] if len(tensors) > 2 else None
         value = rounding.joined(p, remainder)
         value = value - value * numbers[1] - direction.float() * numbers[0]
-        rounding.store(p, remainder, value, place, key, 1, skip)
+        rounding.store(p, remainder, value, position, key, 1, skip)
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:

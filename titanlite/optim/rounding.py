@@ -27,7 +27,7 @@ _LOW = 0xFFFF
 _TILE = 2**20  # values processed at a time where nothing is compiled, to bound the temporaries
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Positions of a shard's values in the whole parameter, modulo 2**32: the sum of the row's and the column's number."""
 
     rows: Tensor  # (rows, 1) int32
@@ -40,13 +40,13 @@ def flat(tensor: Tensor) -> Tensor:
     return local[None] if local.ndim == 1 else local.flatten(1)
 
 
-def places(tensor: Tensor) -> Places:
+def positions(tensor: Tensor) -> Positions:
     """The positions of the values of `flat(tensor)`."""
     local = local_part(tensor)
     first, inner = box_index(tuple(tensor.shape), global_offset(tensor), tuple(local.shape), local.device)
     if local.ndim == 1:
         first, inner = inner, first
-    return Places(_wrapped(first)[:, None], _wrapped(inner))
+    return Positions(_wrapped(first)[:, None], _wrapped(inner))
 
 
 def _wrapped(index: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ def keys_of(names: Tensor, counts: Tensor) -> Tensor:
     return torch.stack([first, splitmix64(first, names)], dim=1).view(torch.int32)
 
 
-def random_bits(place: Places, key: Tensor, word: int) -> Tensor:
+def random_bits(position: Positions, key: Tensor, word: int) -> Tensor:
     """32 random bits for each value, (rows, columns) int32; key: (4,) of `keys_of`; word: 0 or 1, for two independent ones.
 
     The mixing function is "lowbias32" (C. Wellons, "Prospecting for hash functions", 2018), with a second key in between.
     """
-    x = (place.rows + place.columns) ^ key[2 * word]
+    x = (position.rows + position.columns) ^ key[2 * word]
     x = (x ^ ((x >> 16) & _LOW)) * 0x7FEB352D + key[2 * word + 1]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ ((x >> 16) & _LOW)
@@ -99,9 +99,11 @@ def joined(value: Tensor, remainder: Tensor | None) -> Tensor:
     return (value.float().view(torch.int32) + remainder.int()).view(torch.float32)
 
 
-def store(target: Tensor, remainder: Tensor | None, value: Tensor, place: Places, key: Tensor, word: int, skip: Tensor) -> None:
+def store(
+    target: Tensor, remainder: Tensor | None, value: Tensor, position: Positions, key: Tensor, word: int, skip: Tensor
+) -> None:
     """Writes float32 values to `target` unless `skip`, () bool: unchanged to float32; to bfloat16 with their remainder where
-    there is one, else rounded stochastically. place, key, word: as of `random_bits`."""
+    there is one, else rounded stochastically. position, key, word: as of `random_bits`."""
     if target.dtype == torch.float32:
         target.copy_(torch.where(skip, target, value))
     elif remainder is not None:
@@ -109,7 +111,7 @@ def store(target: Tensor, remainder: Tensor | None, value: Tensor, place: Places
         target.copy_(torch.where(skip, target, high))
         remainder.copy_(torch.where(skip, remainder, low))
     else:
-        target.copy_(torch.where(skip, target, stochastic(value, random_bits(place, key, word))))
+        target.copy_(torch.where(skip, target, stochastic(value, random_bits(position, key, word))))
 
 
 def root(value: Tensor) -> Tensor:
@@ -124,24 +126,24 @@ def compile_kernel(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def elementwise(update: Callable[..., None], compiler: Compiler | None) -> Callable[..., None]:
-    """update(tensors, place, *rest) as one compiled kernel for a whole matrix, or uncompiled for a few rows at a time.
+    """update(tensors, position, *rest) as one compiled kernel for a whole matrix, or uncompiled for a few rows at a time.
 
     tensors: all (rows, columns) of one shape; nothing is done for an empty one, as where there are more ranks than rows.
     compiler: None: uncompiled.
     """
     kernel = compiler(update) if compiler else update
 
-    def apply(tensors: list[Tensor], place: Places, *rest: Tensor) -> None:
+    def apply(tensors: list[Tensor], position: Positions, *rest: Tensor) -> None:
         count, width = tensors[0].shape
         if not count * width:
             return
         if compiler:
-            kernel(tensors, place, *rest)
+            kernel(tensors, position, *rest)
             return
         height = max(1, _TILE // width)
         for first in range(0, count, height):
             rows = slice(first, first + height)
-            kernel([tensor[rows] for tensor in tensors], Places(place.rows[rows], place.columns), *rest)
+            kernel([tensor[rows] for tensor in tensors], Positions(position.rows[rows], position.columns), *rest)
 
     return apply
 

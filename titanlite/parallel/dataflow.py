@@ -28,7 +28,7 @@ from titanlite.ground.torch_private import (
     tree_map,
     with_children,
 )
-from titanlite.registry.family import Family, place_of
+from titanlite.registry.family import Family, location_of
 
 _BETWEEN = -1  # in the place of a call's number: code of `Model.forward` between the calls
 _VALUES = (type(None), bool, int, float, str)  # beside tensors, what a block may return
@@ -41,7 +41,7 @@ class NotCarried(UserError):
 
 @dataclass(frozen=True)
 class Slot:
-    """In the place of a tensor: its number."""
+    """Stands for a tensor: its number."""
 
     number: int
 
@@ -82,7 +82,7 @@ Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Stand:
-    """In the place of an embedding or a block: its attributes are the module's, and a call goes to `run`."""
+    """Stands for an embedding or a block: its attributes are the module's, and a call goes to `run`."""
 
     _name: str
     _module: Any
@@ -315,9 +315,9 @@ def not_carried(family: Family) -> str:
         for name in dict.fromkeys(call.name for call in whole.calls[::-1]):
             trace(model, alone=name, whole=whole)
     except NotCarried as error:
-        return f"{error} ({place_of(error)})"
+        return f"{error} ({location_of(error)})"
     except Exception as error:  # the user's module can raise anything
-        cause = f"{(str(error) or repr(error)).splitlines()[0]} ({place_of(error)})"
+        cause = f"{(str(error) or repr(error)).splitlines()[0]} ({location_of(error)})"
         if name:
             return f"{name} does not find what earlier blocks leave in Python: {_REMEDY}: {cause}"
         return f"stages need a forward pass that runs without data: {cause}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.effects import Place, effective_when
+from titanlite.config.effects import Hardware, effective_when
 from titanlite.config.schema import Config, Parallelism
 from titanlite.ground.errors import UserError
 from titanlite.ground.torch_private import concatenate, flatten
@@ -50,7 +50,7 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 
 def needs_fsdp(config: Config, ranks: int) -> bool:
     """Whether FSDP2 has something to gather, to fetch, or to accumulate in another precision: where its keys have an effect."""
-    return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Place(ranks=ranks)) is None
+    return effective_when(Parallelism.model_fields["fsdp_prefetch"]).failing(config, Hardware(ranks=ranks)) is None
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
@@ -96,8 +96,8 @@ def data_rank(mesh: DeviceMesh) -> int:
 
 def part_of_rank(degrees: dict[str, int], rank: int) -> int:
     """The part of a global batch that a rank reads. degrees: of `resolve_degrees`."""
-    place = dict(zip(DIMENSIONS, np.unravel_index(rank, [degrees[name] for name in DIMENSIONS]), strict=True))
-    return int(place["dp_replicate"] * degrees["dp_shard"] + place["dp_shard"])
+    coordinate = dict(zip(DIMENSIONS, np.unravel_index(rank, [degrees[name] for name in DIMENSIONS]), strict=True))
+    return int(coordinate["dp_replicate"] * degrees["dp_shard"] + coordinate["dp_shard"])
 
 
 def loss_degree(mesh: DeviceMesh) -> int:

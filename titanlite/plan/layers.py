@@ -36,7 +36,7 @@ class Layers(NamedTuple):
         for name, (_, parameters, _) in zip(names, kinds, strict=True):
             same.setdefault(parameters, []).append(name)
         stands_for = {name: names[equal] for name, equal in zip(names, equals, strict=True)}
-        return cls(names, tuple(names[place] for place in few), stands_for, {each[0]: each for each in same.values()})
+        return cls(names, tuple(names[index] for index in few), stands_for, {each[0]: each for each in same.values()})
 
     def times(self, name: str) -> int:
         """How many layers of the model this one of `few` stands for."""
@@ -111,23 +111,23 @@ def _parameters(layer: nn.Module) -> Hashable:
 
 
 def _shortest(kinds: list[Any], reach: int) -> tuple[list[int], list[int]]:
-    """(places of a shorter sequence, for each place the one in it that has the same kind and the same neighbours).
+    """(indices of a shorter sequence, for each index the one in it that has the same kind and the same neighbours).
 
-    reach: how many neighbours on each side. Every stretch between two places with the same surroundings is left out, if what
+    reach: how many neighbours on each side. Every stretch between two indices with the same surroundings is left out, if what
     occurs in it occurs elsewhere: after that cut, all that remain have the neighbours that they had.
     """
-    number = {kind: place for place, kind in enumerate(dict.fromkeys(kinds))}
+    number = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
     padded = [-1] * reach + [number[kind] for kind in kinds] + [-1] * reach
-    seams = [tuple(padded[place : place + 2 * reach]) for place in range(len(kinds) + 1)]
-    contexts = [tuple(padded[place : place + 2 * reach + 1]) for place in range(len(kinds))]
-    places, start = list(range(len(kinds))), 0
-    while start < len(places):
-        for end in range(len(places) - 1, start, -1):
-            cut = seams[places[start]] == seams[places[end]]
-            if cut and {contexts[p] for p in places[start:end]} <= {contexts[p] for p in places[:start] + places[end:]}:
-                del places[start:end]
+    seams = [tuple(padded[index : index + 2 * reach]) for index in range(len(kinds) + 1)]
+    contexts = [tuple(padded[index : index + 2 * reach + 1]) for index in range(len(kinds))]
+    indices, start = list(range(len(kinds))), 0
+    while start < len(indices):
+        for end in range(len(indices) - 1, start, -1):
+            cut = seams[indices[start]] == seams[indices[end]]
+            if cut and {contexts[p] for p in indices[start:end]} <= {contexts[p] for p in indices[:start] + indices[end:]}:
+                del indices[start:end]
                 break
         else:
             start += 1
-    equal = {contexts[place]: place for place in places}
-    return places, [equal[context] for context in contexts]
+    equal = {contexts[index]: index for index in indices}
+    return indices, [equal[context] for context in contexts]

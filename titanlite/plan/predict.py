@@ -105,7 +105,7 @@ def predict(
     if degree > 1:
         return of_worst_rank(whole, ranks, parameters, measured, parts, flow)
     activations, working = whole_memory(layers, held)
-    passes = sum_of(parts, lambda place: run.times(place) if place in run.few else 1)
+    passes = sum_of(parts, lambda scope: run.times(scope) if scope in run.few else 1)
     masters, gradients = (sum(map(local_bytes, tensors)) for tensors in (model.parameters(), trained(model)))
     deferred, reduced = GradientSync.of(config), DTYPES[config.training.mixed_precision_reduce].itemsize
     # What waits for the last microbatch is kept in the precision of the reduction, by FSDP2.
@@ -139,7 +139,7 @@ class Measured(NamedTuple):
 
 def sum_of(parts: Iterable[Part], times: Callable[[str], int]) -> Work:
     """The work of a model that has each of the few layers so many times, and the head; times("head") and times("") too."""
-    counted = [(times(part.place), part.work) for part in parts]
+    counted = [(times(part.scope), part.work) for part in parts]
     return added(*(combine(lambda number, often=often: often * number, work) for often, work in counted))
 
 
@@ -234,7 +234,7 @@ def work_of(share: StageAssignment, degree: int, measured: Measured, parts: list
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
     own, part = part_of(measured.run, share), measured.part_of(share)
     often = {"embed": int(share.embed), "head": int(share.head)}
-    passes = sum_of(parts, lambda place: own.times(place) if place in own.few else often.get(place, 1))
+    passes = sum_of(parts, lambda scope: own.times(scope) if scope in own.few else often.get(scope, 1))
     updated = {
         channel: Traffic(each.calls, round(each.size * part), round(each.sent * part))
         for channel, each in measured.update.work.traffic.items()
@@ -272,7 +272,7 @@ def as_measured(config: Config) -> Config:
 
 def offloaded(held: Held) -> Held:
     """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of the next."""
-    return Held(dict.fromkeys(held.kept, 0), {place: peak + max(held.kept.values()) for place, peak in held.peaks.items()})
+    return Held(dict.fromkeys(held.kept, 0), {scope: peak + max(held.kept.values()) for scope, peak in held.peaks.items()})
 
 
 def whole_memory(layers: Layers, held: Held, with_head: bool = True) -> tuple[int, int]:
@@ -284,12 +284,12 @@ def whole_memory(layers: Layers, held: Held, with_head: bool = True) -> tuple[in
         _sums(held.kept[name] for name in layers.few),
         _sums(held.kept[layers.stands_for[name]] for name in layers.whole),
     )
-    last = {equal: place for place, equal in enumerate(layers.stands_for[name] for name in layers.whole)}
-    more = {name: whole[last[name]] - few[place] for place, name in enumerate(layers.few) if name in last} | {
+    last = {equal: scope for scope, equal in enumerate(layers.stands_for[name] for name in layers.whole)}
+    more = {name: whole[last[name]] - few[scope] for scope, name in enumerate(layers.few) if name in last} | {
         "head": whole[-1] - few[-1]
     }
     absent = {*layers.few} - last.keys() | (set() if with_head else {"head"})
-    peak = max(peak + more.get(place, 0) for place, peak in held.peaks.items() if place not in absent)
+    peak = max(peak + more.get(scope, 0) for scope, peak in held.peaks.items() if scope not in absent)
     return whole[-1], peak - whole[-1]
 
 

@@ -188,16 +188,16 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the memory of all tensors that operations return, by the place of the program that `enter` names.
+    """Follows the memory of all tensors that operations return, by the scope of the program that `enter` names.
 
     Peaks include what the exchange of experts' rows allocates and frees in itself, with the worst routing.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.place = ""
-        self.peaks: dict[str, int] = {}  # place -> the most bytes while it was the current one
-        # with the place that allocated it, and the bytes that do not count
+        self.scope = ""
+        self.peaks: dict[str, int] = {}  # scope -> the most bytes while it was the current one
+        # with the scope that allocated it, and the bytes that do not count
         self._storages: dict[int, tuple[weakref.ref, str, int]] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,7 +209,7 @@ class Allocations(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage, number = tensor.untyped_storage(), storage_of(tensor)
                 if self._storages.get(number, (lambda: None,))[0]() is None:
-                    self._storages[number] = weakref.ref(storage), self.place, 0
+                    self._storages[number] = weakref.ref(storage), self.scope, 0
         self._note(experts.temporary_bytes(operation, _given(operation, args, kwargs)))
         return result
 
@@ -218,28 +218,28 @@ class Allocations(TorchDispatchMode):
 
         When Python collects garbage, and when a thread of gloo gives back a tensor, is chance.
         """
-        alive = ((key, ref, place, ref()) for key, (ref, place, _) in self._storages.items())
-        self._storages = {key: (ref, place, storage.nbytes()) for key, ref, place, storage in alive if storage is not None}
+        alive = ((key, ref, scope, ref()) for key, (ref, scope, _) in self._storages.items())
+        self._storages = {key: (ref, scope, storage.nbytes()) for key, ref, scope, storage in alive if storage is not None}
         self.peaks.clear()
 
-    def enter(self, place: str) -> None:
-        """What follows happens in `place`."""
-        self.place = place
+    def enter(self, scope: str) -> None:
+        """What follows happens in `scope`."""
+        self.scope = scope
         self._note(0)
 
     def _note(self, temporary: int) -> None:
-        self.peaks[self.place] = max(self.peaks.get(self.place, 0), self.live() + temporary)
+        self.peaks[self.scope] = max(self.peaks.get(self.scope, 0), self.live() + temporary)
 
     def live(self) -> int:
         """Bytes that are allocated now, since `begin`."""
-        return sum(self.live_by_place().values())
+        return sum(self.live_by_scope().values())
 
-    def live_by_place(self) -> Counter[str]:
-        """Bytes that are allocated now, since `begin`, by the place that allocated them."""
+    def live_by_scope(self) -> Counter[str]:
+        """Bytes that are allocated now, since `begin`, by the scope that allocated them."""
         sizes: Counter[str] = Counter()
-        for key, (ref, place, before) in list(self._storages.items()):
+        for key, (ref, scope, before) in list(self._storages.items()):
             if (storage := ref()) is None:
                 del self._storages[key]
             else:
-                sizes[place] += storage.nbytes() - before
+                sizes[scope] += storage.nbytes() - before
         return sizes

@@ -70,7 +70,7 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
     _announce(model, allocations.enter)
     assert model.head is not None
     # not before its parameters are gathered, which frees the last layer's
-    model.head.register_forward_pre_hook(lambda *_: held.update(allocations.live_by_place()))
+    model.head.register_forward_pre_hook(lambda *_: held.update(allocations.live_by_scope()))
     with FakeTensorMode(allow_non_fake_inputs=True), allocations:
         _materialize(model)
         _forward_backward(model, setup, 1)
@@ -82,9 +82,9 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
 
 
 class Part(NamedTuple):
-    """What happens in one place of the program in a step."""
+    """What happens in one scope of the program in a step."""
 
-    place: str  # one of the few layers, "embed", "head", or "" before the first microbatch
+    scope: str  # one of the few layers, "embed", "head", or "" before the first microbatch
     work: Work
 
 
@@ -94,7 +94,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
     """
     model, recorder = _some_layers(setup, layers.few), Recorder(mesh_slices(setup.mesh))
-    begun: list[tuple[str, int, Work]] = []  # (place, microbatches that this stands for, what had been recorded by then)
+    begun: list[tuple[str, int, Work]] = []  # (scope, microbatches that this stands for, what had been recorded by then)
     microbatches = iter(often_run)
     often = 1
 
@@ -103,9 +103,9 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
         often = next(microbatches)
         enter("embed")
 
-    def enter(place: str) -> None:
-        recorder.routing = setup.routing.get(place, "balanced")
-        begun.append((place, often, recorder.work()))
+    def enter(scope: str) -> None:
+        recorder.routing = setup.routing.get(scope, "balanced")
+        begun.append((scope, often, recorder.work()))
 
     _announce(model, enter)
     model.register_forward_pre_hook(enter_microbatch, prepend=True)
@@ -119,8 +119,8 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
             _forward_backward(model, setup, len(often_run))
     ends = [work for _, _, work in begun[1:]] + [recorder.work()]
     return [
-        Part(place, combine(lambda start, end, times=times: times * (end - start), start, end))
-        for (place, times, start), end in zip(begun, ends, strict=True)
+        Part(scope, combine(lambda start, end, times=times: times * (end - start), start, end))
+        for (scope, times, start), end in zip(begun, ends, strict=True)
     ]
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.registry.family import Family, place_of
+from titanlite.registry.family import Family, location_of
 
 
 @dataclass
@@ -42,6 +42,6 @@ def of_module(part: Faults) -> Faults:
         except UserError as error:  # several lines where patterns of lora.modules match nothing
             yield from str(error).splitlines()
         except Exception as error:  # the user's module can raise anything
-            yield f"model.name = {subject.config.model.name!r}: its code failed ({place_of(error)}): {error!r}"
+            yield f"model.name = {subject.config.model.name!r}: its code failed ({location_of(error)}): {error!r}"
 
     return faults

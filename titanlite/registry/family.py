@@ -138,7 +138,7 @@ def load_module(name: str) -> ModuleType:
         here = f"models/ has: {families}; for a module of your own give its dotted name, importable from here"
         raise UserError(f"model.name = {name!r}: there is no module {dotted}; {here}") from None
     except (Exception, SystemExit) as error:  # the user's module can raise anything
-        raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({place_of(error)}): {error!r}") from error
+        raise BrokenModule(f"model.name = {name!r}: importing {dotted} failed ({location_of(error)}): {error!r}") from error
     if lacking := [part for part in OFFERS if not hasattr(module, part)]:
         raise BrokenModule(f"model.name = {name!r}: {module.__file__} lacks {', '.join(lacking)}; models/llama3.py shows each")
     if FROM_ASSETS in module.FLAVORS:
@@ -183,8 +183,8 @@ def described(module: ModuleType, description: Description) -> Any:
     return config
 
 
-def place_of(error: BaseException) -> str:
-    """File and line of an error: the innermost frame of a model's code if there is one, or the place of a syntax error.
+def location_of(error: BaseException) -> str:
+    """File and line of an error: the innermost frame of a model's code if there is one, or that of a syntax error.
 
     A fork calls what families share, such as models/blocks.py; its own frame says how.
     """

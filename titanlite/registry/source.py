@@ -96,8 +96,8 @@ def _is_a_models(name: str, own: set[str]) -> bool:
         return True
     if root == "titanlite" or root in sys.stdlib_module_names or (spec := _spec(root)) is None:
         return False
-    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return not any(part in ("site-packages", "dist-packages") for place in places for part in Path(place).parts)
+    paths = [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return not any(part in ("site-packages", "dist-packages") for path in paths for part in Path(path).parts)
 
 
 def _spec(name: str) -> ModuleSpec | None:

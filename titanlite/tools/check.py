@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import listed
@@ -26,7 +26,7 @@ def main() -> None:
 
     if notes := check_here(config, path, options.ranks, options.local_ranks):
         print(listed(f"{path}: no faults; this machine has no GPU, so on GPUs this is not verified:", notes), file=sys.stderr)
-    if note := effects.note(config.idle(Place(torch.cuda.is_available(), options.ranks))):
+    if note := effects.note(config.idle(Hardware(torch.cuda.is_available(), options.ranks))):
         print(f"{path}: {note}", file=sys.stderr)
     if config.job.print_config:
         print(to_toml(config))

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import models
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.read import KEYS, SECTIONS, allowed, suggest, toml_key, toml_value
 from titanlite.config.schema import Config
 from titanlite.ground.files import publish
@@ -201,5 +201,5 @@ def _refused(ours: dict[str, dict[str, Any]]) -> dict[str, str]:
         for (section, name), errors in by_key.items():
             refused[f"{section}.{name}"] = f"must be {allowed(errors)}"
             del ours[section][name]
-    idle = Config.model_validate(ours).idle(Place())
+    idle = Config.model_validate(ours).idle(Hardware())
     return refused | {f"{key.section}.{key.name}": f"no effect unless {key.condition}" for key in idle}

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.manifest import Damaged
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint, Profiling
 from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Parallelism, Validation
@@ -146,7 +146,7 @@ def replay_config(config: Config, global_batch: int, ranks: int | None) -> Confi
 
     Raises UserError for ranks that cannot hold that mesh or share that batch.
     """
-    config = config.settled(Place(torch.cuda.is_available()))
+    config = config.settled(Hardware(torch.cuda.is_available()))
     alone = Parallelism(data_parallel_shard_degree=1, cpu_offload=config.parallelism.cpu_offload)
     parallelism = config.parallelism if ranks else alone
     degrees = resolve_degrees(parallelism, ranks or 1)

@@ -14,7 +14,7 @@ from typing import Any
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.encode import Skipped
 from titanlite.data.prepare.prepare import prepare
-from titanlite.data.prepare.readers import BadDocument, describe_place
+from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_lines
@@ -84,7 +84,7 @@ def _report(manifest: dict[str, Any], options: argparse.Namespace) -> None:
         listing = output / "skipped.jsonl"
         print(f"{manifest['skipped']:,} skipped, listed in {listing}; the first:")
         for entry in itertools.islice(read_lines(listing, Skipped), _SHOWN):
-            print(f"  {describe_place(entry['file'], entry['line'])}: {entry['reason']}")
+            print(f"  {describe_location(entry['file'], entry['line'])}: {entry['reason']}")
     print(f'training.dataset_path = "{os.path.abspath(output)}"')
     if options.add_bos is not None:
         print(f"training.add_bos = {json.dumps(options.add_bos)}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config import effects
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint
 from titanlite.config.read import Faults, read_config
 from titanlite.config.schema import Config, Model, Optimizer
@@ -55,7 +55,7 @@ def main() -> None:
     configs = [on_mesh(config, degrees, global_batch) for degrees in meshes]
     for degrees, mesh_config in zip(meshes, configs, strict=True):
         check(mesh_config, path, ranks_of(degrees))
-    configs = [mesh_config.settled(Place(torch.cuda.is_available())) for mesh_config in configs]
+    configs = [mesh_config.settled(Hardware(torch.cuda.is_available())) for mesh_config in configs]
     open_data(config)  # fills the cache for the ranks
     first, *others = zip(configs, meshes, strict=True)
     reference = _run(_record_with_noise, *first)
@@ -73,7 +73,7 @@ def main() -> None:
             try:
                 wide = _run(_gradients, configs[number], meshes[number]), in_float64()
                 result = settle(runs[number], reference, *wide)
-                remark = f"in float64: {result.worst('gradients').size:.1e} {result.worst('gradients').place}"
+                remark = f"in float64: {result.worst('gradients').size:.1e} {result.worst('gradients').where}"
             except UserError as error:
                 remark = f"the model does not run in float64: {error}"
         verdicts.append("" if result.equal else "undecided" if result.undecided else "not equal")
@@ -96,7 +96,7 @@ def _print_row(degrees: dict[str, int], comparison: Comparison, verdict: str) ->
     loss, gradient = comparison.worst("losses"), comparison.worst("gradients")
     norms = f"{comparison.of('norms')[0].size:.1e}, {comparison.worst('norms').size:.1e}"
     name, verdict = _name(degrees), f"  <- {verdict}" if verdict else ""
-    print(f"{name:<28} {weights:<9} {batches:<9} {loss.size:<9.1e} {norms:<17} {gradient.size:.1e} {gradient.place}{verdict}")
+    print(f"{name:<28} {weights:<9} {batches:<9} {loss.size:<9.1e} {norms:<17} {gradient.size:.1e} {gradient.where}{verdict}")
 
 
 def _run(function: Callable[..., Any], config: Config, degrees: dict[str, int]) -> Any:
@@ -141,7 +141,7 @@ def _parse(words: list[str]) -> tuple[str, list[dict[str, int]], Config]:
     if known.flavor is not None:
         options += ["--model.flavor", known.flavor]
     config = read_config(known.config, options)
-    if idle := [*effects.faults(config.idle(Place()))]:  # before what follows settles them
+    if idle := [*effects.faults(config.idle(Hardware()))]:  # before what follows settles them
         raise Faults(known.config, idle)
     if known.mesh is not None and len(known.mesh) < 2:
         raise UserError("give at least two meshes, as in --mesh 1 --mesh dp_shard=2,tp=2")

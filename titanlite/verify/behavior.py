@@ -161,8 +161,8 @@ def causality_faults(family: Family) -> list[str]:
     """A token that is changed at position t must not change anything before t: hidden states, logits, loss."""
     model, tokens = small_model(family), random_tokens(family, 1, SEQ_LEN)
     changed = tokens.repeat(SEQ_LEN, 1)  # row t has another token at position t; row 0 is compared with itself
-    places = torch.arange(1, SEQ_LEN)
-    changed[places, places] = (changed[places, places] + 1) % family.config.vocab_size
+    positions = torch.arange(1, SEQ_LEN)
+    changed[positions, positions] = (changed[positions, positions] + 1) % family.config.vocab_size
     before = torch.arange(SEQ_LEN) < torch.arange(SEQ_LEN)[:, None]
     for remark, documents in (("", None), ("in packed rows, ", _documents().expand_as(changed))):
         try:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from models.decoder import Decoder
 from models.moe import experts_of
-from titanlite.config.effects import Place
+from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
 from titanlite.config.tables import Section
 from titanlite.data.batch import Batch
@@ -99,7 +99,7 @@ def replaced(config: Config, **sections: dict[str, Any] | Section) -> Config:
         name: values if isinstance(values, Section) else getattr(config, name).model_copy(update=values)
         for name, values in sections.items()
     }
-    return config.model_copy(update=update).settled(Place())
+    return config.model_copy(update=update).settled(Hardware())
 
 
 def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Config:
@@ -112,7 +112,7 @@ def on_mesh(config: Config, degrees: dict[str, int], global_batch: int) -> Confi
         local = max(1, math.gcd(local, share // stages))
     parallelism: dict[str, Any] = {key: degrees.get(name, 1) for name, key in DEGREES.items()}
     split = replaced(config, training={"global_batch_size": global_batch, "local_batch_size": local}, parallelism=parallelism)
-    return split.settled(Place(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another
+    return split.settled(Hardware(ranks=ranks_of(degrees)))  # what has no effect on one mesh may have one on another
 
 
 def begin(config: Config, mesh: DeviceMesh, device: torch.device) -> Run:
@@ -221,14 +221,14 @@ class Difference(NamedTuple):
     """How far one value of a trajectory is from that of the reference."""
 
     quantity: str  # a key of QUANTITIES
-    place: str  # the parameter, or "step 3"
+    where: str  # the parameter, or "step 3"
     size: float  # relative to the reference; 0 where the values are equal
     tolerance: float
     noise: float = 0.0  # how far rounding alone changes the value
 
     def __str__(self) -> str:
         size = f" by {self.size:.1e} of its norm" if self.tolerance else ""
-        return f"the {QUANTITIES[self.quantity].name} of {self.place} differs{size}"
+        return f"the {QUANTITIES[self.quantity].name} of {self.where} differs{size}"
 
 
 class Comparison(NamedTuple):
@@ -271,15 +271,15 @@ def compare(trajectory: Trajectory, reference: Trajectory) -> Comparison:
     for field, quantity in QUANTITIES.items():
         if field == "updates" and reference.noise is None:
             continue
-        values, expected = _by_place(getattr(trajectory, field)), _by_place(getattr(reference, field))
-        for place in expected | values:
-            noise = (reference.noise or {}).get(place, 0.0) if field == "gradients" else 0.0
-            tolerance = FIRST_NORM if (field, place) == ("norms", "step 1") else quantity.tolerance
+        values, expected = _by_name(getattr(trajectory, field)), _by_name(getattr(reference, field))
+        for where in expected | values:
+            noise = (reference.noise or {}).get(where, 0.0) if field == "gradients" else 0.0
+            tolerance = FIRST_NORM if (field, where) == ("norms", "step 1") else quantity.tolerance
             tolerance = max(tolerance, min(MARGIN * noise, MOST))
             if field == "updates":  # the share of elements that rounding turns grows with the noise
-                tolerance = max(tolerance, math.sqrt(MARGIN * (reference.noise or {}).get(place, 0.0)))
-            size = relative_difference(values.get(place), expected.get(place))
-            differences.append(Difference(field, place, size, tolerance, noise))
+                tolerance = max(tolerance, math.sqrt(MARGIN * (reference.noise or {}).get(where, 0.0)))
+            size = relative_difference(values.get(where), expected.get(where))
+            differences.append(Difference(field, where, size, tolerance, noise))
     return Comparison(differences)
 
 
@@ -294,5 +294,5 @@ def relative_difference(value: Tensor | float | None, reference: Tensor | float 
     return difference / size if size and math.isfinite(difference) else math.inf
 
 
-def _by_place(values: dict[str, Any] | list[Any]) -> dict[str, Any]:
+def _by_name(values: dict[str, Any] | list[Any]) -> dict[str, Any]:
     return values if isinstance(values, dict) else {f"step {number}": value for number, value in enumerate(values, 1)}

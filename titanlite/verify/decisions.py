@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# function -> the place of `dim` among its arguments, and what it is by default; of those that return a tensor and indices, or
+# function -> the index of `dim` among its arguments, and what it is by default; of those that return a tensor and indices, or
 # indices alone
 _CHOICES: dict[str, tuple[int, int | None]] = {
     "topk": (2, -1),
@@ -56,8 +56,8 @@ class Decisions(TorchFunctionMode):
             return self._again(_margins(scores, args[1] if len(args) > 1 else kwargs["other"]), result)
         if name not in _CHOICES or (isinstance(result, Tensor) and result.is_floating_point()):
             return result  # a maximum without its index decides nothing
-        place, default = _CHOICES[name]
-        dim = kwargs.get("dim", args[place] if len(args) > place else default)
+        index, default = _CHOICES[name]
+        dim = kwargs.get("dim", args[index] if len(args) > index else default)
         if isinstance(result, Tensor):
             return self._again(_centered(scores, dim), result)
         indices = self._again(_centered(scores, dim), result[1])
@@ -69,9 +69,9 @@ class Decisions(TorchFunctionMode):
 
     def _again(self, scores: Tensor, outcome: Tensor) -> Tensor:
         """The outcome of the earlier pass, if that made this decision."""
-        place = len(self.made)
-        if place < len(self.before) and self.before[place].shape == outcome.shape:
-            outcome = self.before[place]
+        index = len(self.made)
+        if index < len(self.before) and self.before[index].shape == outcome.shape:
+            outcome = self.before[index]
         self.made.append(outcome)
         self.note(self._running[-1] if self._running else "", scores)
         return outcome

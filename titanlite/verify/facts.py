@@ -157,13 +157,13 @@ def flops_faults(family: Family) -> list[str]:
     formula.
     """
     function = inspect.unwrap(family.module.flops).__code__
-    place = f"flops ({function.co_filename}, line {function.co_firstlineno})"
+    function_at = f"flops ({function.co_filename}, line {function.co_firstlineno})"
     says, of_one = family.module.flops(family.config, SEQ_LEN), family.module.flops(family.config, 1)
     faults = []
     if says.causal > says.palm:
-        faults.append(f"{place}: causal {says.causal:,.0f} is more than palm {says.palm:,.0f}")
+        faults.append(f"{function_at}: causal {says.causal:,.0f} is more than palm {says.palm:,.0f}")
     if of_one.causal != of_one.palm:
-        faults.append(f"{place}: for one token causal {of_one.causal:,.0f} and palm {of_one.palm:,.0f} must be equal")
+        faults.append(f"{function_at}: for one token causal {of_one.causal:,.0f} and palm {of_one.palm:,.0f} must be equal")
     try:
         counts = _count(family, torch.device("meta"))
     except Exception:
@@ -173,7 +173,7 @@ def flops_faults(family: Family) -> list[str]:
     total = counts.pop("Global")
     if abs(says.palm - total) > 1e-6 * total:
         parts = ", ".join(f"{name} {count:,.0f}" for name, count in counts.items())
-        faults.append(f"{place}: palm says {says.palm:,.0f} a token, PyTorch counts {total:,.0f}: {parts}")
+        faults.append(f"{function_at}: palm says {says.palm:,.0f} a token, PyTorch counts {total:,.0f}: {parts}")
     return faults
 
 

@@ -90,7 +90,7 @@ def _calls(model: nn.Module) -> list[str]:
 
 
 def _first_call(order: list[str], name: str) -> int:
-    """The place of a parameter: the first call of its module, or the last call in the nearest module around it."""
+    """The position of a parameter: the first call of its module, or the last call in the nearest module around it."""
     path = own = name.rpartition(".")[0]
     while path and path not in order:
         path = path.rpartition(".")[0]
@@ -107,7 +107,7 @@ def in_order(trajectory: Trajectory, noise: dict[str, float]) -> Trajectory:
 def tolerances(comparison: Comparison) -> list[str]:
     """A line for the tolerances of gradients that noise has raised."""
     raised = sorted((each for each in comparison.of("gradients") if each.tolerance > FLOAT32), key=lambda each: -each.noise)
-    shown = ", ".join(f"{each.place} {each.noise:.1e} (tolerance {each.tolerance:.1e})" for each in raised[:4])
+    shown = ", ".join(f"{each.where} {each.noise:.1e} (tolerance {each.tolerance:.1e})" for each in raised[:4])
     more = f", and {len(raised) - 4} more" if len(raised) > 4 else ""
     return [f"rounding alone changes the gradient of {shown}{more}"] if raised else []
 

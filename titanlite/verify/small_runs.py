@@ -293,9 +293,9 @@ def describe(comparison: Comparison) -> list[str]:
     cause = [difference for difference in excessive if difference.quantity == excessive[0].quantity]
     last = cause
     if cause[0].quantity == "gradients":
-        layers = [difference.place.split(".")[: 2 if difference.place.startswith("layers.") else 1] for difference in cause]
+        layers = [difference.where.split(".")[: 2 if difference.where.startswith("layers.") else 1] for difference in cause]
         last = [difference for difference, layer in zip(cause, layers, strict=True) if layer == layers[-1]]
-        loss = any(difference.quantity == "losses" and difference.place == "step 1" for difference in excessive)
+        loss = any(difference.quantity == "losses" and difference.where == "step 1" for difference in excessive)
         if loss or (layers[-1] == ["head"] and len(last) < len(cause)):
             last = sorted(cause, key=lambda difference: -difference.size)[:_SHOWN]
     texts = [str(difference) for difference in last]

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ConfigDict
 from tokenizers import Tokenizer
 
-from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_place, read, where
+from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_location, read, where
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.tokenizer import encode_texts
 from titanlite.ground.errors import UserError
@@ -251,7 +251,7 @@ class _Encoder:
             return [self._framed(ids) for ids in encode_texts(self.tokenizer, [str(entry.content) for entry in texts])]
         except ValueError as error:
             if len(texts) == 1:
-                return [Bad(texts[0].place, str(error))]
+                return [Bad(texts[0].location, str(error))]
             return [result for entry in texts for result in self._encode_texts([entry])]
 
     def _framed(self, ids: list[int]) -> _Encoded:
@@ -262,11 +262,11 @@ class _Encoder:
         beginning = self.job.beginning
         assert isinstance(entry.content, list)
         if self.job.chat is None:
-            return Bad(entry.place, "a chat, but the tokenizer's folder has no chat template")
+            return Bad(entry.location, "a chat, but the tokenizer's folder has no chat template")
         try:
             ids, loss = self.job.chat.encode(entry.content, entry.tools)
         except (ValueError, TypeError) as error:  # TypeError: the tokenizer's for text that is not Unicode
-            return Bad(entry.place, f"a chat that cannot be rendered: {error}")
+            return Bad(entry.location, f"a chat that cannot be rendered: {error}")
         self.record = self.record._replace(chats=True)
         beginning = [] if ids[: len(beginning)] == beginning else beginning
         return [*beginning, *ids], np.array([False] * len(beginning) + loss, bool)
@@ -279,7 +279,7 @@ class _Encoder:
 
     def _refuse(self, number: int, bad: Bad) -> None:
         part = self.unit.parts[number]
-        file, line = where(part, bad.place)
+        file, line = where(part, bad.location)
         if not self.job.skip:
-            raise BadDocument(f"{describe_place(file, line)}: {bad.reason}")
+            raise BadDocument(f"{describe_location(file, line)}: {bad.reason}")
         self.record.skipped.append({"file": file, "line": line, "reason": bad.reason})

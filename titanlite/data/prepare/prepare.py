@@ -29,7 +29,7 @@ from titanlite.data.prepare.documents import Input, group, list_inputs
 from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest, sealed
 from titanlite.data.prepare.packing import pack_file
-from titanlite.data.prepare.readers import BadDocument, describe_place
+from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, phase
@@ -177,7 +177,7 @@ def _encode(inputs: list[Input], work: Path, job: Job, workers: int) -> dict[str
     for record in records.values():
         if record.skipped and not job.skip:  # the work began with "skip", and continues with "fail"
             first = record.skipped[0]
-            raise BadDocument(f"{describe_place(first['file'], first['line'])}: {first['reason']}")
+            raise BadDocument(f"{describe_location(first['file'], first['line'])}: {first['reason']}")
     sizes = {unit.name: sum(part.size for part in unit.parts) for unit in units}
     missing = [unit for unit in units if unit.name not in records]
     before = sum(sizes[name] for name in records)

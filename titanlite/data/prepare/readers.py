@@ -1,4 +1,4 @@
-"""Reads the documents of every kind of input, in order; an entry that is not a document is reported with its place.
+"""Reads the documents of every kind of input, in order; an entry that is not a document is reported with its location.
 
 The suffix of a file decides how it is read; `KINDS` lists them all. Parquet, saved datasets, the hub and URLs are read by
 pyarrow, datasets and fsspec. Lines of JSON are read here: pyarrow.json rejects a whole file for one bad line, whose number it
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 class Document(NamedTuple):
     """A text, or the messages of a chat."""
 
-    place: int | None  # as `where` takes it
+    location: int | None  # as `where` takes it
     content: str | list[Any]
     tools: Any = None  # of a chat, as in the file
 
@@ -50,7 +50,7 @@ class Document(NamedTuple):
 class Bad(NamedTuple):
     """An entry that is not a document."""
 
-    place: int | None
+    location: int | None
     reason: str
 
 
@@ -76,27 +76,27 @@ def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
         raise UserError(f"{part.path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
-def where(part: Part, place: int | None) -> tuple[str, int | None]:
+def where(part: Part, location: int | None) -> tuple[str, int | None]:
     """(file, line or row) of an entry that `read` yielded. Lines count from 1; rows from 0, as in `dataset[row]`.
 
     Reads the file up to the part to count its lines, so it is called for bad entries only.
     """
     if part.kind == "hub":
-        return f"{part.path}, shard {part.begin}", place
-    if part.kind == "jsonl" and part.begin and place is not None:
+        return f"{part.path}, shard {part.begin}", location
+    if part.kind == "jsonl" and part.begin and location is not None:
         with open_bytes(part.path) as file:
             left, lines = part.begin - 1, 1
             while left and (block := file.read(min(left, _BYTES_AT_ONCE))):
                 lines += block.count(b"\n")
                 left -= len(block)
-        return part.path, lines + place
-    return part.path, place
+        return part.path, lines + location
+    return part.path, location
 
 
-def describe_place(file: str, place: int | None) -> str:
+def describe_location(file: str, location: int | None) -> str:
     """The result of `where` in words."""
     word = "line" if kind_of(file) in ("jsonl", "json", "csv", "tsv") else "row"
-    return file if place is None else f"{file}, {word} {place}"
+    return file if location is None else f"{file}, {word} {location}"
 
 
 def kind_of(path: str) -> str | None:
@@ -248,7 +248,7 @@ def _csv_document(line: int, row: list[str], header: list[str], text_key: str) -
 def _until_damage(
     lines: Iterable[bytes], read_lines: Callable[[Iterator[bytes]], Iterator[Document | Bad]]
 ) -> Iterator[Document | Bad]:
-    """What `read_lines` makes of the lines before the place where a compressed file is damaged, and then that place."""
+    """What `read_lines` makes of the lines before the damage of a compressed file, and then the location of the damage."""
     damage: list[Bad] = []
 
     def readable_lines() -> Iterator[bytes]:
@@ -265,8 +265,8 @@ def _until_damage(
     yield from damage
 
 
-def _damaged(place: int | None, error: Exception) -> Bad:
-    return Bad(place, f"the compressed file is damaged or truncated here: {error}")
+def _damaged(location: int | None, error: Exception) -> Bad:
+    return Bad(location, f"the compressed file is damaged or truncated here: {error}")
 
 
 def _entries(lines: Iterable[bytes], text_key: str) -> Iterator[Document | Bad]:
@@ -297,20 +297,20 @@ def _without_surrogates(document: Document | Bad) -> Document | Bad:
         try:
             json.dumps([document.content, document.tools], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            return Bad(document.place, "not Unicode text: half of a surrogate pair (\\ud800 to \\udfff)")
+            return Bad(document.location, "not Unicode text: half of a surrogate pair (\\ud800 to \\udfff)")
     return document
 
 
-def _document(place: int | None, entry: Any, text_key: str) -> Document | Bad:
+def _document(location: int | None, entry: Any, text_key: str) -> Document | Bad:
     if not isinstance(entry, dict):
-        return Bad(place, f"must be an object with a {_expected(text_key)}, is {_type_name(entry)}")
+        return Bad(location, f"must be an object with a {_expected(text_key)}, is {_type_name(entry)}")
     text = entry.get(text_key)
     if isinstance(text, str):
-        return Document(place, text)
+        return Document(location, text)
     if text is None and text_key == "text" and isinstance(entry.get(_MESSAGES), list):
-        return Document(place, entry[_MESSAGES], entry.get(_TOOLS))
+        return Document(location, entry[_MESSAGES], entry.get(_TOOLS))
     given = [f'"{key}" is {_type_name(entry[key])}' for key in (text_key, _MESSAGES) if key in entry]
-    return Bad(place, f"must have a {_expected(text_key)}; {', '.join(given) or 'has ' + _names(entry)}")
+    return Bad(location, f"must have a {_expected(text_key)}; {', '.join(given) or 'has ' + _names(entry)}")
 
 
 def _expected(text_key: str) -> str:
@@ -359,11 +359,11 @@ def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
                 yield _damage(row, f"rows {row} to {sum(sizes[: group + 1]) - 1} cannot be read", error)
 
 
-def _damage(place: int | None, what: str, error: Exception) -> Bad:
+def _damage(location: int | None, what: str, error: Exception) -> Bad:
     """pyarrow raises an OSError without errno for damage. One with errno comes from a disk or network, and is raised again."""
     if isinstance(error, OSError) and error.errno:
         raise error
-    return Bad(place, f"{what}: {error}")
+    return Bad(location, f"{what}: {error}")
 
 
 def _columns(names: list[str], text_key: str) -> list[str]:
