@@ -79,12 +79,12 @@ def rehearse(
     between = between or [0] * len(kept)
     done: dict[tuple[str, int, int], float] = {}  # when (F, B or W, stage, microbatch) ends; gradients of inputs are B's
     busy = 0.0
-    clocks, done, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
+    clocks, nexts, held, most = [0.0] * len(order), [0] * len(order), [0] * len(order), [0] * len(order)
     last, waiting = len(forward) - 1, set(range(len(order)))
     while waiting:
         moved = False
         for rank in sorted(waiting):
-            for kind, stage, number in order[rank][done[rank] :]:
+            for kind, stage, number in order[rank][nexts[rank] :]:
                 needs = _needs(kind, stage, number, last)
                 if any(each not in done for each in needs):
                     break
@@ -94,11 +94,11 @@ def rehearse(
                 freed = {"B": kept[stage], "W": kept[stage] + between[stage]}
                 held[rank] += {"F": kept[stage], "I": between[stage]}.get(kind, 0) - freed.get(kind, 0)
                 most[rank] = max(most[rank], held[rank])
-                done[rank], moved = done[rank] + 1, True
+                nexts[rank], moved = nexts[rank] + 1, True
             else:
                 waiting.remove(rank)
         if waiting and not moved:
-            stuck = ", ".join(f"rank {rank} before {order[rank][done[rank]]}" for rank in sorted(waiting))
+            stuck = ", ".join(f"rank {rank} before {order[rank][nexts[rank]]}" for rank in sorted(waiting))
             raise UserError(f"the schedule stops, because ranks wait for each other: {stuck}")
     return Rehearsal(1 - busy / (len(order) * max(clocks)), most)
 
