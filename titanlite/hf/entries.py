@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from titanlite.ground.errors import UserError
-from titanlite.hf.part import Part
+from titanlite.hf.part import TensorPart
 
 Box = tuple[slice, ...]  # of a tensor: a start and a stop for each dimension
 
@@ -86,15 +86,15 @@ class PartOf(Entry):
     """What of a tensor is a parameter of ours. A slice is one of the parameter; the rest is that of the whole tensor."""
 
     whole: Entry
-    part: Part
+    part: TensorPart
 
     def read(self, box: Box) -> Tensor:
         return self.part.view(self.whole.read(self.part.box(box)))
 
 
-def part_of(entry: Entry, part: Part) -> Entry:
+def part_of(entry: Entry, part: TensorPart) -> Entry:
     """What of a tensor is a parameter of ours, which may be all."""
-    return entry if part == Part(entry.name) else PartOf(entry.file, entry.name, entry.shape, entry.dtype, entry, part)
+    return entry if part == TensorPart(entry.name) else PartOf(entry.file, entry.name, entry.shape, entry.dtype, entry, part)
 
 
 @dataclass(frozen=True)

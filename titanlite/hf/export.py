@@ -22,7 +22,7 @@ from titanlite.ground.errors import UserError, listed, phase
 from titanlite.ground.files import publish, replace_file, split
 from titanlite.hf.folder import DTYPES, INDEX, SINGLE, each_expert, their_names
 from titanlite.hf.output import reporting, start_output, unfinished_path
-from titanlite.hf.part import Part
+from titanlite.hf.part import TensorPart
 from titanlite.launch.process import rank_and_world, together
 from titanlite.registry.description import Description, read_description
 from titanlite.registry.family import Family, described, family_of, trusted
@@ -45,7 +45,7 @@ class Item(NamedTuple):
     theirs: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: dict[str, Part]  # names in the model, and what of it these are: usually one, which is all
+    parts: dict[str, TensorPart]  # names in the model, and what of it these are: usually one, which is all
     expert: int | None = None  # the part of a stack in the model; None: the whole tensor
 
     @property
@@ -61,7 +61,7 @@ class Item(NamedTuple):
         found = {
             part: tensors[name] if self.expert is None else tensors[name][self.expert] for name, part in self.parts.items()
         }
-        if (whole := found.get(Part(self.theirs))) is not None:
+        if (whole := found.get(TensorPart(self.theirs))) is not None:
             assert (tuple(whole.shape), whole.dtype) == (self.shape, self.dtype), self
             return whole.contiguous()
         result = torch.empty(self.shape, dtype=self.dtype)

@@ -19,7 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.untrusted import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
 from titanlite.hf.entries import Entry, Stack, dequantize, part_of
-from titanlite.hf.part import Part
+from titanlite.hf.part import TensorPart
 from titanlite.registry.description import Description, read_description
 from titanlite.registry.family import Family, described, require_hf
 from titanlite.transforms.parameters import is_adapter
@@ -35,17 +35,17 @@ _COMPUTED = ".rotary_emb.inv_freq"  # in old files; computed from the configurat
 def their_name(module: ModuleType, name: str) -> str | None:
     """The name of our parameter in Hugging Face's format; None if the family's HF table has none.
 
-    "{e}" in it is the number of an expert: see `each_expert`. It may say which part of a tensor it means: see `Part`.
+    "{e}" in it is the number of an expert: see `each_expert`. It may say which part of a tensor it means: see `TensorPart`.
     """
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     theirs = module.HF.get(f"{name[: number.start()]}{{i}}{name[number.end() :]}" if number else name)
     return theirs.replace("{i}", number[0]) if theirs and number else theirs
 
 
-def each_expert(theirs: str, shape: Sequence[int]) -> list[Part]:
+def each_expert(theirs: str, shape: Sequence[int]) -> list[TensorPart]:
     """The tensors there that are our parameter of this shape: one for each expert of a stack, or a single one."""
     names = [theirs.replace("{e}", str(expert)) for expert in range(shape[0])] if "{e}" in theirs else [theirs]
-    return [Part.of(name) for name in names]
+    return [TensorPart.of(name) for name in names]
 
 
 def their_names(family: Family, names: Iterable[str]) -> dict[str, str]:

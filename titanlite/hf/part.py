@@ -9,7 +9,7 @@ from torch import Tensor
 _NOTATION = re.compile(r"(?P<name>[^\[]+?)(\[(?P<first>\d+)::(?P<step>\d+)\])?(?P<transposed>\.mT)?")
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A tensor in Hugging Face's format as a parameter of ours: "name", or with one or both of "[first::step]" and ".mT".
 
     [first::step]: of its last dimension, every step-th column from `first` on. transposed: then the last two dimensions are
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     transposed: bool = False
 
     @classmethod
-    def of(cls, text: str) -> "Part":
+    def of(cls, text: str) -> "TensorPart":
         """The part that an entry of a table means."""
         found = _NOTATION.fullmatch(text)
         assert found is not None, text

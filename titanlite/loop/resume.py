@@ -35,7 +35,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
 from titanlite.registry.family import Family
-from titanlite.registry.source import Source, changed_modules, diff, source_of
+from titanlite.registry.source import ModelSource, changed_modules, diff, source_of
 from titanlite.transforms.parameters import is_adapter
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ def changes(run: RunIdentity, numbers: dict[str, Any]) -> Iterator[Change]:
     yield from _source_changes(numbers["model_source"], source_of(run.family.module))
 
 
-def _source_changes(before: Source, now: Source) -> Iterator[Change]:
+def _source_changes(before: ModelSource, now: ModelSource) -> Iterator[Change]:
     """The difference in the model's code."""
     if not (names := changed_modules(before, now)):
         return

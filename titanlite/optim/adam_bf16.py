@@ -20,7 +20,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 REMAINDER = "remainder"  # the state for `optimizer.rounding = "compensated"`
 
 
-class Part:
+class OptimizerGroup:
     """A parameter group with its state, and the parts of a step that are computed for the whole group at once.
 
     group: of torch.optim, with names. kept: names of each parameter's state tensors, which have its dtype and placement.
@@ -68,7 +68,7 @@ class Bfloat16Adam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": cfg.lr, "fused": True})  # "fused": it takes found_inf
         self._betas, self._eps, self._decoupled = (cfg.beta1, cfg.beta2), cfg.eps, cfg.name != "Adam"
         self._update = rounding.elementwise(self._of_matrix, compiler)
-        self._parts = [Part(group, self.state, MOMENTS, cfg.rounding == "compensated") for group in self.param_groups]
+        self._parts = [OptimizerGroup(group, self.state, MOMENTS, cfg.rounding == "compensated") for group in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
@@ -77,7 +77,7 @@ class Bfloat16Adam(torch.optim.Optimizer):
             for part in self._parts:
                 self._step(part, skip, scale)
 
-    def _step(self, part: Part, skip: Tensor, scale: Tensor) -> None:
+    def _step(self, part: OptimizerGroup, skip: Tensor, scale: Tensor) -> None:
         reached = part.count(skip)
         lr, decay = part.group["lr"], part.group["weight_decay"]
         counts = part.counts.double()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titanlite.config.schema import Optimizer
 from titanlite.optim import rounding
-from titanlite.optim.adam_bf16 import REMAINDER, Part, signals
+from titanlite.optim.adam_bf16 import REMAINDER, OptimizerGroup, signals
 from titanlite.optim.rounding import Compiler, Positions
 from titanlite.optim.whole_matrices import Bucket, Redistribution
 
@@ -44,7 +44,9 @@ class Muon(torch.optim.Optimizer):
         self._precision = precision
         self._gather = rounding.elementwise(self._momentum_of, compiler)
         self._update = rounding.elementwise(self._updated, compiler)
-        self._parts = [Part(group, self.state, (MOMENTUM,), cfg.rounding == "compensated") for group in self.param_groups]
+        self._parts = [
+            OptimizerGroup(group, self.state, (MOMENTUM,), cfg.rounding == "compensated") for group in self.param_groups
+        ]
         self._redistribution = Redistribution([p for part in self._parts for p in part.parameters], group)
         self.rest = rest
         self.state.update(rest.state)
@@ -70,7 +72,7 @@ class Muon(torch.optim.Optimizer):
                 work = [(parameters[n], positions[n], keys[n], numbers[n]) for n in one.matrices]
                 self._step_bucket(one, work, skip, scale)
 
-    def _numbers(self, part: Part) -> Tensor:
+    def _numbers(self, part: OptimizerGroup) -> Tensor:
         """The rate and decay of each parameter in this step, (n, 4) float32; the last two columns are padding."""
         lr, decay = part.group["lr"], part.group["weight_decay"]
         rates = part.longest.sqrt() * _AS_LARGE_AS_ADAMW * lr

@@ -27,7 +27,7 @@ from titanlite.plan.memory import unsharded
 from titanlite.plan.record import Channel, Traffic, Work, combine
 from titanlite.plan.step import (
     Held,
-    Part,
+    ScopeWork,
     Setup,
     Update,
     local_bytes,
@@ -137,7 +137,7 @@ class Measured(NamedTuple):
         return sum(size for name, size in sizes.items() if share.untied().has(name)) / sum(sizes.values())
 
 
-def sum_of(parts: Iterable[Part], times: Callable[[str], int]) -> Work:
+def sum_of(parts: Iterable[ScopeWork], times: Callable[[str], int]) -> Work:
     """The work of a model that has each of the few layers so many times, and the head; times("head") and times("") too."""
     counted = [(times(part.scope), part.work) for part in parts]
     return added(*(combine(lambda number, often=often: often * number, work) for often, work in counted))
@@ -155,7 +155,9 @@ def in_a_pipeline(microbatches: int) -> list[int]:
     return [1, microbatches - 2, 1] if microbatches > 2 else [1] * microbatches
 
 
-def of_worst_rank(config: Config, ranks: int, parameters: int, measured: Measured, parts: list[Part], flow: Flow) -> Prediction:
+def of_worst_rank(
+    config: Config, ranks: int, parameters: int, measured: Measured, parts: list[ScopeWork], flow: Flow
+) -> Prediction:
     """The prediction of the rank of a pipeline that holds the most. config: with the pipeline. flow: on these ranks."""
     family, degree = family_of(config.model), config.parallelism.pipeline_parallel_degree
     whole = on_meta(family, config)
@@ -230,7 +232,9 @@ def memory_of(share: StageAssignment, config: Config, whole: Decoder, measured: 
     return Memory(masters, gradients, round(measured.update.state * part), activations, working)
 
 
-def work_of(share: StageAssignment, degree: int, measured: Measured, parts: list[Part], received: list[list[Tensor]]) -> Work:
+def work_of(
+    share: StageAssignment, degree: int, measured: Measured, parts: list[ScopeWork], received: list[list[Tensor]]
+) -> Work:
     """What a rank of a pipeline computes and sends in a step; of the update, in proportion to its parameters."""
     own, part = part_of(measured.run, share), measured.part_of(share)
     often = {"embed": int(share.embed), "head": int(share.head)}

@@ -81,14 +81,14 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
     return Held({name: held[name] for name in layers}, allocations.peaks)
 
 
-class Part(NamedTuple):
+class ScopeWork(NamedTuple):
     """What happens in one scope of the program in a step."""
 
     scope: str  # one of the few layers, "embed", "head", or "" before the first microbatch
     work: Work
 
 
-def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: bool = False) -> list[Part]:
+def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: bool = False) -> list[ScopeWork]:
     """What the forward and backward passes of a step of the few layers compute and send.
 
     often_run: for each microbatch that is run, for how many of a step it stands. kept: parameters stay gathered until the end.
@@ -119,7 +119,7 @@ def measure_work(setup: Setup, layers: Layers, often_run: Sequence[int], kept: b
             _forward_backward(model, setup, len(often_run))
     ends = [work for _, _, work in begun[1:]] + [recorder.work()]
     return [
-        Part(scope, combine(lambda start, end, times=times: times * (end - start), start, end))
+        ScopeWork(scope, combine(lambda start, end, times=times: times * (end - start), start, end))
         for (scope, times, start), end in zip(begun, ends, strict=True)
     ]
 

@@ -21,13 +21,13 @@ from types import ModuleType
 
 log = logging.getLogger(__name__)
 
-Source = dict[str, dict[str, str]]  # module -> {"hash": of its syntax tree, "text": of its file}
+ModelSource = dict[str, dict[str, str]]  # module -> {"hash": of its syntax tree, "text": of its file}
 
 _LINES = 40  # of a diff in a message
 
 
 @functools.cache
-def source_of(module: ModuleType) -> Source:
+def source_of(module: ModuleType) -> ModelSource:
     """The source code of a family, from files that are read at the first call of a process, soon after their import."""
     own, found, waiting = {"models", module.__name__.partition(".")[0]}, {}, [module.__name__]
     while waiting:
@@ -53,7 +53,7 @@ def hash_of(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def changed_modules(before: Source, now: Source) -> list[str]:
+def changed_modules(before: ModelSource, now: ModelSource) -> list[str]:
     """The modules that differ, or that only one of the two has. Where the hashes differ, the texts decide: another version of
     Python or of titanlite may have made them."""
     return [name for name in sorted(before.keys() | now) if name not in before or not _same(before[name], now.get(name))]
@@ -69,7 +69,7 @@ def _is_idle(node: ast.AST) -> bool:
     return text or isinstance(node, ast.Pass)
 
 
-def diff(before: Source, now: Source) -> str:
+def diff(before: ModelSource, now: ModelSource) -> str:
     """The first lines of a unified diff of the changed modules, each indented."""
     lines: list[str] = []
     for name in changed_modules(before, now):
@@ -79,7 +79,7 @@ def diff(before: Source, now: Source) -> str:
     return "\n".join(f"    {line}" for line in [*lines[:_LINES], *rest])
 
 
-def warn_of_changes(checkpoint: Path, before: Source | None, module: ModuleType) -> None:
+def warn_of_changes(checkpoint: Path, before: ModelSource | None, module: ModuleType) -> None:
     """Logs what has changed since a checkpoint was saved. before: of its manifest; None: imported weights have none."""
     if before is not None and (names := changed_modules(before, source_of(module))):
         what, where = diff(before, source_of(module)), "its manifest.json has the code of then"

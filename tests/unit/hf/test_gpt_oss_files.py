@@ -8,7 +8,7 @@ from tests.hf_folders import read, tensors_of, their_model
 from tests.quantized_files import MXFP4, from_mxfp4, write
 from titanlite.hf.export import items_of
 from titanlite.hf.folder import find_weights, their_names
-from titanlite.hf.part import Part
+from titanlite.hf.part import TensorPart
 from titanlite.registry.family import load_family
 
 NAME, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
@@ -61,12 +61,12 @@ def test_any_slice_of_a_part_is_that_of_the_whole(sources):
 def test_the_notation_of_parts():
     x = torch.arange(24).view(2, 3, 4)
     for text, part, ours in (
-        ("a.b", Part("a.b"), x),
-        ("a.b.mT", Part("a.b", transposed=True), x.mT),
-        ("a[0::2]", Part("a", 0, 2), x[..., ::2]),
-        ("a[1::2].mT", Part("a", 1, 2, True), x[..., 1::2].mT),
+        ("a.b", TensorPart("a.b"), x),
+        ("a.b.mT", TensorPart("a.b", transposed=True), x.mT),
+        ("a[0::2]", TensorPart("a", 0, 2), x[..., ::2]),
+        ("a[1::2].mT", TensorPart("a", 1, 2, True), x[..., 1::2].mT),
     ):
-        assert Part.of(text) == part
+        assert TensorPart.of(text) == part
         assert torch.equal(part.view(x), ours) and part.shape(ours.shape) == x.shape
 
 

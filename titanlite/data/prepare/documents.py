@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from titanlite.data.prepare.open_files import is_url, need, open_bytes, packing_of, plain_name
-from titanlite.data.prepare.readers import HUB, Part, kind_of, known_kinds, open_dataset, open_hub
+from titanlite.data.prepare.readers import HUB, InputRange, kind_of, known_kinds, open_dataset, open_hub
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.files import split
 from titanlite.ground.untrusted import MIB, Contents, read_json, size_of
@@ -44,7 +44,7 @@ class Input(NamedTuple):
     path: str  # absolute for a local file
     size: int | None  # approximate bytes; None for a URL that does not say
     stamp: str  # differs when the input has changed: modification time, version or fingerprint
-    parts: list[Part]
+    parts: list[InputRange]
 
 
 def list_inputs(names: list[str], key: str = "--input", warn: Callable[[str], object] = lambda _: None) -> list[Input]:
@@ -74,7 +74,7 @@ def unit_size(total: int) -> int:
     return min(max(total // _UNITS, _SMALLEST), _LARGEST)
 
 
-def group(parts: list[Part]) -> list[list[Part]]:
+def group(parts: list[InputRange]) -> list[list[InputRange]]:
     """Units of work: consecutive parts, together not much larger than `unit_size`."""
     return split(parts, lambda part: part.size, unit_size(sum(part.size for part in parts)))
 
@@ -233,53 +233,53 @@ def _find_url(system: Any, url: str) -> _Entry:
 # ----------------------------------------------------------------------------------------------------------- splitting
 
 
-def _split(path: str, kind: str, size: int | None, target: int) -> Iterator[Part]:
+def _split(path: str, kind: str, size: int | None, target: int) -> Iterator[InputRange]:
     if packing_of(path):  # no reader can begin in its middle
-        yield Part(path, kind, 0, 0, target if size is None else size)
+        yield InputRange(path, kind, 0, 0, target if size is None else size)
     elif kind == "jsonl" and size is None:
-        yield Part(path, kind, 0, sys.maxsize, target)
+        yield InputRange(path, kind, 0, sys.maxsize, target)
     elif kind in _SPLITTERS:
         yield from _SPLITTERS[kind](path, target if size is None else size, target)
     else:
-        yield Part(path, kind, 0, 0, target if size is None else size)
+        yield InputRange(path, kind, 0, 0, target if size is None else size)
 
 
-def _split_lines(path: str, size: int, target: int) -> Iterator[Part]:
+def _split_lines(path: str, size: int, target: int) -> Iterator[InputRange]:
     for begin in range(0, size, target):
         end = min(begin + target, size)
-        yield Part(path, "jsonl", begin, end, end - begin)
+        yield InputRange(path, "jsonl", begin, end, end - begin)
 
 
-def _split_row_groups(path: str, size: int, target: int) -> Iterator[Part]:
+def _split_row_groups(path: str, size: int, target: int) -> Iterator[InputRange]:
     pyarrow, parquet = need("pyarrow", path), need("pyarrow.parquet", path)
     with open_bytes(path) as file:
         try:
             about = parquet.ParquetFile(file).metadata
             sizes = [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
         except (pyarrow.ArrowException, OSError):
-            yield Part(path, "parquet", 0, 0, size)  # the reader will report what is wrong
+            yield InputRange(path, "parquet", 0, 0, size)  # the reader will report what is wrong
             return
     first = total = 0
     for number, one in enumerate(sizes):
         if total and total + one > target:
-            yield Part(path, "parquet", first, number, total)
+            yield InputRange(path, "parquet", first, number, total)
             first, total = number, 0
         total += one
-    yield Part(path, "parquet", first, len(sizes), total)
+    yield InputRange(path, "parquet", first, len(sizes), total)
 
 
-def _split_rows(path: str, size: int, target: int) -> Iterator[Part]:
+def _split_rows(path: str, size: int, target: int) -> Iterator[InputRange]:
     rows = len(open_dataset(path))
     step = max(1, rows * target // max(size, 1))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        yield Part(path, "dataset", begin, end, size * (end - begin) // rows)
+        yield InputRange(path, "dataset", begin, end, size * (end - begin) // rows)
 
 
-def _split_shards(path: str, size: int, _target: int) -> Iterator[Part]:
+def _split_shards(path: str, size: int, _target: int) -> Iterator[InputRange]:
     shards = open_hub(path)[0].num_shards
     for number in range(shards):
-        yield Part(path, "hub", number, number + 1, size // shards)
+        yield InputRange(path, "hub", number, number + 1, size // shards)
 
 
 _SPLITTERS = {"jsonl": _split_lines, "parquet": _split_row_groups, "dataset": _split_rows, "hub": _split_shards}

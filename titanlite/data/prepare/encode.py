@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import ConfigDict
 from tokenizers import Tokenizer
 
-from titanlite.data.prepare.readers import Bad, BadDocument, Document, Part, describe_location, read, where
+from titanlite.data.prepare.readers import Bad, BadDocument, Document, InputRange, describe_location, read, where
 from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.tokenizer import encode_texts
 from titanlite.ground.errors import UserError
@@ -52,7 +52,7 @@ _Encoded = tuple[list[int], np.ndarray | None]  # the ids of a document and, for
 
 class Unit(NamedTuple):
     name: str
-    parts: list[Part]
+    parts: list[InputRange]
 
 
 class Skipped(Contents):

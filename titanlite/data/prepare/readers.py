@@ -29,7 +29,7 @@ _BYTES_AT_ONCE = 2**20
 _BOM = b"\xef\xbb\xbf"  # some Windows programs write it at the start of a UTF-8 file; it is not text
 
 
-class Part(NamedTuple):
+class InputRange(NamedTuple):
     """A range of an input that is read independently."""
 
     path: str  # a file, a URL, a folder that a dataset was saved to, or hub:NAME
@@ -58,7 +58,7 @@ class BadDocument(UserError):
     """An input holds an entry that is not a document, and --on-error is "fail"."""
 
 
-def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
+def read(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     """The documents of a part, in order. Raises UserError for an input that cannot be read; bad entries are yielded as `Bad`.
 
     text_key: the key or column of the text. With "text", an entry without a text may have a chat under "messages".
@@ -76,7 +76,7 @@ def read(part: Part, text_key: str) -> Iterator[Document | Bad]:
         raise UserError(f"{part.path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
-def where(part: Part, location: int | None) -> tuple[str, int | None]:
+def where(part: InputRange, location: int | None) -> tuple[str, int | None]:
     """(file, line or row) of an entry that `read` yielded. Lines count from 1; rows from 0, as in `dataset[row]`.
 
     Reads the file up to the part to count its lines, so it is called for bad entries only.
@@ -145,7 +145,7 @@ def open_dataset(folder: str) -> Any:
 # ------------------------------------------------------------------------------------------------------ text and lines
 
 
-def _text(part: Part, _text_key: str) -> Iterator[Document | Bad]:
+def _text(part: InputRange, _text_key: str) -> Iterator[Document | Bad]:
     with open_unpacked(part.path) as file:
         try:
             content = file.read()
@@ -159,7 +159,7 @@ def _text(part: Part, _text_key: str) -> Iterator[Document | Bad]:
         yield Bad(None, f"not UTF-8 text: line {line}, byte {error.start}: {error.reason}")
 
 
-def _jsonl(part: Part, text_key: str) -> Iterator[Document | Bad]:
+def _jsonl(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     """The entries of the lines whose first byte is in the part; of all lines of a compressed file, which has one part."""
     with open_unpacked(part.path) as file:
         at = part.begin
@@ -179,7 +179,7 @@ def _lines_until(file: Iterable[bytes], at: int, end: int) -> Iterator[bytes]:
                 return
 
 
-def _json(part: Part, text_key: str) -> Iterator[Document | Bad]:
+def _json(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     """Lines of JSON if the first line is an object, as in many data sets; else one array of entries, or one entry."""
     with open_unpacked(part.path) as file:
         yield from _until_damage(file, lambda lines: _lines_or_array(lines, text_key))
@@ -205,7 +205,7 @@ def _lines_or_array(lines: Iterator[bytes], text_key: str) -> Iterator[Document 
         yield document if isinstance(document, Document) else Bad(None, f"entry {number}: {document.reason}")
 
 
-def _csv(part: Part, text_key: str, delimiter: str) -> Iterator[Document | Bad]:
+def _csv(part: InputRange, text_key: str, delimiter: str) -> Iterator[Document | Bad]:
     with open_unpacked(part.path) as file:
         yield from _until_damage(file, lambda lines: _csv_rows(lines, text_key, delimiter))
 
@@ -332,7 +332,7 @@ def _type_name(value: Any) -> str:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _parquet(part: Part, text_key: str) -> Iterator[Document | Bad]:
+def _parquet(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     pyarrow, parquet = need("pyarrow", part.path), need("pyarrow.parquet", part.path)
     with open_bytes(part.path) as file:
         try:
@@ -385,7 +385,7 @@ def _rows(batch: Any, first: int, text_key: str) -> Iterator[Document | Bad]:
                 yield from _rows(batch.slice(number, 1), first + number, text_key)
 
 
-def _dataset(part: Part, text_key: str) -> Iterator[Document | Bad]:
+def _dataset(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     data = open_dataset(part.path)
     columns = _columns(data.column_names, text_key)
     if not columns:
@@ -397,7 +397,7 @@ def _dataset(part: Part, text_key: str) -> Iterator[Document | Bad]:
         yield from _rows(data[row : min(row + _ROWS_AT_ONCE, part.end)], row, text_key)
 
 
-def _hub(part: Part, text_key: str) -> Iterator[Document | Bad]:
+def _hub(part: InputRange, text_key: str) -> Iterator[Document | Bad]:
     stream, _ = open_hub(part.path)
     for row, entry in enumerate(stream.shard(num_shards=stream.num_shards, index=part.begin)):
         yield _document(row, entry, text_key)
@@ -415,7 +415,7 @@ KINDS = {  # reader: the suffixes of its files, in lower case
         *(".js", ".jsx", ".ts", ".tsx", ".rb", ".php", ".swift", ".lua", ".jl", ".r", ".hs", ".pl", ".sh", ".sql"),
     ),
 }
-READERS: dict[str, Callable[[Part, str], Iterator[Document | Bad]]] = {
+READERS: dict[str, Callable[[InputRange, str], Iterator[Document | Bad]]] = {
     "jsonl": _jsonl,
     "json": _json,
     "csv": partial(_csv, delimiter=","),
