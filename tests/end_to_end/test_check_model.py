@@ -65,7 +65,7 @@ def pooled(pools: dict[int, Pool], monkeypatch: pytest.MonkeyPatch) -> None:
             raise fault
         return answers[0]
 
-    monkeypatch.setattr(check_model, "on_ranks", on_ranks)
+    monkeypatch.setattr(rows_module, "on_ranks", on_ranks)
 
 
 def table(name: str, *selected: str) -> dict[str, Row]:
@@ -290,7 +290,7 @@ def test_a_feed_forward_layer_that_mixes_tokens_differs_where_it_computes_in_par
 
 
 def test_a_feed_forward_layer_that_runs_do_not_compute_in_parts_is_not_compared_so(pooled, monkeypatch):
-    monkeypatch.setattr(check_model, "unchunkable", lambda model: "its feed-forward layers are others")
+    monkeypatch.setattr(rows_module, "unchunkable", lambda model: "its feed-forward layers are others")
     assert table("tests.forks.token_shift", RECOMPUTED)[RECOMPUTED].verdict == "passed"
 
 
@@ -380,7 +380,7 @@ def test_overrides_reach_the_flavors_on_meta_and_the_one_that_is_trained(monkeyp
         trained_models.append(model)
         raise UserError("enough")
 
-    monkeypatch.setattr(check_model, "on_ranks", on_ranks)
+    monkeypatch.setattr(rows_module, "on_ranks", on_ranks)
     words = ("--model.overrides.n_layers", "3", "--model.overrides.n_heads=6", "--model.overrides.n_kv_heads", "3")
     assert command(monkeypatch, "tests.tiny:tied", *words) == 1
     out = capsys.readouterr().out.splitlines()

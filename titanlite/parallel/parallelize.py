@@ -16,7 +16,6 @@ from models.decoder import Decoder
 from titanlite.config.schema import Config
 from titanlite.parallel import context, expert, pipeline, tensor
 from titanlite.parallel.expert import ExpertMeshes
-from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.mesh import needs_fsdp
 from titanlite.registry.check import Faults, of_module
 from titanlite.registry.family import Family
@@ -116,6 +115,8 @@ def _cut_into_stages(model: Decoder, build: Build) -> None:
 
 
 def _fsdp(model: Decoder, build: Build) -> None:
+    from titanlite.parallel.fsdp import apply_fsdp  # not at the top: a check need not import PyTorch's
+
     of_experts = build.experts.fsdp if build.experts else None
     roots: Iterable[tuple[Decoder, nn.Module]] = [(stage.part, stage) for stage in build.stages] or [(model, model)]
     for part, root in roots if build.sharded else ():
