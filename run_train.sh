@@ -63,7 +63,7 @@ if ((gpus > 0)); then
     [[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 elif [[ "$(getconf GNU_LIBC_VERSION 2>/dev/null)" =~ ^glibc\ 2\.(3[6-9]|[4-9][0-9])$ ]]; then # measured with 2.36
     # glibc returns large blocks when they are freed, and the kernel clears every page of the next one: keep them
-    # ("keep" of benchmarks/allocators.py; figures in benchmarks/NOTES.md)
+    # ("keep" of benchmarks/allocators.py; results in benchmarks/NOTES.md)
     export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-4294967296}
     export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}
     export MALLOC_TOP_PAD_=${MALLOC_TOP_PAD_:-67108864}

@@ -2,7 +2,7 @@
 
 No token is dropped, and memory is bounded under any routing. A rank receives at most `capacity` rows at a time; what exceeds
 that follows in additional chunks, of which all ranks compute the same number from the same counts. The backward pass finds what
-it needs of the first chunk; additional chunks are dispatched and computed again, so what is kept has one size. Everything is
+it needs of the first chunk; additional chunks are dispatched and recomputed, so what is kept has one size. Everything is
 one operation of PyTorch's dispatcher, whose shapes do not depend on the routing: a block compiles as one graph, and never
 again. The host waits for the device once a layer and forward pass, for the counts: the sizes of messages must be numbers.
 """

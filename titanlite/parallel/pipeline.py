@@ -357,7 +357,7 @@ def _split_faults(config: Config, family: Family, model: Decoder) -> Iterator[st
     if config.compile.enable:
         yield f"{twice}; a compiled one reuses what it has read: set compile.enable = false, or use another schedule"
     if cfg.mode != "none":
-        reason = 'keeps all that the first part computes again until the second: set it to "none", or use another schedule'
+        reason = 'keeps all that the first part recomputes until the second: set it to "none", or use another schedule'
         yield f'{twice}; activation_checkpoint.mode = "{cfg.mode}" {reason}'
     if not isinstance(model.head, Head):
         yield f"{twice}; the head of {config.model.name} is not models.head.Head, which allows both: use another schedule"

@@ -85,7 +85,7 @@ def temporary_bytes(operation: Any, given: dict[str, Any]) -> int:
 
 
 def flops(load: Load, given: dict[str, Any]) -> int:
-    """Of a call: each row meets three matrices, backward twice; the matmuls of additional chunks are computed again."""
+    """Of a call: each row meets three matrices, backward twice; the matmuls of additional chunks are recomputed."""
     matmul = 2 * load.dim * load.hidden
     if "kept" not in given:
         return 3 * matmul * load.received

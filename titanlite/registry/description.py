@@ -136,7 +136,7 @@ class _Dimensions(Contents):
         if heads and groups and heads % groups:
             raise ValueError(f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}")
         if size and size % 2:
-            raise ValueError(f"head_dim = {size}: must be even, since RoPE turns pairs of dimensions")
+            raise ValueError(f"head_dim = {size}: must be even, since RoPE rotates pairs of dimensions")
         if heads and dim and not size and dim % heads:
             raise ValueError(f"hidden_size = {dim}: without head_dim, must be divisible by num_attention_heads = {heads}")
         if self.layer_types is not None and self.num_hidden_layers not in (None, len(self.layer_types)):

@@ -7,7 +7,7 @@ one of each kind, on tensors without memory.
 Where parallelism.expert_parallel_degree splits the experts of MoE layers, the memory is enough for any routing. FLOPs and
 collectives are those of --routing: balanced, the default, where the experts of every rank get as many rows; worst, where those
 of rank 0 get all rows of all ranks; or recorded, where experts get the shares that they had in a run. --trace names its folder,
-or its routing.json. Rank 0 is then the busiest rank of each layer, and the figures of balanced routing are printed beside.
+or its routing.json. Rank 0 is then the busiest rank of each layer, and the results of balanced routing are printed beside.
 
 Exit code 0 when the run fits the memory, 1 when it does not, 2 for a fault of the configuration.
 """

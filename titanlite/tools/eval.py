@@ -2,7 +2,7 @@
                [--max-length N] [--output FILE.json] [--tp 1] [--dtype bfloat16] [--tokenizer DIR] [--model NAME]
 
 Evaluates the newest sound checkpoint of a run, one checkpoint, or a model in Hugging Face's format on tasks of EleutherAI's
-lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all figures to --output. DIR, or
+lm-evaluation-harness (pip install 'titanlite[eval]'), prints the table of results, and writes all results to --output. DIR, or
 --checkpoint DIR, is the folder of any of them. --include-path names a folder with your own tasks. --max-length limits the
 tokens that the model reads at once (default: the sequence length of training, or max_position_embeddings of config.json).
 --model names the module of the model, if that is no family of models/, or if config.json does not decide it.
@@ -68,7 +68,7 @@ def _tasks(include: Path | None) -> Any:
 
 
 def _evaluate(device: torch.device, source: Path, options: argparse.Namespace) -> tuple[str, dict[str, Any]] | None:
-    """(table, all figures), on rank 0. All ranks evaluate the same requests in the same order; rank 0 shows the progress."""
+    """(table, all results), on rank 0. All ranks evaluate the same requests in the same order; rank 0 shows the progress."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
