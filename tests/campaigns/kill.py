@@ -4,8 +4,8 @@
 
 A kill hits one rank, all ranks, or everything that the run has started. Half of the kills wait until a checkpoint is being
 written; the others come at any time of training. Checkpoints are written while training waits, or while it goes on. Of three
-runs one has MAX_RESTARTS=2, and only its ranks are killed. The log must name a killed rank. Afterwards every run must be bit
-for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
+runs two have MAX_RESTARTS, and only their ranks are killed: the launcher starts them again. The log must name a killed rank.
+Afterwards every run must be bit for bit the uninterrupted one: losses, gradient norms, and the tensors of the last checkpoint.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from tests.end_to_end.test_run_train import working_folder
 from titanlite.checkpoint import load, manifest
 from titanlite.ground.errors import UserError
 
-STEPS = 36
+STEPS = 60
 KEPT = 3
-KILLS_A_RUN = 4  # a start costs ten times as much as the training in between
-RESTARTS = 2
+KILLS_A_RUN = 10  # a start costs ten times as much as the training in between
+RESTARTS = KILLS_A_RUN
 PATIENCE = 300.0  # seconds for a run to start, to come to its end, or to end after a kill, on a busy machine
 
 
@@ -261,7 +261,7 @@ def plans(folder: Path, mesh: Mesh, kills: int, seed: int) -> Iterator[Plan]:
         place.mkdir()
         a_run = min(kills, KILLS_A_RUN)
         mode = ("disabled", "async")[number % 2]
-        yield Plan(working_folder(place), mesh, mode, RESTARTS * (number % 3 == 1), a_run, f"{seed}/{number}")
+        yield Plan(working_folder(place), mesh, mode, RESTARTS * (number % 3 < 2), a_run, f"{seed}/{number}")
         kills -= a_run
         number += 1
 
