@@ -84,7 +84,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
             plain, two = (Config.model_validate({"training": training, "dataloader": {"workers": n}}) for n in (0, 2))
             data = mix_of([opened(file)], plain)
             steps = 2 * max(1, 4096 // share)  # twice the number located at once
-            plan = StepDataset(plain, data, 0, share, (0, 1))
+            plan = StepDataset(plain, data, (0, 1))
             rows = [np.minimum(plan.located(step)[1], file.tokens // length - 2).tolist() for step in range(steps)]
 
             def bare(rows=rows, share=share, length=length) -> None:
@@ -94,7 +94,7 @@ def reading(folder: Path, rounds: int) -> dict[tuple[int, int], float]:
                         out[at] = file.ids.numbers[row * length : row * length + length + 1]
 
             def ours(config: Config, data=data, steps=steps, share=share) -> float:
-                source = Batches(StepDataset(config, data, 0, share, (0, 1)))
+                source = Batches(StepDataset(config, data, (0, 1)))
                 for _ in range(config.dataloader.workers * 4):  # until they have started
                     next(source)
                 begin = time.perf_counter()

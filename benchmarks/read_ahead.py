@@ -86,16 +86,16 @@ def _measure(folder: str, share: int, length: int, variant: str, workers: int) -
     data = mix_of([opened(TokenFile(Path(folder) / "tokens"))], config)
     digest, steps = hashlib.blake2b(), max(200, 2 * 4096 // share)
 
-    def first_batch(consumed: int) -> tuple[Batches, float]:
+    def first_batch(step: int) -> tuple[Batches, float]:
         begin = time.perf_counter()
-        source = Batches(StepDataset(config, data, consumed, share, (0, 1)))
+        source = Batches(StepDataset(config, data, (0, 1), first_step=step))
         batch = next(source)
         seconds = time.perf_counter() - begin
         for tensor in batch:
             digest.update(b"" if tensor is None else tensor.numpy().tobytes())
         return source, seconds
 
-    source, first = first_batch(0)
+    source, first = first_batch(1)
     for _ in range(4 * workers):  # until all of them read
         next(source)
     begin = time.process_time()
@@ -104,7 +104,7 @@ def _measure(folder: str, share: int, length: int, variant: str, workers: int) -
     step = (time.process_time() - begin) / steps
     digest.update(next(source).tokens.numpy().tobytes())
     source.close()
-    source, resumed = first_batch(_RESUMED * share)  # with the fork server that is there
+    source, resumed = first_batch(_RESUMED + 1)  # with the fork server that is there
     source.close()
     return {"step": step * 1e6, "first": first, "resumed": resumed, "digest": digest.hexdigest()}
 

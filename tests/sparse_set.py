@@ -36,7 +36,7 @@ def measure(folder: Path, assets: str, mask: bool) -> dict[str, float]:
     begin = time.perf_counter()
     data = open_data(config)
     opened = time.perf_counter()
-    batch = next(Batches(StepDataset(config, data, (STEP - 1) * 64, 64, (3, 8))))
+    batch = next(Batches(StepDataset(config, data, (3, 8), first_step=STEP)))
     sought = time.perf_counter()
     assert batch.tokens.numel() == 8 * 8193
     tokens, documents = data.sources[0].tokens, data.sources[0].documents

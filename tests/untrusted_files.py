@@ -28,12 +28,13 @@ from titanlite.data.prepare.cache import open_packing, train_tokenizer
 from titanlite.data.prepare.chat import load_template
 from titanlite.data.prepare.readers import Bad, describe_location, read, where
 from titanlite.data.sources import open_source
+from titanlite.data.timeline import begin, stored
 from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import MIB, read_toml
 from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
 from titanlite.launch.run_folder import read_starts
-from titanlite.loop.divergence import read_entries, stretches
+from titanlite.loop.divergence import read_entries, rollbacks
 from titanlite.loop.metrics import read_reports
 from titanlite.plan.trace import read_trace
 from titanlite.registry.family import load_family
@@ -382,7 +383,7 @@ _NUMBERS: dict[str, Any] = {
     "samples": 80,
     "global_batch": 8,
     "data": {"tokenizer": "8f0e", "beginning": "no BOS", "sources": [_SOURCE]},
-    "mixture": {"position": 0, "sources": [{"fingerprint": "8f", "order": 0, "drawn": 0, "replaced": 0}]},
+    "timeline": begin(8, [("8f", 1)]).numbers(),
     "schedule": {"total_steps": 20},
     "architecture": {"dim": 64, "rope_scaling": None},
     "model_source": {"models.llama3": {"hash": "8f", "text": "import torch"}},
@@ -404,8 +405,9 @@ def _write_checkpoint(folder: Path) -> None:
 def _stored() -> Any:
     found, _ = intact(_STEP)
     manifest.check_run(_STEP, found)
-    used = {name: found.numbers.get(name) for name in ("step", "samples", "global_batch", "mixture", "schedule", "loss_sum")}
-    return used, found.numbers["data"]["sources"], found.files, stored_config(found.numbers["config"], _STEP)
+    used = {name: found.numbers.get(name) for name in ("step", "samples", "global_batch", "schedule", "loss_sum")}
+    timeline, config = stored(found.numbers, str(_STEP)), stored_config(found.numbers["config"], _STEP)
+    return used, timeline, found.numbers["data"]["sources"], found.files, config
 
 
 def _stored_tensors() -> Any:
@@ -431,8 +433,8 @@ def _sealed(content: bytes) -> bytes:
 CHECKPOINTS = [
     Kind("manifest of a checkpoint", f"{_STEP}/manifest.json", _write_checkpoint, _stored, 64 * MIB, sealed=True,
          named=_STEP.name, unsealed=_unsealed, sealed_again=_sealed, contradictions={
-        "a position after the samples": _set("mixture", "position", value=81),
-        "another source": _set("mixture", "sources", 0, "fingerprint", value="9a"),
+        "a timeline to another sample": _set("timeline", 0, "first_sample", value=8),
+        "another source": _set("timeline", 0, "sources", 0, "fingerprint", value="9a"),
         "a file above": _set("files", "../x", value={"bytes": 1, "xxh3_128": "8f" * 16}),
         "an absolute file": _set("files", "/x", value={"bytes": 1, "xxh3_128": "8f" * 16}),
         "a step of another folder": _set("step", value=11),
@@ -469,7 +471,7 @@ RUNS = [
         "no row": _set("mixtures", 0, "counts", value=[0, 0, 0, 0]),
         "no mixture": _set("mixtures", value=[]),
     }),
-    Kind("incidents", "incidents.jsonl", _write_run, lambda: stretches(read_entries(Path("incidents.jsonl"))), lines=True,
+    Kind("incidents", "incidents.jsonl", _write_run, lambda: rollbacks(read_entries(Path("incidents.jsonl"))), lines=True,
          optional=True, empty_is_right=True, contradictions={
         "a rollback to a later step": _set("to_step", value=9),
         "a rollback without its place": lambda values: values.pop("to_step") and None,

@@ -38,7 +38,7 @@ from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
-from titanlite.loop.divergence import Incidents, Rollback, Steps
+from titanlite.loop.divergence import Incidents, Step, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore
@@ -105,7 +105,7 @@ def train(
     if progress.step >= training.steps:
         finished_already(config, progress, saves, saver)
         return False
-    check_epochs(data, progress.origin, progress.end(training.steps, global_batch))
+    check_epochs(data, progress.timeline, training.steps)
     if saver:
         clean_up(saves, progress.step)
     kept = [stacks.keep, *([lock.keep] if lock else [])]
@@ -115,8 +115,7 @@ def train(
         kept += [file.keep for file in record_start(given, record)]
 
     def batches_from(at: Progress) -> Batches:
-        part = data_rank(mesh), data_degree(mesh)
-        return Batches(StepDataset(config, data, at.samples, global_batch, part, at.origin), device)
+        return Batches(StepDataset(config, data, (data_rank(mesh), data_degree(mesh)), at.timeline, at.step + 1), device)
 
     first, batches = progress.step + 1, batches_from(progress)
     reporter = Reporter(config, first, active=main_rank)
@@ -149,7 +148,7 @@ def train(
                 with clock.phase(step, "reading data"):  # while the device works on this step
                     batches.prepare()
         unread.add(step, sample, loss, norm)
-        progress = progress._replace(step=step, samples=sample + global_batch)
+        progress = progress._replace(step=step)
         clock.steps += 1
 
         stopping = None if last else stop.agreed()
@@ -160,11 +159,11 @@ def train(
             with clock.phase(step, "metrics"):  # the only place where the host waits for the device
                 steps = unread.read()
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
-                rollback = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
-            if rollback:
+                bad = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
+            if bad:
                 set_timeout(config.comm.init_timeout_seconds)  # loading takes longer than a step
                 with clock.phase(step, "going back"):
-                    progress = go_back(rollback, load()[0], setting, model, incidents, reporter, saves)
+                    progress = go_back(bad, step, load()[0], setting, model, incidents, reporter, saves)
                     batches.close()
                     batches = batches_from(progress)
                 set_timeout(config.comm.train_timeout_seconds)
@@ -230,7 +229,8 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
 
 
 def go_back(
-    rollback: Rollback,
+    bad: Step,
+    found_at: int,
     restored: Progress,
     run: RunIdentity,
     model: nn.Module,
@@ -240,13 +240,12 @@ def go_back(
 ) -> Progress:
     """After a checkpoint was restored: later reports and checkpoints are set aside, and the samples left out are replaced."""
     float8.measure_weights(model)
-    incidents.went_back(rollback, restored.step)
+    rollback = incidents.went_back(bad, found_at, restored.step)
     clean_up(saves, restored.step)
     reporter.begin(restored.step + 1)
-    progress, plan = restored._replace(samples=rollback.next_sample), (run.config.training.steps, run.global_batch)
-    progress = progress._replace(origin=run.data.extended(progress.origin, restored.end(*plan), progress.end(*plan)))
-    check_epochs(run.data, progress.origin, progress.end(*plan))
-    return progress
+    timeline = restored.timeline.after(restored.step, [rollback])
+    check_epochs(run.data, timeline, run.config.training.steps)
+    return restored._replace(timeline=timeline)
 
 
 def save_in_hf(saves: Path, step: int, saver: Saver, name: str) -> None:

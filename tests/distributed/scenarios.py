@@ -89,10 +89,10 @@ def learnable_ids(vocabulary: int) -> np.ndarray:
     return entries[ids]
 
 
-def rank_batches(config: Config, mesh: DeviceMesh, consumed: int = 0):
+def rank_batches(config: Config, mesh: DeviceMesh):
     """This rank's part of each step's batch, from the learnable data."""
     part = data_rank(mesh), data_degree(mesh)
-    return Batches(StepDataset(config, learnable_data(config), consumed, config.training.global_batch_size, part))
+    return Batches(StepDataset(config, learnable_data(config), part))
 
 
 def first_microbatch(config: Config, mesh: DeviceMesh) -> Batch:

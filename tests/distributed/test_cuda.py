@@ -78,7 +78,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device(device):
     mesh = build_mesh(dict.fromkeys(DIMENSIONS, 1), device.type)
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, device)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    source = Batches(StepDataset(config, learnable_data(config), 0, 8, (0, 1)), device)
+    source = Batches(StepDataset(config, learnable_data(config), (0, 1)), device)
 
     def step(number: int) -> None:
         forward_backward(model, next(source), mesh)
@@ -91,7 +91,7 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device(device):
 
 def test_only_the_time_without_a_batch_is_counted_as_waiting_for_data(device):
     config = config_of({})
-    source = Batches(StepDataset(config, learnable_data(config), 0, 8, (0, 1)), device)
+    source = Batches(StepDataset(config, learnable_data(config), (0, 1)), device)
     next(source)
     source.waited()
     read, seconds = source._read, 0.1

@@ -24,6 +24,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
+from titanlite.data.timeline import stored
 from titanlite.launch.run_folder import INCIDENTS
 from titanlite.loop.divergence import Steps, read_entries
 from titanlite.loop.loss import StepLoss
@@ -69,7 +70,7 @@ def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) ->
     model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
     optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
     part, training = (data_rank(mesh), data_degree(mesh)), config.training
-    source = Batches(StepDataset(config, poisoned(config, {3: token}), 0, GLOBAL_BATCH, part))
+    source = Batches(StepDataset(config, poisoned(config, {3: token}), part))
     norms = []
     for step in range(1, 7):
         batch = next(source)
@@ -163,7 +164,7 @@ def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
     model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
     optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
     part = (data_rank(mesh), data_degree(mesh))
-    source = Batches(StepDataset(config, poisoned(config, {3: tiny_poison.OF_LOSS}), 0, GLOBAL_BATCH, part))
+    source = Batches(StepDataset(config, poisoned(config, {3: tiny_poison.OF_LOSS}), part))
 
     def step(number: int) -> None:
         loss = forward_backward(model, next(source), mesh)
@@ -267,7 +268,8 @@ def skip_to(folder: Path, step: int, samples: int) -> None:
     """Changes the position in the data of a checkpoint."""
     path = folder / f"checkpoint/step-{step:08d}"
     found = manifest.read(path)
-    manifest.write(path, found._replace(numbers=found.numbers | {"samples": samples}))
+    timeline = stored(found.numbers, "").rolled_back(step, samples)
+    manifest.write(path, found._replace(numbers=found.numbers | {"samples": samples, "timeline": timeline.numbers()}))
 
 
 BAD = {8: tiny_poison.OF_LOSS}
@@ -343,7 +345,7 @@ def test_a_rollback_leaves_the_allowed_epochs_to_the_rest_of_the_run_and_to_late
     allowed = {"steps": BAD, "epochs": 96.5 / 625}
     pools[1].run(f"{HERE}:run_within_epochs", config=config, **allowed)
     found = manifest.read(tmp_path / "checkpoint/step-00000012").numbers
-    assert (found["samples"], found["mixture"]["sources"][0]["replaced"]) == (120, 24)
+    assert (found["samples"], found["timeline"][-1]["skipped"]) == (120, 24)
     (tmp_path / "checkpoint/step-00000012").rename(tmp_path / "lost")
     pools[1].run(f"{HERE}:run_within_epochs", config=config, **allowed)
     again = config.model_copy(update={"training": config.training.model_copy(update={"steps": 13})})

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.config.schema import Config
-from titanlite.data.origin import Origin
+from titanlite.data.timeline import Timeline
 from titanlite.loop.divergence import Spikes, Steps, is_bad
 from titanlite.loop.resume import Progress
 from titanlite.loop.step import begin_training, forward_backward, update
@@ -61,6 +61,6 @@ def test_a_step_without_labels_leaves_no_trace_and_has_no_loss(pools, model, deg
         assert [step.loss is None for step in steps] == [False, False, True, False]
         assert all(math.isfinite(step.norm) for step in steps) and not any(is_bad(step, False) for step in steps)
     steps = ranks[0][0]
-    mean = Progress(0, 0, Origin(0, ())).with_losses(steps, 10).loss_mean
+    mean = Progress(0, Timeline([])).with_losses(steps, 10).loss_mean
     assert mean == pytest.approx(sum(step.loss for step in steps if step.loss is not None) / 3)
     assert Spikes(4, 10.0).find(steps) == []

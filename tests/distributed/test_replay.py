@@ -245,8 +245,8 @@ def test_with_other_code_no_step_is_repeated_and_generation_and_exports_warn(poo
 
 def test_a_step_after_a_change_of_the_mixture_is_not_repeated_from_before_it(pools, tmp_path):
     run(pools, {}, tmp_path, "stop", {})
-    sources = manifest.read(tmp_path / "checkpoint/step-00000012").numbers["mixture"]["sources"]
-    rewrite(tmp_path, 12, mixture={"position": 80, "sources": sources})
+    timeline = manifest.read(tmp_path / "checkpoint/step-00000012").numbers["timeline"]
+    rewrite(tmp_path, 12, timeline=[*timeline, timeline[0] | {"first_step": 11, "first_sample": 80, "began": 80}])
     with pytest.raises(
         WorkerFailure, match=r"--step 12: sources or weights changed after 80 samples, and the checkpoint there is"
     ):

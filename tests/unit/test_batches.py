@@ -53,9 +53,9 @@ def sources(tmp_path_factory) -> list:
     ]
 
 
-def global_batches(data: Data, config: Config, ranks: int, steps: int, consumed: int = 0) -> list[Batch]:
+def global_batches(data: Data, config: Config, ranks: int, steps: int, first: int = 1) -> list[Batch]:
     """Steps as all ranks together read them, (sequences, ...) each."""
-    parts = [Batches(StepDataset(config, data, consumed, GLOBAL, (rank, ranks))) for rank in range(ranks)]
+    parts = [Batches(StepDataset(config, data, (rank, ranks), first_step=first)) for rank in range(ranks)]
     found = [[next(part) for part in parts] for _ in range(steps)]
     for part in parts:
         part.close()
@@ -89,7 +89,7 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_with_accumulation_an
         for local in (1, GLOBAL // ranks):
             assert same(global_batches(data, config_of(local=local, **keys), ranks, steps), reference)
         for resumed in range(steps):
-            later = global_batches(data, config_of(**keys), ranks, steps - resumed, consumed=resumed * GLOBAL)
+            later = global_batches(data, config_of(**keys), ranks, steps - resumed, first=resumed + 1)
             assert same(later, reference[resumed:])
 
 
@@ -98,7 +98,7 @@ def test_two_workers_read_what_none_reads_on_any_number_of_ranks_and_after_resum
     data = mix_of(sources, config_of(**keys))
     reference = global_batches(data, config_of(**keys), 1, 6)
     assert same(global_batches(data, config_of(workers=2, **keys), 2, 6), reference)
-    assert same(global_batches(data, config_of(workers=2, **keys), 1, 3, consumed=3 * GLOBAL), reference[3:])
+    assert same(global_batches(data, config_of(workers=2, **keys), 1, 3, first=4), reference[3:])
 
 
 def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
@@ -135,13 +135,13 @@ def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sour
         return True
 
     monkeypatch.setattr(caplog.handler, "filters", [after_the_third])
-    source = Batches(StepDataset(config_of(workers=workers, stall=0.4), data, 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config_of(workers=workers, stall=0.4), data, (0, 1)))
     next(source)
     if workers:
         next(source)
     source.close()
     named = [record.message for record in caplog.records if "waiting for data" in record.message]
-    sources_of, samples = StepDataset(config_of(), data, 0, GLOBAL, (0, 1)).located(0)
+    sources_of, samples = StepDataset(config_of(), data, (0, 1)).located(0)
     mixed = data.sources[sources_of[1]]
     assert any(
         f'source "{mixed.source.name}", ' in text and f"{mixed.source.name}.bin, sample {samples[1]}" in text for text in named
@@ -153,7 +153,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sour
 def test_a_fault_of_the_data_is_the_same_message_from_a_worker(tmp_path, workers):
     file = write_file(tmp_path / "other", [np.arange(200)])
     config = config_of(workers=workers)
-    source = Batches(StepDataset(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config, mix_of([opened(file, foreign=True)], config, vocabulary=100), (0, 1)))
     with pytest.raises(UserError) as error:
         for _ in range(3):
             next(source)
@@ -171,7 +171,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path, policy, su
     if policy == "best fit":
         pack_file(file.prefix, SEQ_LEN, tmp_path / "part.best_fit-8.npy")
     data = pickle.loads(pickle.dumps(mix_of([opened(file)], config)))  # nothing is mapped yet
-    source = Batches(StepDataset(config, data, 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config, data, (0, 1)))
     next(source)
     mapped = {stored.path.name.removeprefix("part."): stored for stored in data.sources[0].rows[0].stored if stored._mapping}
     assert {"bin", "loss"} <= set(mapped)
@@ -186,7 +186,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_named(tmp_path, policy, su
 @pytest.mark.parametrize("prepared", [(), (0, 1, 2, 3), (1, 3)], ids=["none", "all", "every other"])
 def test_batches_prepared_ahead_are_the_same(sources, prepared):
     def read() -> Batches:
-        return Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
+        return Batches(StepDataset(config_of(), mix_of(sources, config_of()), (0, 1)))
 
     plain, ahead = read(), read()
     for step in range(4):
@@ -197,7 +197,7 @@ def test_batches_prepared_ahead_are_the_same(sources, prepared):
 
 
 def test_a_cpu_waits_for_all_that_it_reads(sources, monkeypatch):
-    source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config_of(), mix_of(sources, config_of()), (0, 1)))
     read = source._read
     monkeypatch.setattr(source, "_read", lambda: time.sleep(0.05) or read())
     begin = time.perf_counter()
@@ -218,7 +218,7 @@ def workers() -> set[int]:
 
 def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
     before = workers()
-    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
     next(source)
     (worker,) = workers() - before
     os.kill(worker, signal.SIGKILL)
@@ -229,7 +229,7 @@ def test_a_worker_that_is_killed_is_told_of_and_not_waited_for(sources):
 
 def test_workers_do_not_hear_of_a_stop_that_is_asked_of_all_processes_and_end_with_close(sources):
     before = workers()
-    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config_of(workers=1), mix_of(sources, config_of()), (0, 1)))
     (worker,) = workers() - before
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while it starts
         os.kill(worker, number)
@@ -253,7 +253,7 @@ from titanlite.data.indexed import TokenFile
 
 if __name__ == "__main__":
     config = config_of(workers=2)
-    source = Batches(StepDataset(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), 0, GLOBAL, (0, 1)))
+    source = Batches(StepDataset(config, mix_of([opened(TokenFile(Path(sys.argv[1])))], config), (0, 1)))
     next(source)
     print("reading", flush=True)
     time.sleep(100)
@@ -288,7 +288,7 @@ def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):
     import threading
 
     before = set(threading.enumerate())
-    source: Batches | None = Batches(StepDataset(config_of(), mix_of(sources, config_of()), 0, GLOBAL, (0, 1)))
+    source: Batches | None = Batches(StepDataset(config_of(), mix_of(sources, config_of()), (0, 1)))
     next(source)
     (own,) = set(threading.enumerate()) - before
     source = None

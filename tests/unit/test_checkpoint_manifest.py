@@ -125,10 +125,9 @@ def test_a_manifest_whose_checksum_is_right_and_which_lacks_something_is_refused
 
 
 SOURCE = {"name": "a", "documents": 3, "tokens": 90, "fingerprint": "8f", "share": 1.0}
-REACHED = {"fingerprint": "8f", "order": 0, "drawn": 0, "replaced": 0}
 RUN = NUMBERS | {
     "data": {"tokenizer": "8f0e", "beginning": "no BOS", "sources": [SOURCE]},
-    "mixture": {"position": 800, "sources": [REACHED, REACHED | {"fingerprint": "of a source that is no longer read"}]},
+    "timeline": [],
     "model_source": {"models.llama3": {"hash": "8f", "text": "import torch"}},
     "loss_sum": 3,
     "loss_count": 1,
@@ -161,13 +160,6 @@ def test_nonsense_whose_checksum_is_right_is_damage_that_names_the_entry(tmp_pat
 @pytest.mark.parametrize(
     ("number", "value", "place"),
     [
-        ("mixture", 5, "mixture = "),
-        ("mixture", {"position": "800", "sources": []}, "mixture.position = "),
-        ("mixture", {"position": -1, "sources": [REACHED]}, "mixture.position = "),
-        ("mixture", {"position": 801, "sources": [REACHED]}, r".*mixture.position is 801, after samples = 800"),
-        ("mixture", {"position": 0, "sources": [REACHED | {"order": 0.5}]}, r"mixture.sources.0.order = "),
-        ("mixture", {"position": 0, "sources": [REACHED | {"more": 1}]}, r"mixture.sources.0.more = "),
-        ("mixture", {"position": 0, "sources": []}, r".*mixture.sources are not those of data.sources"),
         ("schedule", {"total_steps": 0}, r"schedule.total_steps = "),
         ("loss_count", True, "loss_count = "),
     ],

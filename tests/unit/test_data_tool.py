@@ -13,9 +13,9 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.read import read_config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import open_data
-from titanlite.data.origin import Origin, continued
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
+from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
@@ -67,7 +67,7 @@ def test_show_prints_the_text_that_the_step_reads(config, capsys, monkeypatch, p
     found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *option))
     keys = read_config(config, option)
     data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
-    batch = next(Batches(StepDataset(keys, data, (step - 1) * 4, 4, (0, 1))))
+    batch = next(Batches(StepDataset(keys, data, (0, 1), first_step=step)))
     tokens = batch.tokens.flatten(0, 1)
     counted = np.ones(tokens.shape, bool) if batch.counted is None else batch.counted.flatten(0, 1).numpy()
     expected = [
@@ -124,40 +124,40 @@ def test_stats_reads_and_checks_the_whole_index(config, capsys, monkeypatch, tmp
 
 
 @pytest.fixture
-def changed(config, tmp_path) -> dict[int, tuple[list[str], int, Origin]]:
-    """step -> options, samples before, origin, of a run that read 16 samples 1 : 1, then 3 : 1; it saved steps 2, 4 and 6."""
+def changed(config, tmp_path) -> dict[int, tuple[list[str], Timeline]]:
+    """step -> options, timeline, of a run that read 16 samples 1 : 1, then 3 : 1; it saved steps 2, 4 and 6."""
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "doc.txt").write_text("another source: " + "words " * 200)
     saves, common = tmp_path / "run" / "checkpoint", ["--job.dump_folder", "run", "--checkpoint.enable", "true"]
     common += ["--training.steps", "9", "--training.dataset_path", ""]
-    steps: dict[int, tuple[list[str], int, Origin]] = {}
+    steps: dict[int, tuple[list[str], Timeline]] = {}
     numbers = None
     for weight, last in ((1, 4), (3, 6)):
         sources = f'[{{ path = "text", weight = {weight} }}, {{ path = "more", weight = 1 }}]'
         options = [*common, "--training.sources", sources]
         keys = read_config(config, options)
         data, family = open_data(keys), family_of(keys.model)
-        began = continued(numbers, data.describe()["sources"]) if numbers else data.beginning()
+        timeline = stored(numbers, "").resumed(len(steps), 4, data.mixture) if numbers else data.timeline(4)
         for step in range(len(steps) + 1, last + 1):
-            steps[step] = options, (step - 1) * 4, began
+            steps[step] = options, timeline
             run = RunIdentity(keys, family, data, 4)
-            numbers = json.loads(json.dumps(numbers_of(run, build_schedule(keys), Progress(step, step * 4, began))))
+            numbers = json.loads(json.dumps(numbers_of(run, build_schedule(keys), Progress(step, timeline))))
             if step % 2 == 0:
                 (saves / f"step-{step:08d}").mkdir(parents=True)
                 manifest.write(saves / f"step-{step:08d}", Manifest(numbers, {}))
-    return steps | {8: (options, 28, began)}
+    return steps | {8: (options, timeline)}
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 8])
 def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, capsys, monkeypatch, changed, step):
-    options, position, began = changed[step]
+    options, timeline = changed[step]
     keys = read_config(config, options)
     data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
-    expected = data.read(*StepDataset(keys, data, position, 4, (0, 1), began).located(0)).tokens
+    expected = data.read(*StepDataset(keys, data, (0, 1), timeline, step).located(0)).tokens
     found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *options))
     assert found == [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in expected]
     if step > 4:
-        old = data.read(*StepDataset(keys, data, position, 4, (0, 1)).located(0)).tokens
+        old = data.read(*StepDataset(keys, data, (0, 1), first_step=step).located(0)).tokens
         assert not np.array_equal(old, expected)
 
 
@@ -166,7 +166,7 @@ def test_show_continues_where_a_rollback_continued(config, capsys, monkeypatch, 
     (tmp_path / "run" / "incidents.jsonl").write_text(
         json.dumps(entry | {"found_at": 7, "to_step": 6, "next_sample": 28}) + "\n"
     )
-    options, _, _ = changed[8]
+    options, _ = changed[8]
     before = output(capsys, monkeypatch, "show", str(config), "--step", "7", *options)
     (tmp_path / "run" / "incidents.jsonl").unlink()
     assert shown_samples(before) == shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "8", *options))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.schema import Config
+from titanlite.data.timeline import Rollback
 from titanlite.ground.errors import UserError
 from titanlite.launch.run_folder import INCIDENTS
-from titanlite.loop.divergence import Incidents, Spikes, Step, attempts_at, decide, is_bad, read_entries, stretches
+from titanlite.loop.divergence import Incidents, Spikes, Step, decide, is_bad, read_entries, rollbacks
 
 NAN, INF = math.nan, math.inf
 BATCH = 8
@@ -126,20 +127,20 @@ def test_skipped_steps_are_told_apart_from_one_whose_loss_alone_is_not_finite(tm
 def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with_a_newer_checkpoint(tmp_path):
     incidents = incidents_of(tmp_path, "rollback")
     for attempt in (1, 2, 3):
-        rollback = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
-        assert (rollback.bad.number, rollback.found_at, rollback.next_sample) == (7, 8, 56)
-        incidents.went_back(rollback, 4)
+        step = incidents.judge(good(5, 6) + bad(7) + good(8), 4)
+        assert step.number == 7
+        assert incidents.went_back(step, 8, 4) == Rollback(found_at=8, to_step=4, next_sample=56)
         last = read_entries(tmp_path / INCIDENTS)[-1]
         keys = ("kind", "step", "attempt", "to_step", "found_at", "next_sample")
         assert [last[key] for key in keys] == ["rollback", 7, attempt, 4, 8, 56]
-    incidents.went_back(incidents.judge(bad(9), 8), 8)
+    incidents.went_back(incidents.judge(bad(9), 8), 9, 8)
     assert incidents.judge(bad(9), 8) is not None
 
 
 def test_the_fourth_rollback_to_one_checkpoint_is_not_made(tmp_path):
     incidents = incidents_of(tmp_path, "rollback")
     for _ in range(3):
-        incidents.went_back(incidents.judge(bad(7), 4), 4)
+        incidents.went_back(incidents.judge(bad(7), 4), 7, 4)
     with pytest.raises(UserError, match="--step 7 --attempt 4"):
         incidents.judge(bad(7), 4)
     assert entries_of(tmp_path)[-1] == ("nonfinite", 7, "stop", False)
@@ -148,10 +149,10 @@ def test_the_fourth_rollback_to_one_checkpoint_is_not_made(tmp_path):
 def test_other_ranks_decide_the_same_and_write_nothing(tmp_path):
     config = Config.model_validate({"job": {"dump_folder": str(tmp_path)}, "training": {"on_nonfinite": "rollback"}})
     ranks = [Incidents(config, BATCH, 1, active) for active in (True, False)]
-    rollbacks = [rank.judge(bad(7), 4) for rank in ranks]
-    assert rollbacks[0] == rollbacks[1]
+    found = [rank.judge(bad(7), 4) for rank in ranks]
+    assert repr(found[0]) == repr(found[1])  # by text: NaN is not equal to itself
     written = (tmp_path / INCIDENTS).read_text()
-    ranks[1].went_back(rollbacks[1], 4)
+    ranks[1].went_back(found[1], 7, 4)
     assert (tmp_path / INCIDENTS).read_text() == written
 
 
@@ -172,22 +173,12 @@ def test_a_start_keeps_what_earlier_ones_wrote_and_marks_what_it_repeats(tmp_pat
 
 def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
     incidents = incidents_of(tmp_path, "rollback")
-    incidents.went_back(incidents.judge(bad(12), 10), 10)
+    rollback = incidents.went_back(incidents.judge(bad(12), 10), 14, 10)
+    assert rollbacks(read_entries(tmp_path / INCIDENTS)) == [rollback]
     for first_step, counts in ((21, True), (12, True), (11, False), (6, False)):
         incidents_of(tmp_path, "rollback", first_step)
         assert ("rollback", 12, "rollback", not counts) in entries_of(tmp_path)
-    assert stretches(read_entries(tmp_path / INCIDENTS)) == [(0, INF, None)]
-
-
-def test_stretches_say_which_attempts_a_step_has_had(tmp_path):
-    incidents = incidents_of(tmp_path, "rollback")
-    incidents.went_back(incidents.judge(bad(12) + good(13, 14), 10), 10)
-    incidents.went_back(incidents.judge(bad(13), 10), 10)
-    incidents.went_back(incidents.judge(bad(25), 20), 20)
-    found = stretches(read_entries(tmp_path / INCIDENTS))
-    assert found == [(0, 14, None), (10, 13, 96), (10, 25, 104), (20, INF, 200)]
-    expected = {10: [0], 11: [0, 1, 2], 14: [0, 2], 20: [2], 21: [2, 3], 25: [2, 3], 26: [3]}
-    assert {step: attempts_at(step, found) for step in expected} == expected
+    assert rollbacks(read_entries(tmp_path / INCIDENTS)) == []
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"kind": "spike"}'])

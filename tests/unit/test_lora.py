@@ -234,7 +234,7 @@ def test_adapters_on_random_weights_are_warned_of(caplog, enable):
         config = configuration(enable=enable)
         data = data_of([np.arange(500)], config, 512)
         progress, _ = restore(RunIdentity(config, FAMILY, data, 8), on_meta(FAMILY, config), nothing, None, nothing)
-    assert progress == Progress(0, 0, data.beginning())
+    assert progress == Progress(0, data.timeline(8))
     assert ["the weights that are adapted are RANDOM" in record.message for record in caplog.records] == [True] * enable
 
 

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
-from titanlite.data.origin import Origin
+from titanlite.data.timeline import Timeline
 from titanlite.loop.divergence import Step
 from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.loop.resume import Progress
@@ -170,7 +170,7 @@ def test_console_line_shows_what_was_measured_and_nothing_else():
     )
 
 
-BEGINNING = Progress(0, 0, Origin(0, ()))
+BEGINNING = Progress(0, Timeline([]))
 
 
 def test_the_mean_loss_is_over_the_finite_losses_since_the_last_multiple_wherever_readings_fall():

@@ -54,7 +54,7 @@ def stored(keys: dict[str, Any] | None = None, global_batch: int = 8, schedule: 
     """What a run with these keys has written at step 10."""
     config, family = configuration(keys), load_family("tests.tiny", "plain")
     run = RunIdentity(config, family, DATA, global_batch)
-    numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, 80, DATA.beginning()))
+    numbers = numbers_of(run, schedule or build_schedule(config), Progress(10, DATA.timeline(8)))
     return Manifest(json.loads(json.dumps(numbers)), {})
 
 
@@ -217,19 +217,20 @@ def test_other_data_needs_its_own_word():
         {"data": {}},
         {"schedule": {"total_steps": 0}},
         {"model_source": None},
+        {"timeline": []},
     ],
     ids=str,
 )
 def test_a_whole_manifest_of_something_else_is_refused_in_a_sentence(foreign):
     """Right checksums do not make it a run's: a tool may have written it, or somebody who means harm."""
     numbers = stored().numbers | foreign
-    with pytest.raises(UserError, match="its manifest is sound"):
+    with pytest.raises(UserError, match=f"{SOURCE}: its (manifest is sound|timeline)"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
 
 
 def test_no_run_continues_from_a_checkpoint_of_version_0_1():
     numbers = stored().numbers
-    for name in ("mixture", "model_source", "loss_sum", "loss_count"):  # it had no such entries
+    for name in ("timeline", "model_source", "loss_sum", "loss_count"):  # it had no such entries
         del numbers[name]
     with pytest.raises(UserError, match=r"step-00000010: titanlite 0\.1 wrote it, .*model_only = true, or continue .* 0\.2"):
         load_run(SOURCE, Manifest(numbers, {}), setting(configuration()), {})
@@ -276,7 +277,7 @@ def test_dimensions_that_json_writes_in_another_way_are_no_change():
         kind: type = int
 
     run = setting(configuration())._replace(family=Family(tiny, Own()))
-    numbers = numbers_of(run, build_schedule(run.config), Progress(10, 80, DATA.beginning()))
+    numbers = numbers_of(run, build_schedule(run.config), Progress(10, DATA.timeline(8)))
     found = Manifest(json.loads(json.dumps(numbers)), {})
     check_changes(run, SOURCE, found)
     with pytest.raises(UserError, match=r"windows = \[1, 3\], was \[1, 2\]"):
@@ -371,7 +372,7 @@ def test_the_losses_of_an_unfinished_mean_are_kept(monkeypatch):
     monkeypatch.setattr(load, "load_tensors", lambda *_, **__: None)
     found = stored()
     found.numbers.update(loss_sum=7.5, loss_count=3)
-    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, 80, DATA.beginning(), 7.5, 3)
+    assert load_run(SOURCE, found, setting(configuration()), {})[0] == Progress(10, DATA.timeline(8), 7.5, 3)
 
 
 def test_a_resumed_run_keeps_its_id_and_a_checkpoint_of_an_earlier_version_has_none(monkeypatch):

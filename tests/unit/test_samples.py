@@ -282,7 +282,7 @@ def test_weights_are_of_tokens_and_not_of_samples(tmp_path, policy):
     long = opened(write_file(tmp_path / "long", [[2] * 9] * 100), "long", weight=1)
     data = mix_of([short, long], _config(policy))
     assert data.waste(data.sources[0])[0] > 0.1  # else samples would be as good a measure
-    tokens = data.read(*data.locate(np.arange(20_000), 0, data.beginning())).tokens
+    tokens = data.read(*data.locate(np.arange(20_000), 0, data.timeline(1).segments[0])).tokens
     assert (tokens == 1).sum() / (tokens == 2).sum() == pytest.approx(3, rel=0.01)
 
 

@@ -155,7 +155,7 @@ def resume(module: ModuleType, found: Manifest | None, allowed: list[str]) -> Ma
     run = RunIdentity(config, Family(module, llama3.FLAVORS["debug"]), DATA, 8)
     if found:
         check_changes(run, SOURCE, found)
-    numbers = numbers_of(run, build_schedule(config), Progress(10, 80, DATA.beginning()))
+    numbers = numbers_of(run, build_schedule(config), Progress(10, DATA.timeline(8)))
     return Manifest(json.loads(json.dumps(numbers)), {})
 
 

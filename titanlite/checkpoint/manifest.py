@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import xxhash
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field
 
 from titanlite.ground import untrusted
 from titanlite.ground.errors import UserError
@@ -38,20 +38,6 @@ class _Source(untrusted.Contents):
 
 class _Data(untrusted.Contents):
     sources: list[_Source] = Field(default=[])  # imported weights have none
-
-
-class _Reached(untrusted.Contents):
-    model_config = ConfigDict(extra="forbid")
-
-    fingerprint: str
-    order: Count
-    drawn: Count
-    replaced: Count
-
-
-class _Mixture(untrusted.Contents):
-    position: Count
-    sources: list[_Reached]
 
 
 class _Module(untrusted.Contents):
@@ -96,26 +82,16 @@ class _Sections(untrusted.Contents):
 
 
 class _Run(untrusted.Contents):
-    """What the manifest of a run must hold too; that of imported weights does not."""
+    """What the manifest of a run must hold too, beside its timeline; that of imported weights does not."""
 
     samples: Count
     global_batch: Positive
     data: _RunData
-    mixture: _Mixture
     schedule: _Schedule
     config: _Sections
     model_source: dict[str, _Module]
     loss_sum: float
     loss_count: Count
-
-    @model_validator(mode="after")
-    def mixture_is_of_the_data(self) -> "_Run":
-        if self.mixture.position > self.samples:
-            raise ValueError(f"mixture.position is {self.mixture.position:,}, after samples = {self.samples:,}")
-        read = [source.fingerprint for source in self.data.sources]
-        if [source.fingerprint for source in self.mixture.sources[: len(read)]] != read:
-            raise ValueError("mixture.sources are not those of data.sources")
-        return self
 
 
 class Manifest(NamedTuple):
@@ -183,7 +159,7 @@ def check_run(folder: Path, manifest: Manifest) -> None:
         raise UserError(
             f"{folder}: holds weights alone, made by import-hf, without optimizer state, step or data position; {weights}"
         )
-    if "mixture" not in manifest.numbers:
+    if not {"timeline", "mixture"} & manifest.numbers.keys():  # titanlite 0.2 wrote mixture
         raise UserError(
             f"{folder}: titanlite 0.1 wrote it, and only its weights can be used; {weights}, or continue the run with "
             "titanlite 0.2 and resume from a checkpoint that 0.2 has saved"

@@ -1,7 +1,6 @@
 """Each rank's part of the global batches, read by this process or ahead of it by worker processes.
 
-The position in the data is one number, the samples consumed so far; it refers to the origin of the mixture. There is no other
-state to save, also with workers.
+Which samples a step has follows from the timeline of the run (timeline.py). There is no other state to save, also with workers.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch, to_batch
 from titanlite.data.mixture import Data
-from titanlite.data.origin import Origin
+from titanlite.data.timeline import Timeline
 from titanlite.ground.errors import UserError
 from titanlite.launch import children
 
@@ -32,28 +31,27 @@ _LOCATED_AT_ONCE = 4096  # samples that are located together, to share NumPy's o
 
 
 class StepDataset(Dataset[Batch | UserError]):
-    """A map-style dataset: step -> this rank's part of its global batch. Step 0 is the next one."""
+    """A map-style dataset: this rank's part of the global batches of a run. Entry 0 is that of `first_step`."""
 
     def __init__(
         self,
         config: Config,
         data: Data,
-        consumed: int,
-        global_batch: int,
         part: tuple[int, int],
-        origin: Origin | None = None,
+        timeline: Timeline | None = None,
+        first_step: int = 1,
     ):
-        """consumed: samples of earlier steps; the next step has the samples `consumed` .. `consumed + global_batch - 1`.
+        """part: (data rank, data degree); each rank takes a run of neighbouring samples.
 
-        part: (data rank, data degree); each rank takes a run of neighbouring samples. origin: of the mixture; None: the first
-        sample of the run.
+        timeline: of the run; None: a new run. From `first_step` on it has one global batch, and the mixture of `data`.
         """
         rank, degree = part
-        self.data, self.global_batch, self.share = data, global_batch, global_batch // degree
+        self.data, self.first_step, self.timeline = data, first_step, timeline or data.timeline(config.global_batch(degree))
+        global_batch = self.timeline.at(first_step)[0].global_batch
+        self.share = global_batch // degree
         self.cfg, self.seed, self.local_batch = config.dataloader, config.training.seed, config.training.local_batch_size
         assert self.share * degree == global_batch and self.share % self.local_batch == 0
-        self.first = consumed + rank * self.share
-        self.origin = origin or data.beginning()
+        self.places = rank * self.share + np.arange(self.share)  # in each global batch
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         # for each step that may be read at once, its number and the row that was begun last
         ahead = self.cfg.workers * self.cfg.prefetch
@@ -82,9 +80,10 @@ class StepDataset(Dataset[Batch | UserError]):
         """(source, sample of it) of each sample of this rank's part of a step, (share,) int64 each."""
         block, inside = divmod(step, self.steps)
         if block != self._block:
-            steps = np.arange(block * self.steps, (block + 1) * self.steps)
-            positions = self.first + steps[:, None] * self.global_batch + np.arange(self.share)
-            self._located = self.data.locate(positions.ravel(), self.seed, self.origin)
+            begin = self.first_step + block * self.steps
+            firsts = np.array([self.timeline.at(number)[1] for number in range(begin, begin + self.steps)])
+            segment, _ = self.timeline.at(begin)
+            self._located = self.data.locate((firsts[:, None] + self.places).ravel(), self.seed, segment)
             self._block = block
         here = slice(inside * self.share, (inside + 1) * self.share)
         return self._located[0][here], self._located[1][here]

@@ -1,7 +1,6 @@
 """The data of a run: its sources mixed by weight, in an order that is a function of the seed and a sample's position.
 
-Nothing here has state. The next samples follow from the number of samples consumed and from the origin of the mixture, which
-is all that a checkpoint keeps.
+Nothing here has state. Which samples a step has follows from the timeline of the run, which is all that a checkpoint keeps.
 """
 
 import bisect
@@ -14,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.schema import Config, Training
-from titanlite.data import origin
-from titanlite.data.order import MIXTURE, drawn, interleave, permute, sample_at
-from titanlite.data.origin import Origin
+from titanlite.data import timeline
+from titanlite.data.order import MIXTURE, interleave, permute, sample_at
 from titanlite.data.prepare.cache import open_packing
 from titanlite.data.samples import Arrays, Rows, fill, fill_with_padding, rows_of
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
+from titanlite.data.timeline import Mixture, Segment, Timeline
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.launch import process
@@ -110,26 +109,20 @@ class Data:
         parts = (f"{mixed.source.fingerprint} {share}" for mixed, share in zip(self.sources, self.shares, strict=True))
         return digest(self._tokenizer, *parts)
 
-    def beginning(self) -> Origin:
-        """The origin of a run that begins with these sources."""
-        return origin.beginning(mixed.source.fingerprint for mixed in self.sources)
+    @property
+    def mixture(self) -> Mixture:
+        """What a timeline records of the sources."""
+        return [(mixed.source.fingerprint, share) for mixed, share in zip(self.sources, self.shares, strict=True)]
 
-    def drawn(self, began: Origin, position: int) -> list[int]:
-        """How many samples of each source come before a position of the run, which is not before the origin of its mixture."""
-        since = drawn(position - began.position, self.shares)
-        return [reached.drawn + count for reached, count in zip(began.sources, since, strict=False)]
+    def timeline(self, global_batch: int) -> Timeline:
+        """The timeline of a run that begins with these sources."""
+        return timeline.begin(global_batch, self.mixture)
 
-    def extended(self, began: Origin, end: int, later_end: int) -> Origin:
-        """The origin of a run that ends at a later position, because a rollback left samples out."""
-        counts = zip(self.drawn(began, end), self.drawn(began, later_end), strict=True)
-        more = [after - before for before, after in counts] + [0] * len(began.sources)
-        replaced = (reached._replace(replaced=reached.replaced + n) for reached, n in zip(began.sources, more, strict=False))
-        return began._replace(sources=tuple(replaced))
-
-    def derived_values(self, began: Origin, end: int) -> dict[str, str]:
-        """What a run that ends at a position reads of each source, for the start of the log: name -> sentence."""
+    def derived_values(self, run: Timeline, steps: int) -> dict[str, str]:
+        """What a run of this many steps reads of each source, for the start of the log: name -> sentence."""
         lines = {"texts begin with": self.prefix}
-        for mixed, share, draws in zip(self.sources, self.shares, self.drawn(began, end), strict=True):
+        segment, end = run.at(steps + 1)
+        for mixed, share, draws in zip(self.sources, self.shares, segment.drawn(end), strict=False):
             padding, unused = self.waste(mixed)
             lines["data" if len(self.sources) == 1 else f"data: {mixed.source.name}"] = (
                 f"{mixed.tokens:,} tokens in {mixed.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
@@ -141,12 +134,12 @@ class Data:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
         return 1 - mixed.kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - mixed.kept / mixed.tokens)
 
-    def locate(self, positions: np.ndarray, seed: int, began: Origin) -> tuple[np.ndarray, np.ndarray]:
-        """(source, sample of it) at each position of the run; positions (n,) int64 -> two (n,) int64."""
-        source, index = interleave(positions - began.position, self.shares)
-        for number, (mixed, reached) in enumerate(zip(self.sources, began.sources, strict=False)):
+    def locate(self, positions: np.ndarray, seed: int, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
+        """(source, sample of it) at each position of a segment of the run; positions (n,) int64 -> two (n,) int64."""
+        source, index = interleave(positions - segment.began, self.shares)
+        for number, (mixed, before) in enumerate(zip(self.sources, segment.sources, strict=False)):
             here = source == number
-            index[here] = sample_at(reached.drawn + index[here], mixed.count, f"{seed}/{reached.order}")
+            index[here] = sample_at(before.drawn + index[here], mixed.count, f"{seed}/{before.order}")
         return source, index
 
     def read(self, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
@@ -251,12 +244,13 @@ def _with_rows(source: TokenSource, training: Training, key: str) -> MixtureSour
 
 
 def _shares(sources: list[MixtureSource]) -> list[int]:
-    """The share of samples of each source, in parts of MIXTURE, such that its *tokens* have their weight."""
+    """The share of samples of each source, integers of a sum up to MIXTURE, such that its *tokens* have their weight."""
     rates = []
     for mixed in sources:
         weight = mixed.source.cfg.weight
         rates.append(mixed.count if weight is None else weight * mixed.count / mixed.kept)
-    return [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
+    shares = [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
+    return [share // math.gcd(*shares) for share in shares]
 
 
 def check_shares(data: Data) -> None:
@@ -281,17 +275,18 @@ def check_labels(data: Data) -> None:
         raise UserError(listed(f"{data.key}: sources without a single token to predict", faults, remedy))
 
 
-def check_epochs(data: Data, began: Origin, end: int) -> None:
-    """Raises UserError that names every source that a run that ends at a position would read beyond its `epochs`.
+def check_epochs(data: Data, run: Timeline, steps: int) -> None:
+    """Raises UserError that names every source that a run of this many steps would read beyond its `epochs`.
 
     Samples that replace those of rollbacks do not count; the log names them where they are of another epoch.
     """
     faults = []
-    for mixed, reached, draws in zip(data.sources, began.sources, data.drawn(began, end), strict=False):
+    segment, end = run.at(steps + 1)
+    for mixed, draws, read in zip(data.sources, segment.drawn(end), segment.read(end), strict=False):
         name, allowed = mixed.source.name, mixed.source.cfg.epochs
         if allowed is None or draws <= allowed * mixed.count:
             continue
-        if (read := draws - reached.replaced) > allowed * mixed.count:
+        if read > allowed * mixed.count:
             faults.append(f"{name}: {read / mixed.count:.2f} epochs of {mixed.count:,} samples, allowed are {allowed:g}")
         else:
             more = draws - math.floor(allowed * mixed.count)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Config
+from titanlite.data.timeline import Rollback, attempts_at
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file, tolerated
 from titanlite.ground.untrusted import Contents, Count, Pair
@@ -196,14 +197,6 @@ class Spikes:
 # -------------------------------------------------------------------------------------------------------- the file's entries
 
 
-class Stretch(NamedTuple):
-    """Consecutive steps of a run. A rollback ends one stretch and begins the next."""
-
-    after: int  # the step of the checkpoint that it continued from, or 0
-    last: float  # its last step; infinite for the last stretch
-    next_sample: int | None  # the first sample after the rollback; None for the first stretch
-
-
 class _Entry(Contents):
     """What a line of incidents.jsonl must hold."""
 
@@ -233,19 +226,10 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return read_history(path, _Entry)
 
 
-def stretches(entries: Iterable[dict[str, Any]]) -> list[Stretch]:
-    """The stretches of a run, oldest first, from the rollbacks among its incidents."""
-    found = [Stretch(0, math.inf, None)]
-    for entry in entries:
-        if entry["kind"] == "rollback" and not entry["superseded"]:
-            found[-1] = found[-1]._replace(last=entry["found_at"])
-            found.append(Stretch(entry["to_step"], math.inf, entry["next_sample"]))
-    return found
-
-
-def attempts_at(step: int, found: list[Stretch]) -> list[int]:
-    """Indices of the stretches that contain a step; the first attempt comes first."""
-    return [index for index, stretch in enumerate(found) if stretch.after < step <= stretch.last]
+def rollbacks(entries: Iterable[dict[str, Any]]) -> list[Rollback]:
+    """The rollbacks among the incidents of a run, oldest first, without those that a later start has repeated."""
+    counting = (entry for entry in entries if entry["kind"] == "rollback" and not entry["superseded"])
+    return [Rollback(*(entry[name] for name in Rollback._fields)) for entry in counting]
 
 
 def faults(config: Config) -> Iterator[str]:
@@ -261,14 +245,6 @@ def faults(config: Config) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------------------- the whole run
-
-
-class Rollback(NamedTuple):
-    """Restore the newest checkpoint, and continue with other samples than the checkpoint's."""
-
-    bad: Step
-    found_at: int  # the last step when the incident was read
-    next_sample: int
 
 
 class Incidents:
@@ -300,8 +276,8 @@ class Incidents:
         """Whether one of these steps is not finite, so that `judge` may end the run or roll back."""
         return any(is_bad(step, self.scaled) for step in steps)
 
-    def judge(self, steps: list[Step], newest: int | None, scale: float | None = None) -> Rollback | None:
-        """Reports the incidents of one reading; returns the rollback to make, or None to continue.
+    def judge(self, steps: list[Step], newest: int | None, scale: float | None = None) -> Step | None:
+        """Reports the incidents of one reading; returns the bad step before which the run must go back, or None to continue.
 
         newest: the step of this run's newest checkpoint, None where there is none. scale: the loss scale after the steps.
         Raises UserError where the run ends.
@@ -328,18 +304,17 @@ class Incidents:
                 "newest checkpoint with the batch after it"
             )
             raise UserError(f"{self._text(step)}: training has diverged; {why}. {self._hint(step.number)}")
-        if decision.action != "rollback":
-            return None
-        bad = decision.bad[0]
-        return Rollback(bad, steps[-1].number, bad.first_sample + self.global_batch)
+        return decision.bad[0] if decision.action == "rollback" else None
 
-    def went_back(self, rollback: Rollback, to_step: int) -> None:
-        """Records a rollback that was made, to the checkpoint of step `to_step`."""
+    def went_back(self, bad: Step, found_at: int, to_step: int) -> Rollback:
+        """Records a rollback from step `found_at` to the checkpoint of step `to_step`: the batch after the bad one is next."""
         self.rollbacks = self.rollbacks + 1 if to_step == self.last_target else 1
         self.last_target, self.streak = to_step, 0
-        entry = self._entry("rollback", rollback.bad, "rollback", f"rolled back to step {to_step}; the batch is skipped")
+        rollback = Rollback(found_at, to_step, bad.first_sample + self.global_batch)
+        entry = self._entry("rollback", bad, "rollback", f"rolled back to step {to_step}; the batch is skipped")
         self._log(entry)
-        self._save([entry | {"found_at": rollback.found_at, "to_step": to_step, "next_sample": rollback.next_sample}])
+        self._save([entry | rollback._asdict()])
+        return rollback
 
     def _fate(self, decision: Decision, step: Step) -> tuple[str, str]:
         """(action, phrase) of a bad step."""
@@ -365,7 +340,7 @@ class Incidents:
 
     def _attempt(self, step: int) -> int:
         """The number of this attempt at a step, counting from 1; later attempts follow rollbacks."""
-        return len(attempts_at(step, stretches(self.entries)))
+        return len(attempts_at(step, rollbacks(self.entries)))
 
     def _text(self, step: Step) -> str:
         samples = f"samples {step.first_sample} to {step.first_sample + self.global_batch - 1}"

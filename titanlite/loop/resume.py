@@ -26,7 +26,7 @@ from titanlite.config.read import SECTIONS, suggest
 from titanlite.config.schema import Config
 from titanlite.config.tables import MAY_CHANGE
 from titanlite.data.mixture import Data
-from titanlite.data.origin import Origin, continued
+from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
@@ -61,11 +61,15 @@ class Progress(NamedTuple):
     """A run's position in data and schedule, and the losses of which the next report shows the mean."""
 
     step: int
-    samples: int
-    origin: Origin  # of the mixture of sources
+    timeline: Timeline
     loss_sum: float = 0.0  # of those that are finite, since the last multiple of metrics.log_freq
     loss_count: int = 0
     run: str = ""  # an id that its first start makes, and all its checkpoints have; those of titanlite 0.2 have none
+
+    @property
+    def samples(self) -> int:
+        """The first sample of the next step."""
+        return self.timeline.at(self.step + 1)[1]
 
     @property
     def loss_mean(self) -> float | None:
@@ -81,10 +85,6 @@ class Progress(NamedTuple):
             if step.loss is not None and math.isfinite(step.loss):
                 total, count = total + step.loss, count + 1
         return self._replace(loss_sum=total, loss_count=count)
-
-    def end(self, steps: int, global_batch: int) -> int:
-        """The samples consumed at the end of a run of this many steps."""
-        return self.samples + max(0, steps - self.step) * global_batch
 
 
 class Change(NamedTuple):
@@ -102,8 +102,9 @@ class Change(NamedTuple):
 def numbers_of(run: RunIdentity, schedule: Schedule, progress: Progress) -> dict[str, Any]:
     """The state of a run that is not a tensor, for a checkpoint's manifest."""
     return {
-        **{name: value for name, value in progress._asdict().items() if name != "origin"},
-        "mixture": progress.origin.numbers(),
+        **progress._asdict(),
+        "samples": progress.samples,
+        "timeline": progress.timeline.numbers(),
         "global_batch": run.global_batch,
         "data": run.data.describe(),
         "schedule": {"total_steps": schedule.total_steps},  # a longer run keeps it; the rest is in the configuration
@@ -145,7 +146,7 @@ def restore(
     elif run.config.lora.enable:
         # no error: speed, memory and the comparisons of `titanlite verify` do not depend on the weights
         log.warning("lora.enable = true: the weights that are adapted are RANDOM, set checkpoint.initial_load_path")
-    return Progress(0, 0, run.data.beginning()), build_schedule(run.config)
+    return Progress(0, run.data.timeline(run.global_batch)), build_schedule(run.config)
 
 
 def _load_initial_weights(run: RunIdentity, source: Path, model: nn.Module) -> None:
@@ -181,22 +182,24 @@ def load_run(
     from titanlite.checkpoint import load  # not at the top: a check needs no torch.distributed.checkpoint
 
     manifest.check_run(source, found)
-    schedule = check_changes(run, source, found)
+    schedule, progress = check_changes(run, source, found), _progress(run, source, found.numbers)
     exclude = run.config.checkpoint.exclude_from_loading
     if found.numbers["config"]["checkpoint"].get("exclude_from_loading") == exclude:
         exclude = []  # the run that wrote the checkpoint excluded the same tensors, and has trained them since
     load.load_tensors(source, found, tensors, exclude, elsewhere=elsewhere)
-    return _progress(run.data, found.numbers), schedule
+    return progress, schedule
 
 
-def _progress(data: Data, numbers: dict[str, Any]) -> Progress:
+def _progress(run: RunIdentity, source: Path, numbers: dict[str, Any]) -> Progress:
     """The position from which a run continues; the log says where each source continues if the mixture has changed."""
-    began = continued(numbers, data.describe()["sources"])
-    if began.position == numbers["samples"] > 0:
-        for mixed, reached in zip(data.sources, began.sources, strict=False):
+    before = stored(numbers, str(source))
+    timeline = before.resumed(numbers["step"], run.global_batch, run.data.mixture)
+    now = timeline.segments[-1]
+    if now.mixture != before.segments[-1].mixture:
+        for mixed, reached in zip(run.data.sources, now.sources, strict=False):
             log.info("data: another mixture: %s continues after %s of its samples", mixed.source.name, f"{reached.drawn:,}")
     optional = {name: numbers[name] for name in ("loss_sum", "loss_count", "run") if name in numbers}
-    return Progress(numbers["step"], numbers["samples"], began, **optional)
+    return Progress(numbers["step"], timeline, **optional)
 
 
 def of_other_stages(model: nn.Module, tensors: Iterable[str]) -> Collection[str]:

@@ -72,7 +72,7 @@ def derived_values(
         **_stages(config, family, whole, config.microbatches(data_degree(mesh))),
         "global batch": f"{global_batch} sequences = {global_batch * training.seq_len:,} tokens a step",
         "local batch": f"{training.local_batch_size} sequences, {config.microbatches(data_degree(mesh))} microbatches a step",
-        **data.derived_values(progress.origin, progress.end(training.steps, global_batch)),
+        **data.derived_values(progress.timeline, max(progress.step, training.steps)),
         "schedule": f"{schedule.warmup_steps} warm-up, {stable} stable, {decay} {schedule.decay_type} decay to "
         f"{schedule.min_factor:g} x {schedule.lr:g}",
         "work": f"{flops.causal / 1e9:.3f} GFLOP a token causal, {flops.palm / 1e9:.3f} PaLM",

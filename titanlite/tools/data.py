@@ -24,9 +24,9 @@ from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data, MixtureSource, open_data
-from titanlite.data.origin import Origin, continued
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
+from titanlite.data.timeline import Timeline, stored
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed
 from titanlite.launch.run_folder import INCIDENTS
@@ -56,40 +56,33 @@ def _open(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     return options, config, resolve_degrees(config.parallelism, options.ranks)
 
 
-def _position(config: Config, data: Data, step: int, size: int) -> tuple[int, Origin]:
-    """(samples before a step, the origin of its mixture): as the run in job.dump_folder read them, or will read them.
+def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
+    """The timeline of a step: that of the run in job.dump_folder, as it read the step or will read it with this configuration.
 
-    Between two checkpoints a run changes neither batch nor mixture, so the first checkpoint at or after the step has both.
-    Beyond the last checkpoint, the run continues from it with this configuration. Raises UserError where the run did the step
-    with another batch or mixture, and where the checkpoint that had the step's mixture is gone.
+    Raises UserError where the run did the step with another batch or mixture.
     """
     saves = Path(config.job.dump_folder) / config.checkpoint.folder
     steps = list_steps(saves) if config.checkpoint.enable else []
     if not steps:
-        return (step - 1) * size, data.beginning()
+        return data.timeline(size)
     number = next((each for each in steps if each >= step), steps[-1])
     source = step_folder(saves, number)
     found = manifest.read(source)
     manifest.check_run(source, found)
-    began = continued(found.numbers, data.describe()["sources"])
-    samples, batch = found.numbers["samples"], found.numbers["global_batch"]
-    if number < step:  # a rollback to this checkpoint continues with a later sample
+    timeline = stored(found.numbers, str(source))
+    if number < step:
         entries = divergence.read_entries(Path(config.job.dump_folder) / INCIDENTS)
-        jumps = {each.after: each.next_sample for each in divergence.stretches(entries)}
-        samples = jumps.get(number) or samples
-    position = samples + (step - 1 - number) * size
-    if number >= step and (batch != size or began.position == found.numbers["samples"]):
-        then = ", ".join(f"{each['name']} {each['share']:.2%}" for each in found.numbers["data"]["sources"])
+        timeline = timeline.after(number, divergence.rollbacks(entries)).resumed(number, size, data.mixture)
+    segment, _ = timeline.at(step)
+    if (segment.global_batch, segment.mixture) != (size, data.mixture):
+        names = {each["fingerprint"]: each["name"] for each in (*data.describe()["sources"], *found.numbers["data"]["sources"])}
+        total = sum(share for _, share in segment.mixture)
+        then = ", ".join(f"{names.get(name, name[:12])} {share / total:.2%}" for name, share in segment.mixture)
         raise UserError(
             f"step {step}: the run in {config.job.dump_folder} did this step with other sources, weights or "
-            f"training.global_batch_size, as {source} says: {batch} sequences of {then}; give these"
+            f"training.global_batch_size, as {source} says: {segment.global_batch} sequences of {then}; give these"
         )
-    if position < began.position:
-        raise UserError(
-            f"step {step}: the run in {config.job.dump_folder} changed sources or weights after {began.position:,} samples, "
-            "and the checkpoint from before is gone; which samples the step read is no longer known"
-        )
-    return position, began
+    return timeline
 
 
 # ---------------------------------------------------------------------------------------------------------------- show
@@ -107,11 +100,12 @@ def _show(words: list[str]) -> Iterator[str]:
         raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
     data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path)
     size = config.global_batch(data_ranks)
-    position, began = _position(config, data, options.step, size)
+    timeline = _timeline(config, data, options.step, size)
     parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
     for part in parts:
-        steps = StepDataset(config, data, position, size, (part, data_ranks), began)
-        for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), steps.first):
+        steps = StepDataset(config, data, (part, data_ranks), timeline, options.step)
+        first = timeline.at(options.step)[1] + int(steps.places[0])
+        for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), first):
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
 
 
@@ -151,12 +145,12 @@ def _stats(words: list[str]) -> Iterator[str]:
     data = open_data(config)
     _refuse_damaged(config, [rows for mixed in data.sources for rows in mixed.rows])
     size = config.global_batch(parts_of(degrees))
-    samples, began = _position(config, data, config.training.steps + 1, size)
+    segment, samples = _timeline(config, data, config.training.steps + 1, size).at(config.training.steps + 1)
     yield (
         f"{samples:,} samples of {config.training.seq_len:,} tokens in {config.training.steps:,} steps, "
         f"{config.training.document_policy}, documents {'kept apart' if data.mask else 'not kept apart'}"
     )
-    for mixed, draws in zip(data.sources, data.drawn(began, samples), strict=True):
+    for mixed, draws in zip(data.sources, segment.drawn(samples), strict=False):
         padding, unused = data.waste(mixed)
         limit = mixed.source.cfg.epochs
         yield f"\n{mixed.source.name}: {mixed.source.cfg.path}"

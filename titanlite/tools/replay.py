@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,9 +29,9 @@ from titanlite.config.effects import Hardware
 from titanlite.config.operation import Checkpoint, Profiling
 from titanlite.config.read import read_config, stored_config
 from titanlite.config.schema import Config, Parallelism, Validation
-from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
+from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import Unread
 from titanlite.launch import process
@@ -65,7 +65,7 @@ class Route(NamedTuple):
     attempt: int
     attempts: int  # how often the run reached the step
     newest: float  # checkpoints of later steps belong to later attempts
-    jumps: dict[int, int]  # step of a checkpoint that a rollback restored -> the sample with which the run continued
+    rollbacks: list[Rollback]  # those before this attempt
 
 
 def route_to(step: int, attempt: int | None, entries: list[dict[str, Any]]) -> Route:
@@ -73,17 +73,13 @@ def route_to(step: int, attempt: int | None, entries: list[dict[str, Any]]) -> R
 
     Raises UserError where there was no such attempt.
     """
-    stretches = divergence.stretches(entries)
-    attempts = divergence.attempts_at(step, stretches)
+    rollbacks = divergence.rollbacks(entries)
+    attempts = attempts_at(step, rollbacks)
     if attempt is not None and not 1 <= attempt <= len(attempts):
         raise UserError(f"--attempt {attempt}: the run reached step {step} {len(attempts)} times")
-    chosen = attempts[-1 if attempt is None else attempt - 1]
-    return Route(
-        attempts.index(chosen) + 1,
-        len(attempts),
-        min((stretch.after for stretch in stretches[chosen + 1 :]), default=math.inf),
-        {stretch.after: stretch.next_sample for stretch in stretches[1 : chosen + 1] if stretch.next_sample is not None},
-    )
+    before = attempts[-1 if attempt is None else attempt - 1]
+    newest = min((rollback.to_step for rollback in rollbacks[before:]), default=math.inf)
+    return Route(attempts.index(before) + 1, len(attempts), newest, rollbacks[:before])
 
 
 def reports_of(run: Path) -> dict[int, dict[str, Any]]:
@@ -196,10 +192,12 @@ def replay(
     later = saved_after(step, folder / config.checkpoint.folder)
     check_source(step, folder, later, family_of(config.model).module)
     run, progress, schedule = begin_before(step, config, folder, route, data, mesh, device)
-    if (mixture := later.get("mixture")) and mixture["position"] != progress.origin.position:
+    timeline = progress.timeline.after(progress.step, route.rollbacks)
+    began = stored(later, "the next checkpoint").at(step)[0].began if later else 0
+    if began > timeline.at(step)[0].began:
         raise UserError(
-            f"--step {step}: sources or weights changed after {mixture['position']:,} samples, and the checkpoint there is "
-            "gone or damaged; from an earlier one, other samples would be read"
+            f"--step {step}: sources or weights changed after {began:,} samples, and the checkpoint there is gone or damaged; "
+            "from an earlier one, other samples would be read"
         )
     given = config.checkpoint.initial_load_path
     if progress.step >= step:
@@ -207,21 +205,9 @@ def replay(
     origin = f"the weights of {given}" if given else "the initial weights"
     start = f"the checkpoint of step {progress.step}" if progress.step else origin
     log.info("from %s: steps %d to %d", start, progress.step + 1, step)
-    samples = progress.samples
-
-    def batches() -> Iterator[Batch]:
-        nonlocal samples
-        source = None
-        for number in range(progress.step + 1, step + 1):
-            if source is None or number - 1 in route.jumps:
-                samples = route.jumps.get(number - 1, samples)
-                part = data_rank(mesh), data_degree(mesh)
-                size = config.training.global_batch_size
-                source = Batches(StepDataset(config, data, samples, size, part, progress.origin), device)
-            yield next(source)
-            samples += config.training.global_batch_size
-
-    for number, _ in follow(run, schedule, batches(), range(progress.step + 1, step + 1)):
+    part = data_rank(mesh), data_degree(mesh)
+    batches = Batches(StepDataset(config, data, part, timeline, progress.step + 1), device)
+    for number, _ in follow(run, schedule, batches, range(progress.step + 1, step + 1)):
         if number % config.metrics.log_freq == 0:
             log.info("step %d", number)
         if number == step:
@@ -230,7 +216,7 @@ def replay(
     weights = layer_norms(run, before.items())
     updates = layer_norms(run, ((name, p.detach() - before[name]) for name, p in run.model.named_parameters()))
     layers = {name: Layer(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
-    return Replayed(run.steps.read()[-1]._replace(first_sample=samples), start, layers)
+    return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers)
 
 
 def begin_before(

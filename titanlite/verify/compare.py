@@ -156,7 +156,7 @@ def record(config: Config, data: Data, mesh: DeviceMesh, device: torch.device) -
 def batches_of(config: Config, data: Data, mesh: DeviceMesh) -> Batches:
     """This rank's part of the batches of a run from its first step."""
     part = data_rank(mesh), data_degree(mesh)
-    return Batches(StepDataset(config, data, 0, config.global_batch(data_degree(mesh)), part))
+    return Batches(StepDataset(config, data, part))
 
 
 def record_run(run: Run, batches: Iterable[Batch]) -> Trajectory:
