@@ -141,8 +141,6 @@ def attempts_at(step: int, rollbacks: list[Rollback]) -> list[int]:
 
 
 class _Numbers(Contents):
-    step: Count
-    samples: Count
     timeline: list[Segment]
 
 
@@ -151,43 +149,36 @@ class _Mixture(Contents):
     sources: list[Drawn]
 
 
-class _NumbersOf02(Contents):
-    """titanlite 0.2 stored where the mixture began, and no segments."""
-
-    step: Count
-    samples: Count
-    global_batch: Positive
-    mixture: _Mixture
-
-
 def stored(numbers: dict[str, Any], place: str) -> Timeline:
-    """The timeline in the numbers of a checkpoint's manifest, also of one that titanlite 0.2 has written.
+    """The timeline in the numbers of a run's manifest, also of one that titanlite 0.2 has written.
 
-    place: names the manifest. Raises UserError where its numbers do not fit together.
+    place: names the checkpoint. Raises UserError where its numbers do not fit together.
     """
-    if "timeline" in numbers:
-        timeline = Timeline(validated(_Numbers, numbers, place).timeline)
-    else:
-        timeline = _of_0_2(validated(_NumbersOf02, numbers, place), numbers["data"]["sources"])
+    timeline = Timeline(validated(_Numbers, numbers, place).timeline) if "timeline" in numbers else _of_0_2(numbers, place)
     steps, segments = [segment.first_step for segment in timeline.segments], timeline.segments
-    fingerprints = [fingerprint for fingerprint, _ in segments[-1].mixture] if segments else []
+    sources = [source["fingerprint"] for source in numbers["data"]["sources"]]
     if (
-        steps != sorted(set(steps))
-        or any(s.began + s.skipped > s.first_sample or not s.mixture for s in segments)
-        or fingerprints != [source["fingerprint"] for source in numbers["data"]["sources"]]
+        not segments
+        or steps != sorted(set(steps))
+        or any(each.began + each.skipped > each.first_sample or not each.mixture for each in segments)
+        or [fingerprint for fingerprint, _ in segments[-1].mixture] != sources
         or timeline.at(numbers["step"] + 1)[1] != numbers["samples"]
     ):
         raise UserError(f"{place}: its timeline does not lead to its step, samples and data.sources")
     return timeline
 
 
-def _of_0_2(numbers: _NumbersOf02, sources: list[dict[str, Any]]) -> Timeline:
-    """One segment, from where the mixture began, as if nothing had changed since. Later steps follow from it exactly."""
-    position, size = numbers.mixture.position, numbers.global_batch
-    steps = max(0, min(numbers.step, (numbers.samples - position) // size))
+def _of_0_2(numbers: dict[str, Any], place: str) -> Timeline:
+    """titanlite 0.2 stored where the mixture began: one segment from there, as if nothing had changed since.
+
+    What follows the checkpoint is exact. Samples of earlier steps are not, where a rollback or another batch came between.
+    """
+    mixture = validated(_Mixture, numbers["mixture"], f"{place}: mixture")
+    size, step, samples = numbers["global_batch"], numbers["step"], numbers["samples"]
+    steps = max(0, min(step, (samples - mixture.position) // size))
     # A float64 determines a fraction whose denominator is at most 2^20.
-    shares = [Fraction(source["share"]).limit_denominator(MIXTURE) for source in sources]
+    shares = [Fraction(source["share"]).limit_denominator(MIXTURE) for source in numbers["data"]["sources"]]
     unit = math.lcm(*(share.denominator for share in shares))
-    known = zip(numbers.mixture.sources, itertools.chain(shares, itertools.repeat(Fraction(0))), strict=False)
-    known_shares = [source._replace(share=int(share * unit)) for source, share in known]
-    return Timeline([Segment(numbers.step + 1 - steps, numbers.samples - steps * size, size, position, 0, known_shares)])
+    sources = zip(mixture.sources, [int(share * unit) for share in shares] + [0] * len(mixture.sources), strict=False)
+    known = [source._replace(share=share) for source, share in sources]
+    return Timeline([Segment(step + 1 - steps, samples - steps * size, size, mixture.position, 0, known)])
