@@ -1,6 +1,5 @@
 """Steps that are not finite, on meshes: all ranks skip the same one, nobody waits for the device, and a run goes on."""
 
-import dataclasses
 import json
 import math
 import traceback
@@ -55,9 +54,8 @@ def poisoned(config: Config, steps: dict[int, int]) -> Data:
         position = torch.tensor([(step - 1) * GLOBAL_BATCH + 5]).numpy()
         ids[sample_at(position, (len(ids) - 1) // seq_len, f"{config.training.seed}/0")[0] * seq_len + 3] = token
     data = data_of([ids], config, 512)
-    mixed = data.sources[0]
     # runs that are compared go on from each other's checkpoints, and must not see that their data differ
-    data.sources[0] = dataclasses.replace(mixed, source=mixed.source._replace(fingerprint="learnable"))
+    data.sources[0] = data.sources[0]._replace(fingerprint="learnable")
     return data
 
 
@@ -325,9 +323,8 @@ def test_a_resumed_run_reports_the_mean_losses_of_the_uninterrupted_one(pools, t
 def run_within_epochs(config: Config, steps: dict[int, int], epochs: float) -> None:
     """As `run_poisoned` on one process; of its single source so many epochs are allowed."""
     data = poisoned(config, steps)
-    source = data.sources[0].source
-    limited = source._replace(cfg=source.cfg.model_copy(update={"epochs": epochs}))
-    data.sources[0] = dataclasses.replace(data.sources[0], source=limited)
+    source = data.sources[0]
+    data.sources[0] = source._replace(cfg=source.cfg.model_copy(update={"epochs": epochs}))
     train(config, data, None, mesh_of({}), CPU, 0.0)
 
 

@@ -174,7 +174,7 @@ def mixed_run(degrees: Degrees, config: Config, data: Data) -> list[tuple[str, i
     rows, real = [], Data.read
 
     def read(self: Data, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
-        names = [self.sources[source].source.name for source in sources.tolist()]
+        names = [self.sources[source].name for source in sources.tolist()]
         rows.extend(zip(names, samples.tolist(), strict=True))
         return real(self, sources, samples, note)
 

@@ -113,7 +113,7 @@ def of_sources(degrees: dict[str, int], steps: int) -> list[dict[str, float]]:
     config = config_of(degrees, validation={"enable": True, "steps": steps})
     ids = learnable_ids(512)
     files = [data_of([part], config, 512, bytes_a_token=size).sources[0] for part, size in ((ids[:7000], 3), (ids[7000:], 3))]
-    opened = [mixed.source._replace(name=name) for mixed, name in zip(files, ("web", "code"), strict=True)]
+    opened = [mixed._replace(name=name) for mixed, name in zip(files, ("web", "code"), strict=True)]
     model = build_model(load_family("tests.tiny", "plain"), config, mesh_of(degrees), CPU)
     mixtures = [mix_of(sources, config, 512, bytes_a_token=3) for sources in (opened, opened[:1], opened[1:])]
     return [validate(model, data, config, mesh_of(degrees), CPU) for data in mixtures]

@@ -91,7 +91,7 @@ def _read_all(folder: Path, source: str, policy: str) -> bytes:
     paths = ["--model.hf_assets_path", str(folder / "assets"), "--training.dataset_path", str(folder / source)]
     with mock.patch.dict("os.environ", {"TITANLITE_CACHE": str(_original() / "cache")}):
         data = open_data(read_config(folder / "run.toml", [*paths, *_POLICIES[policy]]))
-        rows = np.arange(data.sources[0].count)
+        rows = np.arange(data.sources[0].samples)
         return b"".join(array.tobytes() for array in data.read(np.zeros_like(rows), rows) if array is not None)
 
 

@@ -143,9 +143,7 @@ def test_a_source_that_stalls_is_named_with_file_and_sample_again_and_again(sour
     named = [record.message for record in caplog.records if "waiting for data" in record.message]
     sources_of, samples = StepDataset(config_of(), data, (0, 1)).located(0)
     mixed = data.sources[sources_of[1]]
-    assert any(
-        f'source "{mixed.source.name}", ' in text and f"{mixed.source.name}.bin, sample {samples[1]}" in text for text in named
-    )
+    assert any(f'source "{mixed.name}", ' in text and f"{mixed.name}.bin, sample {samples[1]}" in text for text in named)
     assert len(named) >= 3
 
 

@@ -104,7 +104,7 @@ def test_continued_training_of_a_llama_reads_torchtitans_tokens_and_has_transfor
     data = opened(folder, write_jsonl(tmp_path / "a.jsonl"), add_bos=True)
     stream = torchtitan_stream(folder, TEXTS)
     assert tokens_of(data) == stream
-    count = data.sources[0].count
+    count = data.sources[0].samples
     arrays = data.read(np.zeros(count, int), np.arange(count))
     windows = np.array([stream[16 * row : 16 * row + 17] for row in range(count)])
     assert arrays.counted is None and np.array_equal(arrays.tokens, windows)  # every token is a label, BOS as well
@@ -121,7 +121,7 @@ def test_under_a_mask_each_document_starts_at_bos_which_is_never_a_label_and_has
     data = opened(
         assets(tmp_path / "assets"), write_jsonl(tmp_path / "a.jsonl"), document_policy="best_fit", document_mask=True
     )
-    count = data.sources[0].count
+    count = data.sources[0].samples
     arrays = data.read(np.zeros(count, int), np.arange(count))
     bos = torchtitan_stream(tmp_path / "assets", [""])[0]
     assert (arrays.tokens == bos).sum() == len(TEXTS)

@@ -113,6 +113,6 @@ def test_validation_measures_sources_of_any_sizes_and_a_mixture_without_weights_
     keys = {"model": {"hf_assets_path": str(assets)}, "training": {"seq_len": 1, "sources": entries}}
     config = Config.model_validate(keys | {"validation": {"enable": True, "sources": entries}})
     data = open_data(config, "validation")
-    assert [mixed.count for mixed in data.sources] == [1, 3_000_000] and data.fingerprint
+    assert [mixed.samples for mixed in data.sources] == [1, 3_000_000] and data.fingerprint
     with pytest.raises(UserError, match=r"training\.sources"):
         open_data(config)

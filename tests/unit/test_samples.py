@@ -67,7 +67,7 @@ def _data(tmp_path, documents, policy="pack", mask=False, losses=None, name="a")
 
 def _read_all(data: Data, source: int = 0) -> Arrays:
     """An epoch of a source, in the order of its files."""
-    count = data.sources[source].count
+    count = data.sources[source].samples
     return data.read(np.full(count, source), np.arange(count))
 
 
@@ -291,7 +291,7 @@ def test_without_weights_every_source_is_read_once_in_the_same_time(tmp_path, po
     lengths = {"a": 300, "b": 30, "c": 10}
     sources = [opened(write_file(tmp_path / name, _numbered([12] * count)), name) for name, count in lengths.items()]
     data = mix_of(sources, _config(policy))
-    counts = [mixed.count for mixed in data.sources]
+    counts = [mixed.samples for mixed in data.sources]
     draws = drawn(sum(counts), data.shares)
     assert all(abs(draw - count) <= 1 for draw, count in zip(draws, counts, strict=True))
     assert len(set(counts)) == 3

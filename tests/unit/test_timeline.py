@@ -32,7 +32,7 @@ def located(data: Data, timeline: Timeline, steps: range, ranks: int = 1) -> lis
     """(fingerprint of the source, sample of it) of each sample of some steps."""
     plans = [StepDataset(CONFIG, data, (rank, ranks), timeline, steps[0]) for rank in range(ranks)]
     found = [[zip(*plan.located(step - steps[0]), strict=True) for plan in plans] for step in steps]
-    names = [mixed.source.fingerprint for mixed in data.sources]
+    names = [mixed.fingerprint for mixed in data.sources]
     return [[(names[source], int(sample)) for source, sample in itertools.chain(*parts)] for parts in found]
 
 
@@ -77,7 +77,7 @@ def test_after_changes_of_weights_and_sources_each_source_continues_with_its_nex
         numbers = numbers_of(data, timeline, step)
         segment, samples = timeline.at(step + 1)
         orders.append([source.order for source in segment.sources])
-        assert segment.drawn(samples)[: len(weights)] == [len(seen[mixed.source.fingerprint]) for mixed in data.sources]
+        assert segment.drawn(samples)[: len(weights)] == [len(seen[mixed.fingerprint]) for mixed in data.sources]
     assert orders == [[0, 1], [0, 1], [0, 1], [1, 0], [1, 2, 0], [1, 2, 0], [2, 0, 1], [0, 2, 1]]
     assert sum(len(samples) for samples in seen.values()) == step * BATCH
     for number, (name, count) in enumerate({"a": 500, "b": 300, "c": 200}.items()):

@@ -98,9 +98,9 @@ class StepDataset(Dataset[Batch | UserError]):
         if noted != step or at < 0:
             return "no worker has begun to read it"
         sources, samples = self.located(step)
-        mixed = self.data.sources[sources[at]]
-        rows, row = mixed.locate(int(samples[at]))
-        return f'source "{mixed.source.name}", {rows.file.prefix}.bin, sample {row}'
+        source = self.data.sources[sources[at]]
+        rows, row = source.locate(int(samples[at]))
+        return f'source "{source.name}", {rows.file.prefix}.bin, sample {row}'
 
 
 class Batches(Iterator[Batch]):

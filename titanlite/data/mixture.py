@@ -3,11 +3,9 @@
 Nothing here has state. Which samples a step has follows from the timeline of the run, which is all that a checkpoint keeps.
 """
 
-import bisect
 import itertools
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,7 @@ import numpy as np
 from titanlite.config.schema import Config, Training
 from titanlite.data import timeline
 from titanlite.data.order import MIXTURE, interleave, permute, sample_at
-from titanlite.data.prepare.cache import open_packing
-from titanlite.data.samples import Arrays, Rows, fill, fill_with_padding, rows_of
+from titanlite.data.samples import Arrays, fill, fill_with_padding
 from titanlite.data.sources import TokenSource, key_of, open_source, open_tokenizer, sources_of
 from titanlite.data.timeline import Mixture, Segment, Timeline
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
@@ -28,39 +25,6 @@ log = logging.getLogger(__name__)
 
 _LOOKED_AT = 2**20  # tokens that are read together, to find a label
 PADDING = -1  # instead of a sample's number: a row of padding
-
-
-@dataclass(frozen=True)
-class MixtureSource:
-    """A source with its rows."""
-
-    source: TokenSource
-    rows: list[Rows]  # of each file
-    ends: list[int]  # cumulative rows of the files
-
-    @property
-    def count(self) -> int:
-        """Samples in an epoch."""
-        return self.ends[-1]
-
-    @property
-    def kept(self) -> int:
-        """Tokens in all rows."""
-        return sum(rows.tokens for rows in self.rows)
-
-    @property
-    def tokens(self) -> int:
-        return sum(rows.file.tokens for rows in self.rows)
-
-    @property
-    def documents(self) -> int:
-        return sum(rows.file.documents for rows in self.rows)
-
-    def locate(self, sample: int) -> tuple[Rows, int]:
-        """The rows of the file that holds a sample, and the sample's row there."""
-        number = bisect.bisect_right(self.ends, sample)
-        rows = self.rows[number]
-        return rows, sample - (self.ends[number] - rows.count)
 
 
 class Data:
@@ -80,7 +44,7 @@ class Data:
         key: names the sources in messages. prefix: the special tokens that begin every text, spelled. Raises UserError for a
         source without a single sample.
         """
-        self.sources = [_with_rows(source, training, key) for source in sources]
+        self.sources = [source.with_rows(training, key) for source in sources]
         self.shares = _shares(self.sources)
         self.byte_lengths, self.key, self.prefix = byte_lengths, key, prefix
         self.seq_len, self.mask = training.seq_len, training.document_mask
@@ -93,26 +57,26 @@ class Data:
         """What a checkpoint records of the data, to detect and name changes."""
         sources = [
             {
-                "name": mixed.source.name,
-                "documents": mixed.documents,
-                "tokens": mixed.tokens,
-                "fingerprint": mixed.source.fingerprint,
+                "name": source.name,
+                "documents": source.documents,
+                "tokens": source.tokens,
+                "fingerprint": source.fingerprint,
                 "share": share / sum(self.shares),
             }
-            for mixed, share in zip(self.sources, self.shares, strict=True)
+            for source, share in zip(self.sources, self.shares, strict=True)
         ]
         return {"tokenizer": self._tokenizer, "beginning": self.prefix, "sources": sources}
 
     @property
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal samples."""
-        parts = (f"{mixed.source.fingerprint} {share}" for mixed, share in zip(self.sources, self.shares, strict=True))
+        parts = (f"{source.fingerprint} {share}" for source, share in zip(self.sources, self.shares, strict=True))
         return digest(self._tokenizer, *parts)
 
     @property
     def mixture(self) -> Mixture:
         """What a timeline records of the sources."""
-        return [(mixed.source.fingerprint, share) for mixed, share in zip(self.sources, self.shares, strict=True)]
+        return [(source.fingerprint, share) for source, share in zip(self.sources, self.shares, strict=True)]
 
     def timeline(self, global_batch: int) -> Timeline:
         """The timeline of a run that begins with these sources."""
@@ -122,25 +86,25 @@ class Data:
         """What a run of this many steps reads of each source, for the start of the log: name -> sentence."""
         lines = {"texts begin with": self.prefix}
         segment, end = run.at(steps + 1)
-        for mixed, share, draws in zip(self.sources, self.shares, segment.drawn(end), strict=False):
-            padding, unused = self.waste(mixed)
-            lines["data" if len(self.sources) == 1 else f"data: {mixed.source.name}"] = (
-                f"{mixed.tokens:,} tokens in {mixed.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
-                f"{draws / mixed.count:.2f} epochs; {padding:.1%} padding, {unused:.1%} of tokens unused"
+        for source, share, draws in zip(self.sources, self.shares, segment.drawn(end), strict=False):
+            padding, unused = self.waste(source)
+            lines["data" if len(self.sources) == 1 else f"data: {source.name}"] = (
+                f"{source.tokens:,} tokens in {source.documents:,} documents, {share / sum(self.shares):.1%} of samples, "
+                f"{draws / source.samples:.2f} epochs; {padding:.1%} padding, {unused:.1%} of tokens unused"
             )
         return lines
 
-    def waste(self, mixed: MixtureSource) -> tuple[float, float]:
+    def waste(self, source: TokenSource) -> tuple[float, float]:
         """(share of padding in all rows, share of all tokens that are in no row) of a source."""
-        return 1 - mixed.kept / (mixed.count * (self.seq_len + self._padded)), max(0.0, 1 - mixed.kept / mixed.tokens)
+        return 1 - source.kept / (source.samples * (self.seq_len + self._padded)), max(0.0, 1 - source.kept / source.tokens)
 
     def locate(self, positions: np.ndarray, seed: int, segment: Segment) -> tuple[np.ndarray, np.ndarray]:
         """(source, sample of it) at each position of a segment of the run; positions (n,) int64 -> two (n,) int64."""
-        source, index = interleave(positions - segment.began, self.shares)
-        for number, (mixed, before) in enumerate(zip(self.sources, segment.sources, strict=False)):
-            here = source == number
-            index[here] = sample_at(before.drawn + index[here], mixed.count, f"{seed}/{before.order}")
-        return source, index
+        numbers, index = interleave(positions - segment.began, self.shares)
+        for number, (source, before) in enumerate(zip(self.sources, segment.sources, strict=False)):
+            here = numbers == number
+            index[here] = sample_at(before.drawn + index[here], source.samples, f"{seed}/{before.order}")
+        return numbers, index
 
     def read(self, sources: np.ndarray, samples: np.ndarray, note: np.ndarray | None = None) -> Arrays:
         """Samples of some sources, (n,) each, as n rows; a row of PADDING has no labels.
@@ -174,7 +138,7 @@ class Data:
 
     def has_labels(self, source: int) -> bool:
         """Whether any sample of a source has a label. Reads samples in a random order until one has: of most sources, one."""
-        count, first, size = self.sources[source].count, 0, 1
+        count, first, size = self.sources[source].samples, 0, 1
         while not self._all_counted and first < count:
             samples = permute(np.arange(first, min(first + size, count)), count, "labels")
             counted = self.read(np.full(len(samples), source), samples).counted
@@ -231,31 +195,19 @@ def open_data(config: Config, section: str = "training") -> Data:
     return data
 
 
-def _with_rows(source: TokenSource, training: Training, key: str) -> MixtureSource:
-    length, policy = training.seq_len, training.document_policy
-    rows = []
-    for file in source.files:
-        packing = open_packing(file, source.fingerprint, length) if policy == "best_fit" else None
-        rows.append(rows_of(file, length, policy, training.document_mask, packing))
-    mixed = MixtureSource(source, rows, list(itertools.accumulate(part.count for part in rows)))
-    if not mixed.kept:
-        raise UserError(f"training.seq_len = {length}: {key}: {source.name} has {mixed.tokens:,} tokens, not one whole sample")
-    return mixed
-
-
-def _shares(sources: list[MixtureSource]) -> list[int]:
+def _shares(sources: list[TokenSource]) -> list[int]:
     """The share of samples of each source, integers of a sum up to MIXTURE, such that its *tokens* have their weight."""
     rates = []
-    for mixed in sources:
-        weight = mixed.source.cfg.weight
-        rates.append(mixed.count if weight is None else weight * mixed.count / mixed.kept)
+    for source in sources:
+        weight = source.cfg.weight
+        rates.append(source.samples if weight is None else weight * source.samples / source.kept)
     shares = [round(rate / sum(rates) * (MIXTURE - len(rates))) for rate in rates]
     return [share // math.gcd(*shares) for share in shares]
 
 
 def check_shares(data: Data) -> None:
     """Raises UserError that names every source whose share of a mixture is too small to be counted."""
-    small = [mixed.source for mixed, share in zip(data.sources, data.shares, strict=True) if share == 0]
+    small = [source for source, share in zip(data.sources, data.shares, strict=True) if share == 0]
     if small:
         why = "its size, which is its weight," if small[0].cfg.weight is None else "its weight"
         faults = [f"{source.name}: {why} is below a millionth of all" for source in small]
@@ -266,8 +218,8 @@ def check_shares(data: Data) -> None:
 def check_labels(data: Data) -> None:
     """Raises UserError that names every source that has nothing to learn: training on it would report losses of 0."""
     faults = [
-        f"{mixed.source.name}: {mixed.documents:,} documents of {mixed.tokens:,} tokens, {mixed.count:,} samples"
-        for number, mixed in enumerate(data.sources)
+        f"{source.name}: {source.documents:,} documents of {source.tokens:,} tokens, {source.samples:,} samples"
+        for number, source in enumerate(data.sources)
         if not data.has_labels(number)
     ]
     if faults:
@@ -282,14 +234,14 @@ def check_epochs(data: Data, run: Timeline, steps: int) -> None:
     """
     faults = []
     segment, end = run.at(steps + 1)
-    for mixed, draws, read in zip(data.sources, segment.drawn(end), segment.read(end), strict=False):
-        name, allowed = mixed.source.name, mixed.source.cfg.epochs
-        if allowed is None or draws <= allowed * mixed.count:
+    for source, draws, read in zip(data.sources, segment.drawn(end), segment.read(end), strict=False):
+        name, allowed = source.name, source.cfg.epochs
+        if allowed is None or draws <= allowed * source.samples:
             continue
-        if read > allowed * mixed.count:
-            faults.append(f"{name}: {read / mixed.count:.2f} epochs of {mixed.count:,} samples, allowed are {allowed:g}")
+        if read > allowed * source.samples:
+            faults.append(f"{name}: {read / source.samples:.2f} epochs of {source.samples:,} samples, allowed are {allowed:g}")
         else:
-            more = draws - math.floor(allowed * mixed.count)
+            more = draws - math.floor(allowed * source.samples)
             log.info("%s: reads %d samples beyond its %g epochs, instead of those that rollbacks left out", name, more, allowed)
     if faults:
         remedy = "Lower training.steps or the weight of these sources, or raise their epochs"

@@ -1,20 +1,23 @@
 """What a path of the configuration stands for: token files, or text, which `prepare/cache.py` tokenizes at first use."""
 
+import bisect
+import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
-from titanlite.config.schema import Config, Source
+from titanlite.config.schema import Config, Source, Training
 from titanlite.data.blocks import check_sums
 from titanlite.data.indexed import TokenFile, path_of
-from titanlite.data.prepare.cache import default_tokenizer, tokenized
+from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokenized
 from titanlite.data.prepare.documents import list_inputs
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest
+from titanlite.data.samples import Rows, rows_of
 from titanlite.data.tokenizer import (
     LoadedTokenizer,
     digest,
@@ -30,13 +33,50 @@ _PROBES, _PROBE_BYTES = 16, 4096
 
 
 class TokenSource(NamedTuple):
-    """The token files of one source."""
+    """The token files of one source, and their rows under the settings of a run."""
 
     cfg: Source
     name: str
     files: list[TokenFile]
     fingerprint: str  # equal fingerprints mean equal tokens; for foreign files only with high probability
     manifest: dict[str, Any] | None  # None: foreign files, whose ids are checked as they are read
+    rows: Sequence[Rows] = ()  # of each file
+    ends: Sequence[int] = ()  # cumulative rows of the files
+
+    def with_rows(self, training: Training, key: str) -> "TokenSource":
+        """The source with its rows. key: names it in messages. Raises UserError where it has not one whole sample."""
+        length, policy, rows = training.seq_len, training.document_policy, []
+        for file in self.files:
+            packing = open_packing(file, self.fingerprint, length) if policy == "best_fit" else None
+            rows.append(rows_of(file, length, policy, training.document_mask, packing))
+        found = self._replace(rows=rows, ends=list(itertools.accumulate(part.count for part in rows)))
+        if not found.kept:
+            raise UserError(f"training.seq_len = {length}: {key}: {self.name} has {self.tokens:,} tokens, not one whole sample")
+        return found
+
+    @property
+    def samples(self) -> int:
+        """In an epoch."""
+        return self.ends[-1]
+
+    @property
+    def kept(self) -> int:
+        """Tokens in all rows."""
+        return sum(rows.tokens for rows in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return sum(file.tokens for file in self.files)
+
+    @property
+    def documents(self) -> int:
+        return sum(file.documents for file in self.files)
+
+    def locate(self, sample: int) -> tuple[Rows, int]:
+        """The rows of the file that holds a sample, and the sample's row there."""
+        number = bisect.bisect_right(self.ends, sample)
+        rows = self.rows[number]
+        return rows, sample - (self.ends[number] - rows.count)
 
 
 def sources_of(config: Config, section: str) -> list[Source]:

@@ -192,12 +192,12 @@ def load_run(
 
 def _progress(run: RunIdentity, source: Path, numbers: dict[str, Any]) -> Progress:
     """The position from which a run continues; the log says where each source continues if the mixture has changed."""
-    before = stored(numbers, str(source))
-    timeline = before.resumed(numbers["step"], run.global_batch, run.data.mixture)
+    earlier = stored(numbers, str(source))
+    timeline = earlier.resumed(numbers["step"], run.global_batch, run.data.mixture)
     now = timeline.segments[-1]
-    if now.mixture != before.segments[-1].mixture:
-        for mixed, reached in zip(run.data.sources, now.sources, strict=False):
-            log.info("data: another mixture: %s continues after %s of its samples", mixed.source.name, f"{reached.drawn:,}")
+    if now.mixture != earlier.segments[-1].mixture:
+        for each, before in zip(run.data.sources, now.sources, strict=False):
+            log.info("data: another mixture: %s continues after %s of its samples", each.name, f"{before.drawn:,}")
     optional = {name: numbers[name] for name in ("loss_sum", "loss_count", "run") if name in numbers}
     return Progress(numbers["step"], timeline, **optional)
 

@@ -41,8 +41,8 @@ def validate(model: Decoder, data: Data, config: Config, mesh: DeviceMesh, devic
     sums = torch.cat([losses, counts], dim=1).cpu()
     values = _figures("", sums.sum(0))
     if len(data.sources) > 1:
-        for mixed, total in zip(data.sources, sums, strict=True):
-            values |= _figures(f"/{mixed.source.name}", total)
+        for each, total in zip(data.sources, sums, strict=True):
+            values |= _figures(f"/{each.name}", total)
     return values
 
 
@@ -62,7 +62,7 @@ def _figures(suffix: str, total: torch.Tensor) -> dict[str, float | None]:
 
 def pass_length(data: Data, source: int, config: Config, parts: int) -> int:
     """Batches of a source in a pass: `validation.steps`, or fewer if it has fewer samples."""
-    every = math.ceil(data.sources[source].count / config.global_batch(parts))
+    every = math.ceil(data.sources[source].samples / config.global_batch(parts))
     return every if config.validation.steps == -1 else min(config.validation.steps, every)
 
 
@@ -72,5 +72,5 @@ def part_of_batch(data: Data, source: int, config: Config, batch: int, part: int
     share = size // parts
     first = batch * size + part * share
     samples = np.arange(first, first + share)
-    samples[samples >= data.sources[source].count] = PADDING
+    samples[samples >= data.sources[source].samples] = PADDING
     return to_batch(data.read(np.full(share, source), samples), config.training.local_batch_size)

@@ -23,7 +23,7 @@ from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.config.schema import Config
 from titanlite.data.batches import StepDataset
-from titanlite.data.mixture import Data, MixtureSource, open_data
+from titanlite.data.mixture import Data, TokenSource, open_data
 from titanlite.data.samples import Rows
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.timeline import Timeline, stored
@@ -110,10 +110,10 @@ def _show(words: list[str]) -> Iterator[str]:
 
 
 def _show_sample(
-    data: Data, mixed: MixtureSource, sample: int, number: int, part: int, tokenizer: LoadedTokenizer
+    data: Data, source: TokenSource, sample: int, number: int, part: int, tokenizer: LoadedTokenizer
 ) -> Iterator[str]:
-    rows, row = mixed.locate(sample)
-    yield f"=== sample {number:,} (data rank {part}): {mixed.source.name}, {rows.file.prefix}.bin, row {row:,}"
+    rows, row = source.locate(sample)
+    yield f"=== sample {number:,} (data rank {part}): {source.name}, {rows.file.prefix}.bin, row {row:,}"
     for first, length in rows.pieces(row):
         begin, end = rows.file.document_at(first), rows.file.document_at(first + length - 1)
         edges = rows.file.boundaries(begin, end + 1).tolist()
@@ -122,17 +122,17 @@ def _show_sample(
             if here.start >= here.stop:
                 continue
             place = f"tokens {here.start - start:,} to {here.stop - start - 1:,} of {stop - start:,}"
-            yield f"--- document {document:,}{_origin(mixed, rows, document)}, {place}"
+            yield f"--- document {document:,}{_origin(source, rows, document)}, {place}"
             yield tokenizer.decode(rows.file.ids[here].tolist(), skip_special_tokens=False)
 
 
-def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
+def _origin(source: TokenSource, rows: Rows, document: int) -> str:
     """The input that a document was read from, if the manifest says."""
-    if mixed.source.manifest is None:
+    if source.manifest is None:
         return ""
-    before = mixed.rows[: next(number for number, other in enumerate(mixed.rows) if other is rows)]
+    before = source.rows[: next(number for number, other in enumerate(source.rows) if other is rows)]
     number = document + sum(other.file.documents for other in before)
-    inputs = mixed.source.manifest["inputs"]
+    inputs = source.manifest["inputs"]
     ends = np.cumsum([entry["documents"] for entry in inputs])
     return f" of {inputs[int(np.searchsorted(ends, number, side='right'))]['path']}"
 
@@ -143,31 +143,31 @@ def _origin(mixed: MixtureSource, rows: Rows, document: int) -> str:
 def _stats(words: list[str]) -> Iterator[str]:
     _, config, degrees = _open(config_parser("data stats"), words)
     data = open_data(config)
-    _refuse_damaged(config, [rows for mixed in data.sources for rows in mixed.rows])
+    _refuse_damaged(config, [rows for source in data.sources for rows in source.rows])
     size = config.global_batch(parts_of(degrees))
     segment, samples = _timeline(config, data, config.training.steps + 1, size).at(config.training.steps + 1)
     yield (
         f"{samples:,} samples of {config.training.seq_len:,} tokens in {config.training.steps:,} steps, "
         f"{config.training.document_policy}, documents {'kept apart' if data.mask else 'not kept apart'}"
     )
-    for mixed, draws in zip(data.sources, segment.drawn(samples), strict=False):
-        padding, unused = data.waste(mixed)
-        limit = mixed.source.cfg.epochs
-        yield f"\n{mixed.source.name}: {mixed.source.cfg.path}"
-        yield f"  tokens      {mixed.tokens:,} in {len(mixed.rows)} files"
-        yield f"  documents   {mixed.documents:,}, {mixed.tokens / max(1, mixed.documents):,.0f} tokens each on average"
-        yield f"  samples     {mixed.count:,} an epoch"
+    for source, draws in zip(data.sources, segment.drawn(samples), strict=False):
+        padding, unused = data.waste(source)
+        limit = source.cfg.epochs
+        yield f"\n{source.name}: {source.cfg.path}"
+        yield f"  tokens      {source.tokens:,} in {len(source.rows)} files"
+        yield f"  documents   {source.documents:,}, {source.tokens / max(1, source.documents):,.0f} tokens each on average"
+        yield f"  samples     {source.samples:,} an epoch"
         yield f"  in the run  {draws:,} samples, {draws / samples:.2%} of all"
-        yield f"  epochs      {draws / mixed.count:.3f}" + ("" if limit is None else f", allowed are {limit:g}")
+        yield f"  epochs      {draws / source.samples:.3f}" + ("" if limit is None else f", allowed are {limit:g}")
         yield f"  waste       {padding:.2%} of the places are padding, {unused:.2%} of the tokens are in no sample"
         yield "  length of documents in tokens"
-        yield from _histogram(mixed)
+        yield from _histogram(source)
 
 
-def _histogram(mixed: MixtureSource) -> Iterator[str]:
+def _histogram(source: TokenSource) -> Iterator[str]:
     """Documents by length, in powers of two."""
     counts = np.zeros(64, np.int64)
-    for rows in mixed.rows:
+    for rows in source.rows:
         lengths = rows.file.document_lengths()
         counts += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)[:64]  # n is below 2 ** exponent
     seen = np.flatnonzero(counts)
@@ -183,7 +183,7 @@ def _histogram(mixed: MixtureSource) -> Iterator[str]:
 def _verify(words: list[str]) -> Iterator[str]:
     _, config, _ = _open(config_parser("data verify"), words)
     sections = ["training", *(["validation"] if config.validation.enable else [])]
-    rows = [each for section in sections for mixed in open_data(config, section).sources for each in mixed.rows]
+    rows = [each for section in sections for source in open_data(config, section).sources for each in source.rows]
     size = _refuse_damaged(config, rows)
     unproved = sum(not stored.has_sums for each in rows for stored in each.file.files)
     yield f"{len(rows)} token files, {size:,} bytes: sound" + (f"; {unproved} have no checksums" if unproved else "")
