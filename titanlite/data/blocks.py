@@ -30,43 +30,34 @@ def sums_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.sums")
 
 
-def check_sums(files: "list[BlockFile]") -> None:
-    """Raises UserError where a file that was written with checksums has none."""
-    for file in files:
-        if not file.has_sums:
-            raise UserError(f"{sums_of(file.path)}: is missing; {_REMEDY}")
-
-
 class BlockFile:
     """A file that is mapped at its first read. Pickled, it is only a name: each process maps, and verifies, what it reads.
 
     has_sums: whether NAME.sums exists. unverified: how many blocks this process has not verified yet; 0 without checksums.
     """
 
-    def __init__(self, path: Path, size: int):
-        self.path, self.size, self.has_sums = path, size, os.path.lexists(sums_of(path))
-        self._forget()
-
-    def _forget(self) -> None:
-        self._mapping: mmap.mmap | None = None
+    def __init__(self, path: Path, size: int, has_sums: bool | None = None):
+        self.path, self.size = path, size
+        self.has_sums = os.path.lexists(sums_of(path)) if has_sums is None else has_sums
+        self.unverified = -(-size // BLOCK) if self.has_sums else 0
         self.verified: set[int] = set()  # blocks
-        self.unverified = -(-self.size // BLOCK) if self.has_sums else 0
+        self._mapping: mmap.mmap | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "size": self.size, "has_sums": self.has_sums}
+    def __reduce__(self) -> Any:
+        return BlockFile, (self.path, self.size, self.has_sums)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
+    def require_sums(self) -> None:
+        """Raises UserError where a file that was written with checksums has none."""
+        if not self.has_sums:
+            raise UserError(f"{sums_of(self.path)}: is missing; {_REMEDY}")
 
     def verify(self, begin: int, end: int) -> None:
         """Reads the blocks of bytes `begin` .. `end` that this process has not read yet. Raises UserError if one is damaged.
 
         A file without checksums passes.
         """
-        blocks = range(begin >> _SHIFT, (end - 1 >> _SHIFT) + 1)
-        if self.has_sums and not self.verified.issuperset(blocks):  # faster than a loop
-            for number in sorted(set(blocks) - self.verified):
+        for number in range(begin >> _SHIFT, (end - 1 >> _SHIFT) + 1):
+            if self.has_sums and number not in self.verified:
                 self._verify(number)
                 self.verified.add(number)
                 self.unverified -= 1
@@ -131,8 +122,8 @@ class Array:
     def __init__(self, file: BlockFile, dtype: np.dtype, first: int, count: int):
         self._file, self.dtype, self._first, self._count, self._itemsize = file, dtype, first, count, dtype.itemsize
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "numbers"}
+    def __reduce__(self) -> Any:
+        return Array, (self._file, self.dtype, self._first, self._count)
 
     @cached_property
     def numbers(self) -> np.ndarray:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import xxhash
 
 from titanlite.config.schema import Config, Source, Training
-from titanlite.data.blocks import check_sums
 from titanlite.data.indexed import TokenFile, path_of
 from titanlite.data.prepare.cache import default_tokenizer, open_packing, tokenized
 from titanlite.data.prepare.documents import list_inputs
@@ -168,7 +167,8 @@ def _open_files(
     if manifest["largest_id"] >= vocabulary:
         raise UserError(f"{folder}: has ids up to {manifest['largest_id']}, and the model's vocabulary is {vocabulary}")
     for file, shard in zip(files, manifest["shards"], strict=True):
-        check_sums(file.files)
+        for stored in file.files:
+            stored.require_sums()
         if (file.documents, file.tokens) != (shard["documents"], shard["tokens"]):
             raise UserError(
                 f"{file.prefix}.bin: has {file.documents:,} documents of {file.tokens:,} tokens; {MANIFEST} says "
