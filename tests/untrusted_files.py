@@ -473,10 +473,7 @@ RUNS = [
     }),
     Kind("incidents", "incidents.jsonl", _write_run, lambda: rollbacks(read_entries(Path("incidents.jsonl"))), lines=True,
          optional=True, empty_is_right=True, contradictions={
-        "a rollback to a later step": _set("to_step", value=9),
         "a rollback without its place": lambda values: values.pop("to_step") and None,
-        "found before it happened": _set("found_at", value=3),
-        "samples backwards": _set("samples", value=[9, 3]),
         "a kind that nobody has": _set("kind", value="surprise"),
     }),
     Kind("provenance", "provenance.json", _write_run, lambda: [s.get("global_batch") for s in read_starts(Path())], 2048 * MIB,

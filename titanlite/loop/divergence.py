@@ -14,11 +14,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import model_validator
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -200,30 +200,23 @@ class Spikes:
 class _Entry(Contents):
     """What a line of incidents.jsonl must hold."""
 
-    kind: Literal["spike", "nonfinite", "rollback"]
+    kind: Literal["spike", "nonfinite"]
     step: Count
     samples: Pair
     action: str
     superseded: bool
-    found_at: Count = 0
-    to_step: Count = 0
-    next_sample: Count = 0
 
-    @model_validator(mode="after")
-    def numbers_fit_together(self) -> "_Entry":
-        if self.kind == "rollback":
-            if missing := {"found_at", "to_step", "next_sample"} - self.model_fields_set:
-                raise ValueError(f"a rollback without {', '.join(sorted(missing))}")
-            if not self.to_step < self.step <= self.found_at:
-                raise ValueError(f"a rollback at step {self.step}, found at step {self.found_at}, to step {self.to_step}")
-        if self.samples[0] > self.samples[1]:
-            raise ValueError(f"samples {self.samples[0]} to {self.samples[1]}")
-        return self
+
+class _RollbackEntry(_Entry):
+    kind: Literal["rollback"]  # type: ignore[assignment]  # another value than those of the others
+    found_at: Count
+    to_step: Count
+    next_sample: Count
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
     """The lines of an incidents.jsonl, oldest first. Raises UserError for a line that this version does not write."""
-    return read_history(path, _Entry)
+    return read_history(path, Annotated[_Entry | _RollbackEntry, Field(discriminator="kind")])
 
 
 def rollbacks(entries: Iterable[dict[str, Any]]) -> list[Rollback]:

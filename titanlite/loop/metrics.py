@@ -156,9 +156,7 @@ class Reporter:
         self._events = -1, Path()  # the board's file, as `is_at` takes it
         self._config, self._active, self._path = config, active, Path(config.job.dump_folder) / METRICS
         self._waiting = b""  # for the disk
-        if active:
-            _drop_reports_from(self._path, first_step)
-            self._to_board(lambda board: None, purge_step=first_step)
+        self.begin(first_step)
 
     def begin(self, first_step: int) -> None:
         """Makes `first_step` the next one that is reported; removes the reports of it and of later ones."""
@@ -267,7 +265,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     return read_history(path, _Report)
 
 
-def read_history(path: Path, model: type[Contents]) -> list[dict[str, Any]]:
+def read_history(path: Path, model: Any) -> list[dict[str, Any]]:
     """The objects of a .jsonl file of a run; none where there is no such file. Raises UserError for a line that is not one."""
     try:
         return list(read_lines(path, model))
