@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,18 @@ def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, 
     if step > 4:
         old = data.read(*StepDataset(keys, data, (0, 1), first_step=step).located(0)).tokens
         assert not np.array_equal(old, expected)
+
+
+def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other_sources(config, capsys, monkeypatch, changed):
+    first, later = (["show", str(config), "--step", step, *changed[int(step)][0]] for step in ("3", "5"))
+    before = output(capsys, monkeypatch, *first)
+    for number in (2, 4):
+        shutil.rmtree(config.parent / f"run/checkpoint/step-{number:08d}")
+    assert output(capsys, monkeypatch, *first) == before
+    swapped = [*first[:3], "5", *first[4:]]
+    assert "step 5: the run in run did this step with other sources" in refusal(capsys, monkeypatch, *swapped)
+    assert "4 sequences of text 75.00%, more 25.00%; give these" in refusal(capsys, monkeypatch, *swapped)
+    assert output(capsys, monkeypatch, *later)
 
 
 def test_show_continues_where_a_rollback_continued(config, capsys, monkeypatch, changed, tmp_path):
