@@ -14,7 +14,7 @@ from titanlite.data.batches import StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.data.sources import TokenSource
-from titanlite.data.timeline import Drawn, Rollback, Timeline, attempts_at, begin, stored
+from titanlite.data.timeline import Rollback, SourceState, Timeline, attempts_at, begin, stored
 from titanlite.ground.errors import UserError
 
 SEQ_LEN, BATCH = 8, 12
@@ -122,7 +122,7 @@ def test_a_rollback_leaves_samples_out_and_another_one_to_an_earlier_step_undoes
 
 def test_what_rollbacks_left_out_of_an_earlier_mixture_is_not_counted_as_read():
     timeline = begin(8, [("a", 1)]).rolled_back(5, 64).resumed(10, 8, [("b", 1), ("a", 1)])
-    assert timeline.segments[-1].sources == [Drawn("b", 1, 0, 0, 1), Drawn("a", 0, 104, 24, 1)]
+    assert timeline.segments[-1].sources == [SourceState("b", 1, 0, 0, 1), SourceState("a", 0, 104, 24, 1)]
     assert timeline.segments[-1].read(124) == [10, 90]
 
 

@@ -24,7 +24,7 @@ from titanlite.ground.untrusted import Contents, Count, Positive, validated
 Mixture = list[tuple[str, int]]  # fingerprint and share of each source, in the order of the configuration
 
 
-class Drawn(NamedTuple):
+class SourceState(NamedTuple):
     """How far a source had come where a mixture began. Its fingerprint identifies it: files may move, names may change."""
 
     fingerprint: str
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
     global_batch: Positive
     began: Count  # the first sample of its mixture
     skipped: Count  # samples since then that rollbacks have left out
-    sources: list[Drawn]  # those of the mixture in its order, then those that the run no longer reads
+    sources: list[SourceState]  # those of the mixture in its order, then those that the run no longer reads
 
     @property
     def mixture(self) -> Mixture:
@@ -113,11 +113,11 @@ class Timeline(NamedTuple):
 
 def begin(global_batch: int, mixture: Mixture) -> Timeline:
     """The timeline of a new run."""
-    sources = [Drawn(fingerprint, number, share=share) for number, (fingerprint, share) in enumerate(mixture)]
+    sources = [SourceState(fingerprint, number, share=share) for number, (fingerprint, share) in enumerate(mixture)]
     return Timeline([Segment(1, 0, global_batch, 0, 0, sources)])
 
 
-def _continued(before: Segment, sample: int, mixture: Mixture) -> list[Drawn]:
+def _continued(before: Segment, sample: int, mixture: Mixture) -> list[SourceState]:
     """The sources of a mixture that follows a segment at a sample; what was never read begins with its first sample."""
     counts = zip(before.sources, before.drawn(sample), before.read(sample), strict=True)
     known = [source._replace(drawn=count, replaced=count - read, share=0) for source, count, read in counts]
@@ -125,7 +125,7 @@ def _continued(before: Segment, sample: int, mixture: Mixture) -> list[Drawn]:
     present = []
     for fingerprint, share in mixture:
         same = next((source for source in known if source.fingerprint == fingerprint), None)
-        present.append((same or Drawn(fingerprint, next(fresh)))._replace(share=share))
+        present.append((same or SourceState(fingerprint, next(fresh)))._replace(share=share))
         if same:
             known.remove(same)  # two sources may have the same text
     return [*present, *known]
@@ -146,7 +146,7 @@ class _Numbers(Contents):
 
 class _Mixture(Contents):
     position: Count
-    sources: list[Drawn]
+    sources: list[SourceState]
 
 
 def stored(numbers: dict[str, Any], place: str) -> Timeline:
