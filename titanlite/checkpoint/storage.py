@@ -1,8 +1,8 @@
 """DCP's storage on a file system, with checksums for what is written and validation of what is read.
 
 DCP pickles `.metadata`, which has the file and offset of each shard. The unpickler here admits only the classes that this
-format needs. DCP reads tensors with `weights_only`. Everything else is refused, because DCP would unpickle it. Only files that
-the manifest lists are opened.
+format needs, and opcodes.py only pickles of bounded cost. DCP reads tensors with `weights_only`. Everything else is refused,
+because DCP would unpickle it. Only files that the manifest lists are opened.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from titanlite.checkpoint import opcodes
 from titanlite.checkpoint.manifest import Contents, Damaged, damage, fault
 from titanlite.ground.torch_private import StorageInfo
 from titanlite.ground.untrusted import MIB, read_bytes
@@ -195,6 +196,7 @@ def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
     with damage(path):
         content = read_bytes(path, _LIMIT)
         try:
+            opcodes.check(content)
             metadata = _Unpickler(io.BytesIO(content)).load()
             _check_metadata(metadata, files)
         except MemoryError:
