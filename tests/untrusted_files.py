@@ -31,11 +31,10 @@ from titanlite.data.sources import open_source
 from titanlite.data.timeline import begin, stored
 from titanlite.data.tokenizer import describe, load_tokenizer, tokenizer_digest
 from titanlite.ground.errors import UserError
+from titanlite.ground.run_files import read_entries, read_reports, read_starts
 from titanlite.ground.untrusted import MIB, read_toml
 from titanlite.hf.folder import INDEX, SINGLE, find_weights, their_names
-from titanlite.launch.run_folder import read_starts
-from titanlite.loop.divergence import read_entries, rollbacks
-from titanlite.loop.metrics import read_reports
+from titanlite.loop.divergence import rollbacks
 from titanlite.plan.trace import read_trace
 from titanlite.registry.family import load_family
 from titanlite.tools.convert_config import convert

@@ -24,8 +24,8 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
 from titanlite.data.timeline import stored
-from titanlite.launch.run_folder import INCIDENTS
-from titanlite.loop.divergence import Steps, read_entries
+from titanlite.ground.run_files import INCIDENTS, read_entries
+from titanlite.loop.divergence import Steps
 from titanlite.loop.loss import StepLoss
 from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer

@@ -14,9 +14,8 @@ from tests.distributed.scenarios import CPU, mesh_of
 from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, ranks_of, reports, run
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
+from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.hf.export import Exported
-from titanlite.launch.run_folder import INCIDENTS
-from titanlite.loop.divergence import read_entries
 from titanlite.tools.open_model import open_model
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 

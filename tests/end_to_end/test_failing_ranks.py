@@ -6,7 +6,7 @@ import pytest
 
 from tests.end_to_end.launcher import Ended, run
 from tests.end_to_end.test_run_train import reports, working_folder
-from titanlite.loop.metrics import read_reports
+from titanlite.ground.run_files import read_reports
 
 STAGES = (
     "--parallelism.pipeline_parallel_degree",

@@ -9,8 +9,8 @@ import pytest
 from titanlite.config.schema import Config
 from titanlite.data.timeline import Rollback
 from titanlite.ground.errors import UserError
-from titanlite.launch.run_folder import INCIDENTS
-from titanlite.loop.divergence import Incidents, Spikes, Step, decide, is_bad, read_entries, rollbacks
+from titanlite.ground.run_files import INCIDENTS, read_entries
+from titanlite.loop.divergence import Incidents, Spikes, Step, decide, is_bad, rollbacks
 
 NAN, INF = math.nan, math.inf
 BATCH = 8

@@ -22,19 +22,11 @@ from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, phase
 from titanlite.ground.files import Kept, is_at, tolerated
-from titanlite.ground.untrusted import MIB, Absent, Contents, Positive, Unread, read_bytes, read_json
+from titanlite.ground.run_files import COLLECTIVES, CONFIG, INCIDENTS, LOCK, METRICS, PROVENANCE, ROUTING, STACKS, read_starts
+from titanlite.ground.untrusted import Unread, read_bytes
 
 log = logging.getLogger(__name__)
 
-# Names in the folder of a run. Rank 0 writes them, but for stacks and traces: each rank, and the launcher, has a file there.
-LOCK = ".lock"  # the process that trains; also in the folder of checkpoints; both stay locked
-CONFIG = "config.toml"  # the resolved configuration of the latest start
-PROVENANCE = "provenance.json"  # an entry for each start: command, git commit and diff, versions, mesh, data
-METRICS = "metrics.jsonl"  # an object for each reported step
-ROUTING = "routing.json"  # how many rows each expert of a mixture had, at the latest report
-INCIDENTS = "incidents.jsonl"  # an object for each spike and each step that was not finite
-STACKS = "stacks"  # where ranks were when something went wrong
-COLLECTIVES = "comm_traces"  # NCCL's flight recorder
 _NAMES = (LOCK, CONFIG, PROVENANCE, METRICS, ROUTING, INCIDENTS, STACKS, COLLECTIVES)
 _OPTIONS = (  # keys that name folders there
     "checkpoint.folder",
@@ -42,7 +34,6 @@ _OPTIONS = (  # keys that name folders there
     "profiling.save_traces_folder",
     "profiling.save_memory_snapshot_folder",
 )
-_LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
 _PACKAGES = ("titanlite", "torch", "torchdata", "tokenizers", "tensorboard", "pydantic", "numpy", "tqdm")
 
 
@@ -218,23 +209,6 @@ def record_start(config: Config, facts: dict[str, Any]) -> list[Kept]:
     )
     record = Kept(path, json.dumps(starts, indent=2))
     return [record, Kept(folder / CONFIG, to_toml(config))]  # last: without provenance.json, `faults` takes it for the user's
-
-
-class _Start(Contents):
-    """What an entry of provenance.json must hold."""
-
-    time: str
-    command: list[str]
-    global_batch: Positive | None = None
-    model_source: dict[str, Any] | None = None
-
-
-def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a run's provenance.json; none where there is no such file. Raises UserError."""
-    try:
-        return read_json(folder / PROVENANCE, list[_Start], _LIMIT)
-    except Absent:
-        return []
 
 
 def _git_state() -> dict[str, str] | None:

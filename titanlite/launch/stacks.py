@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TextIO
 
 from titanlite.ground.files import append, is_at, tolerated
+from titanlite.ground.run_files import STACKS
 from titanlite.launch import failure, process
-from titanlite.launch.run_folder import STACKS
 
 log = logging.getLogger("titanlite")
 

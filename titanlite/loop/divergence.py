@@ -14,11 +14,10 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,10 +25,9 @@ from titanlite.config.schema import Config
 from titanlite.data.timeline import Rollback, attempts_at
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file, tolerated
-from titanlite.ground.untrusted import Contents, Count, Pair
-from titanlite.launch.run_folder import INCIDENTS, METRICS
+from titanlite.ground.run_files import INCIDENTS, METRICS, read_entries, read_reports
 from titanlite.loop.loss import StepLoss
-from titanlite.loop.metrics import finite, read_history, read_reports
+from titanlite.loop.metrics import finite
 from titanlite.optim.loss_scale import LEAST
 from titanlite.parallel.mesh import loss_degree
 
@@ -195,28 +193,6 @@ class Spikes:
 
 
 # -------------------------------------------------------------------------------------------------------- the file's entries
-
-
-class _Entry(Contents):
-    """What a line of incidents.jsonl must hold."""
-
-    kind: Literal["spike", "nonfinite"]
-    step: Count
-    samples: Pair
-    action: str
-    superseded: bool
-
-
-class _RollbackEntry(_Entry):
-    kind: Literal["rollback"]  # type: ignore[assignment]  # another value than those of the others
-    found_at: Count
-    to_step: Count
-    next_sample: Count
-
-
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of an incidents.jsonl, oldest first. Raises UserError for a line that this version does not write."""
-    return read_history(path, Annotated[_Entry | _RollbackEntry, Field(discriminator="kind")])
 
 
 def rollbacks(entries: Iterable[dict[str, Any]]) -> list[Rollback]:

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from models.blocks import Flops
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError, at
+from titanlite.ground.errors import at
 from titanlite.ground.files import append, hold, is_at, replace_file, sync, tolerated
-from titanlite.ground.untrusted import Absent, Contents, Count, Unread, read_lines
-from titanlite.launch.run_folder import METRICS, ROUTING
+from titanlite.ground.run_files import METRICS, ROUTING, read_reports
 
 log = logging.getLogger(__name__)
 
@@ -250,31 +249,6 @@ def _drop_reports_from(path: Path, first_step: int) -> None:
         log.info("%s: %d reports of step %d and later, from an earlier start, are replaced", path, dropped, first_step)
     if path.exists():
         replace_file(path, "".join(json.dumps(report) + "\n" for report in kept))
-
-
-class _Report(Contents):
-    """What a line of metrics.jsonl must hold; null is a number that is not finite, or the loss of no labels."""
-
-    step: Count
-    loss: float | None = None
-    grad_norm: float | None = None
-
-
-def read_reports(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; none where there is no such file. Raises UserError."""
-    return read_history(path, _Report)
-
-
-def read_history(path: Path, model: Any) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file of a run; none where there is no such file. Raises UserError for a line that is not one."""
-    try:
-        return list(read_lines(path, model))
-    except Absent:
-        return []
-    except Unread:
-        raise
-    except UserError as error:
-        raise UserError(f"{error}; remove the line, or rename the file") from None
 
 
 def finite(value: float | None) -> float | None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.files import tolerated
-from titanlite.launch.run_folder import COLLECTIVES
+from titanlite.ground.run_files import COLLECTIVES
 from titanlite.loop.memory import OutOfMemory
 from titanlite.loop.metrics import Clock
 

@@ -10,8 +10,8 @@ from torch import nn
 from models.decoder import Decoder
 from models.moe import Router, routers_of
 from titanlite.ground.errors import UserError, listed
+from titanlite.ground.run_files import ROUTING
 from titanlite.ground.untrusted import MIB, Contents, Count, Positive, read_json
-from titanlite.launch.run_folder import ROUTING
 
 _LIMIT = 64 * MIB  # 58 MoE layers of 256 experts take 0.1 MiB
 

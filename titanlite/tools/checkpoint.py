@@ -18,8 +18,8 @@ from titanlite.checkpoint.folder import list_steps, step_folder
 from titanlite.checkpoint.storage import read_metadata, tensor_entries
 from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
+from titanlite.ground.run_files import CONFIG
 from titanlite.ground.untrusted import Unread
-from titanlite.launch.run_folder import CONFIG
 from titanlite.tools.options import command_parser, existing_folder
 
 

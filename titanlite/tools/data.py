@@ -29,7 +29,7 @@ from titanlite.data.sources import open_tokenizer
 from titanlite.data.timeline import Timeline, stored
 from titanlite.data.tokenizer import LoadedTokenizer
 from titanlite.ground.errors import UserError, listed
-from titanlite.launch.run_folder import INCIDENTS
+from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
@@ -71,7 +71,7 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
     manifest.check_run(source, found)
     timeline = stored(found.numbers, str(source))
     if number < step:
-        entries = divergence.read_entries(Path(config.job.dump_folder) / INCIDENTS)
+        entries = read_entries(Path(config.job.dump_folder) / INCIDENTS)
         timeline = timeline.after(number, divergence.rollbacks(entries)).resumed(number, size, data.mixture)
     segment, _ = timeline.at(step)
     if (segment.global_batch, segment.mixture) != (size, data.mixture):

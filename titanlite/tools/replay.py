@@ -33,15 +33,14 @@ from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.timeline import Rollback, attempts_at, stored
 from titanlite.ground.errors import UserError
+from titanlite.ground.run_files import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_entries, read_reports, read_starts
 from titanlite.ground.untrusted import Unread
 from titanlite.launch import process
 from titanlite.launch.layout import share_threads
 from titanlite.launch.local_ranks import on_ranks
-from titanlite.launch.run_folder import CONFIG, INCIDENTS, METRICS, PROVENANCE, read_starts
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Step
-from titanlite.loop.metrics import read_reports
 from titanlite.loop.resume import Progress, RunIdentity, load_run, of_other_stages, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
@@ -323,7 +322,7 @@ def main() -> None:
     process.set_up_logging()
     run, step, ranks = options.run, options.step, options.ranks or 1
     config, global_batch = setting_of(run, step, options.model or "")
-    entries = divergence.read_entries(run / INCIDENTS)
+    entries = read_entries(run / INCIDENTS)
     if step > (last := furthest(run, config, entries)):
         raise UserError(f"--step {step}: the run in {run} reached step {last} at most")
     route = route_to(step, options.attempt, entries)

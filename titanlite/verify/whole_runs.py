@@ -26,8 +26,7 @@ from titanlite.data.indexed import TokenFile
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.shards import TokenWriter, smallest_type
 from titanlite.data.sources import TokenSource
-from titanlite.launch.run_folder import METRICS
-from titanlite.loop.metrics import read_reports
+from titanlite.ground.run_files import METRICS, read_reports
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh
 from titanlite.registry.family import family_of
 from titanlite.train import train
