@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,11 +265,6 @@ def trained(pools: dict[int, Pool], name: str, flavor: str, *more: object, ranks
     return pools[ranks].run(f"{__name__}:call", called=train_small.__name__, arguments=arguments)[0]
 
 
-def test_the_first_part_whose_result_is_not_finite_is_named(pools):
-    found = trained(pools, "tests.forks.nonfinite", "plain", {}, {})
-    assert found.faults == ["the result of layers.0.ffn is not finite"]
-
-
 def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(pools):
     found = trained(pools, "tests.tiny_odd", "unused", {}, {})
     assert found.faults == ["no gradient reaches layers.*.spare.weight: not used in the forward pass?"]
@@ -346,12 +340,6 @@ def test_dropout_is_no_difference_between_meshes(pooled):
     assert failed(rows) == {} and not_run(rows) == ["pipeline 2"]
 
 
-def test_without_transformers_the_row_says_that_only_names_were_looked_at(monkeypatch):
-    monkeypatch.setattr(facts, "has_transformers", lambda: False)
-    row = table("tests.tiny", HUGGING_FACE)[HUGGING_FACE]
-    assert (row.verdict, row.texts) == ("passed", ["names only: transformers is not installed"])
-
-
 # ------------------------------------------------------------------------------------------------------------ the command
 
 
@@ -389,28 +377,6 @@ def test_overrides_reach_the_flavors_on_meta_and_the_one_that_is_trained(monkeyp
     assert {model.title for model in trained_models} == {"tests.tiny tied with n_layers = 3, n_heads = 6, n_kv_heads = 3"}
 
 
-def test_a_model_with_overrides_is_trained(pools):
-    model = Model(name="tests.tiny", flavor="plain", overrides={"n_layers": 3, "ffn_dim": 32})
-    found = pools[1].run(f"{__name__}:call", called=train_small.__name__, arguments=(model, {}, {}))[0]
-    assert found.trajectory.weights["layers.2.ffn.w1.weight"].shape == (32, 64)
-
-
-def test_imports_of_optional_libraries_print_nothing_between_the_rows():
-    pytest.importorskip("transformers", reason="needs transformers")
-    program = (
-        "from tests import tiny; from titanlite.verify import facts; from titanlite.registry.family import Family; "
-        "print(facts.shape_faults(Family(tiny, tiny.FLAVORS['plain'])))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr) == ("[]\n", "")
-
-
-def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):
-    monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("sharding", "passed", []), Row("HF", "not run", ["x"])]))
-    assert command(monkeypatch, "tests.tiny") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "all passed"
-
-
 @pytest.mark.parametrize(
     "code", ["FLAVORS = {}\nraise RuntimeError('no')", "def f(:", "FLAVORS = {}", "import nothing_of_the_kind"]
 )
@@ -433,11 +399,7 @@ def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkey
             ["tests.tiny", "--training.steps", "3", "--flavor", "x"],
             "--training.steps, --flavor: check-model has no other",
         ),
-        (["tests.tiny", "--model.overrides.n_layer", "3"], "did you mean model.overrides.n_layers"),
-        (["tests.tiny", "--model.overrides.n_layers"], "--model.overrides.n_layers: has no value"),
-        (["tests.tiny", "more"], "more: belongs to no option"),
         (["tests.tiny", "--rows", "casuality"], "there is no row 'casuality'; did you mean causality"),
-        (["tests.tiny", "--rows", "tp2,"], "there is no row ''\nthe rows: built on meta, sharding, initial,"),
     ],
 )
 def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, words, fault):
