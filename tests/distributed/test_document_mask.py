@@ -24,11 +24,9 @@ from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_document_mask"
 MESHES = {
-    "one process": {},
     "shard 2": {"dp_shard": 2},
     "tp 2": {"tp": 2},
     "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
-    "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
     "context 2": {"cp": 2},
     "context 2 x tp 2": {"cp": 2, "tp": 2},
 }
@@ -55,8 +53,8 @@ def global_batch(step: int, seq: int) -> Batch:
     return Batch(tokens, ~starts & ~padding, starts.cumsum(1)[:, :-1].int())
 
 
-def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False, silent: bool = False) -> Found | None:
-    """Losses and gradients of some steps on a mesh; rank 0 returns them. silent: of batches without any label."""
+def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False) -> Found | None:
+    """Losses and gradients of some steps on a mesh; rank 0 returns them."""
     torch._dynamo.reset()
     counters.clear()
     mesh = mesh_of(degrees)
@@ -69,8 +67,6 @@ def steps(degrees: dict[str, int], config: Config, flex_attention: bool = False,
         for step in range(STEPS):
             rows = slice(data_rank(mesh) * part, (data_rank(mesh) + 1) * part)
             batch = Batch(*(tensor[rows] for tensor in global_batch(step, config.training.seq_len)))
-            if silent:
-                batch = batch._replace(counted=torch.zeros_like(batch.counted))
             model.zero_grad()
             loss = summed_loss(model, batch) / count_labels(batch, mesh).clamp(min=1)
             loss.backward()
