@@ -57,16 +57,6 @@ def test_what_counts_is_every_turn_of_the_assistant_and_the_token_that_ends_it(t
             assert chat._tokenizer.decode(ids[:number], skip_special_tokens=False).endswith(before)
 
 
-def test_calls_of_tools_and_missing_content_are_the_templates_business(tmp_path):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<2>"}}}]}
-    chat = [USER, call, {"role": "tool", "content": "4"}, ASSISTANT]
-    found = load(tmp_path, LLAMA)
-    assert said(found, chat) == ['{"name": "add", "arguments": {"a": "<2>"}}<|eot_id|>', "It is 4.<|eot_id|>"]
-    assert found.encode(chat)[0] == oracle(tmp_path).apply_chat_template(chat, return_dict=True)["input_ids"]
-    with pytest.raises(ValueError, match=r"the chat template refuses it: .*content"):
-        load(tmp_path, CHATML).encode(chat)
-
-
 # ------------------------------------------------------------------------------------------------------ tools and weights
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -203,12 +193,6 @@ def test_a_chat_that_cannot_be_used_is_refused_with_the_reason(tmp_path, message
             "{{ m.content if loop.last or m.role == 'user' else m.content.split('.')[0] }}</s>{% endfor %}"
             "{% if add_generation_prompt %}<s>assistant:{% endif %}",
             "rewrites message 2 when others follow; put {% generation %}",
-        ),
-        # the prompt begins a thought that the turn does not
-        (
-            "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
-            "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}",
-            "opens message 2 differently from its own prompt; put {% generation %}",
         ),
         (
             "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}",
