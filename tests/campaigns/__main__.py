@@ -1,8 +1,7 @@
 """python -m tests.campaigns PART [--only TEXT] [--minutes M] [--again]: proofs that take hours, run by hand.
 
 PART is one of
-  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (6,100);
-             every router x mesh x variant of mixtures with split experts (168: `--only mixture`, 20 minutes)
+  cells      every mesh x family x compile x recompute x precision that the product takes, each against one process (6,100)
   pipelines  every schedule x mesh with stages x variant, each against one process (102)
   kills      runs that are killed 20 times each, on two and on four ranks, 400 times in all
   damage     runs that stop, get one damaged file, and go on; 240 times
@@ -32,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from tests.campaigns import Mesh, Report, damage, elastic, kill, mixtures, pipelines, processors, two_hosts
+from tests.campaigns import Mesh, Report, damage, elastic, kill, pipelines, processors, two_hosts
 from tests.distributed import cells, cover
 from tests.distributed.pool import Pool, WorkerFailure
 from titanlite.verify.compare import compare
@@ -80,8 +79,7 @@ def against_one_process(pools: dict[int, Pool], every: Iterable[cover.Cell]) -> 
 
 
 def cell_items() -> dict[str, Item]:
-    pools = {size: Pool(size) for size in (1, 2, 4, 8)}
-    return against_one_process(pools, every_cell()) | mixtures.items(pools)
+    return against_one_process({size: Pool(size) for size in (1, 2, 4, 8)}, every_cell())
 
 
 def pipeline_items() -> dict[str, Item]:

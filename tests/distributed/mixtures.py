@@ -7,18 +7,15 @@ reference is known too: rounding must be far below it.
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.moe import Router, routers_of
+from models.moe import Router
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import GRAPHS, MODES, config_of, trajectory
 from titanlite.config.schema import Config
-from titanlite.optim import balance
 from titanlite.parallel.mesh import ranks_of
 from titanlite.verify.compare import Trajectory, compare
 
@@ -117,31 +114,3 @@ def assert_as_on_one_process(
     assert [str(each) for each in comparison.excessive] == []
     local_and_global = flavor == "gpt_oss"  # only local layers have a mask
     assert graphs == (GRAPHS + local_and_global if config.compile.enable else 0)
-
-
-class Recorded(NamedTuple):
-    """What a run of a mixture did, and where its tokens went."""
-
-    trajectory: Trajectory
-    graphs: int
-    counts: list[Tensor]  # of each step: (routers, experts) int64, over all ranks
-    biases: list[Tensor]  # after each step: (routers, experts) float32; empty without biases
-
-
-def recorded(degrees: dict[str, int], config: Config) -> Recorded | None:
-    """Trains as `trajectory` does; rank 0 returns it with the counts and biases of each step."""
-    counts: list[Tensor] = []
-    biases: list[Tensor] = []
-    move = balance.move_biases
-
-    def watched(model: nn.Module, skipped: Tensor) -> None:
-        move(model, skipped)
-        routers = routers_of(model)
-        counts.append(torch.stack([router.step_counts for router in routers if router.step_counts is not None]))
-        dist.all_reduce(counts[-1])
-        if moved := [router.bias for router in routers if router.bias is not None]:
-            biases.append(torch.stack(moved))
-
-    with mock.patch.object(balance, "move_biases", watched):
-        found = trajectory(degrees, config)
-    return Recorded(*found, counts, biases) if found else None

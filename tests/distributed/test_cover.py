@@ -30,7 +30,6 @@ AT_ONCE = [
     {"mesh": CONTEXT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
     {"mesh": CONTEXT, "family": "Llama 3 tied", "method": "heads exchanged", "accumulation": "2", "optimizer": "Muon"},
     {"mesh": "context 8", "family": "Gemma 2", "documents": "many"},
-    {"mesh": EIGHT, "family": "Gemma 3", "documents": "many", "recompute": "per operation"},
     {"mesh": EIGHT, "family": "Llama 3 tied", "accumulation": "2, reduced at the end", "optimizer": "Muon"},
     {"mesh": EIGHT, "family": "Llama 3 of 515 tokens", "recompute": "full", "gather": "never"},
     {"mesh": EIGHT, "family": "Qwen 2", "adapter": "lora"},

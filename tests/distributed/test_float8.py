@@ -1,13 +1,10 @@
-"""Float8 on every mesh: the losses and gradients of one process, with recomputation and compiled, and after a resume."""
+"""Float8 on every mesh: the losses and gradients of one process. test_variants.py resumes."""
 
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.scenarios import config_of
-from tests.distributed.test_resume import STEPS, losses, stored
-from tests.distributed.test_resume import run as whole_run
 from titanlite.verify.compare import Trajectory, compare
 
 pytest.importorskip("torchao", reason="needs torchao")
@@ -42,26 +39,3 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_process(pools, name):
     result = compare(run(pools, degrees, keys), run(pools, {}, keys))
     assert result.equal, result.excessive
     assert result.worst("losses").size < 1e-6
-
-
-def test_float8_is_not_float32(pools):
-    config = config_of({}, training={"steps": 3})
-    plain = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=config)[0][0]
-    assert compare(run(pools, {}, {}), plain).worst("gradients").size > 1e-3
-
-
-@pytest.mark.parametrize("keys", [pytest.param({}, marks=pytest.mark.slow), GATHER], ids=["float8", "float8 gather"])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one_and_checkpoints_are_as_without_it(pools, tmp_path, keys):
-    own = {"float8": {"enable": True, "emulate": True, **keys}}
-    whole_run(pools, SHARD, tmp_path / "whole", STEPS, **own)
-    for steps in (5, STEPS):
-        whole_run(pools, SHARD, tmp_path / "parts", steps, **own)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    whole_run(pools, SHARD, tmp_path / "plain", 5)
-    plain = stored(tmp_path / "plain", 5)
-    assert {name: (t.shape, t.dtype) for name, t in plain.items()} == {name: (t.shape, t.dtype) for name, t in found.items()}
-    # a run without float8 goes on with it where that is allowed
-    whole_run(pools, SHARD, tmp_path / "plain", STEPS, checkpoint={"allow_changes": ["float8.*"]}, **own)
-    assert losses(tmp_path / "plain")[5:] != losses(tmp_path / "whole")[5:]

@@ -28,11 +28,12 @@ from titanlite.verify.facts import stored_tensors_of
 HERE = "tests.distributed.test_hf"
 RANKS = {"one": (ONE, 1), "2 x 2": (TWO_BY_TWO, 4), "2 x 2 x 2": (EVERYTHING, 8), "shard 4": ({"dp_shard": 4}, 4)}
 RANKS |= {"pp 2 x shard 2": ({"pp": 2, "dp_shard": 2}, 4), "pp 2 x tp 2": ({"pp": 2, "tp": 2}, 4)}
+RANKS |= {"shard 2, ep 2": ({"dp_shard": 2, "ep": 2}, 2)}
 
 
 # each model on the mesh that slices both dimensions, and in `make test-all` the other meshes in turn
-_OTHERS = [mesh for mesh in RANKS if mesh != "2 x 2"]
-READ = [(*case, "2 x 2") for case in CASES]
+_OTHERS = [mesh for mesh in RANKS if mesh not in ("2 x 2", "shard 2, ep 2")]
+READ = [("tests.tiny_qwen3_moe", "plain", "shard 2, ep 2"), *((*case, "2 x 2") for case in CASES)]
 READ += [pytest.param(*case, _OTHERS[n % len(_OTHERS)], marks=pytest.mark.slow) for n, case in enumerate(CASES)]
 
 # ------------------------------------------------------------------------------------------------------ what the ranks run

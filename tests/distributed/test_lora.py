@@ -1,4 +1,4 @@
-"""Adapters on a mesh: no more traffic than needed, and checkpoints from base to export. test_cover.py has the gradients."""
+"""Adapters on a mesh: little traffic, and what a run begins from. test_cover.py has gradients, test_variants.py resumes."""
 
 import math
 from pathlib import Path
@@ -11,21 +11,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.attention import SeqInfo
-from models.blocks import Normal
 from tests.distributed import scenarios
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, mesh_of
-from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, run_config, stored
-from titanlite.checkpoint import manifest
+from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, losses, run, stored
 from titanlite.config.schema import Config
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
 from titanlite.registry.family import load_family
 from titanlite.transforms import lora
-from titanlite.transforms.meta import on_meta
 from titanlite.transforms.parameters import A, B, is_adapter
-from titanlite.verify.compare import Trajectory, compare
+from titanlite.verify.compare import Trajectory
 
 HERE = "tests.distributed.test_lora"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
@@ -33,48 +29,6 @@ KEYS = {"enable": True, "rank": 4, "alpha": 6.0}
 
 
 # --------------------------------------------------------------------------------------------------------------- gradients
-
-
-def moved(module: lora.LoraLinear) -> dict[str, Normal]:
-    """Initial distributions as if B had been trained: while it is zero, A has no gradient to compare."""
-    return {A: Normal(0.1), B: Normal(0.1)}
-
-
-def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
-    with mock.patch.object(lora.LoraLinear, "own_initial", moved):
-        return scenarios.trajectory(degrees, config)
-
-
-def recorded(pools: dict[int, Pool], degrees: dict[str, int], family: str = "tests.tiny", flavor: str = "plain") -> Trajectory:
-    config = config_of(degrees, flavor, model={"name": family}, training={"steps": 6}, lora=KEYS)
-    return pools[math.prod(degrees.values())].run(f"{HERE}:trajectory", degrees=degrees, config=config)[0][0]
-
-
-@pytest.fixture(scope="module")
-def one_process(pools: dict[int, Pool]) -> dict[tuple[str, str], Trajectory]:
-    models = [("tests.tiny", "plain"), ("tests.tiny", "tied"), ("tests.tiny_biased", "plain")]
-    return {model: recorded(pools, {}, *model) for model in models}
-
-
-def test_the_reference_learns_and_only_adapters_have_gradients_none_of_them_zero(one_process):
-    for found in one_process.values():
-        assert found.losses[-1] < found.losses[0]
-        assert found.gradients.keys() == {name for name in found.weights if is_adapter(name)}
-        assert len(found.gradients) == 2 * 7 * 2
-        assert all(gradient.norm() > 1e-4 for gradient in found.gradients.values())
-
-
-def test_a_parameter_that_is_trained_on_one_mesh_alone_is_told(one_process):
-    reference = one_process["tests.tiny", "plain"]
-    more = reference._replace(gradients={**reference.gradients, "embed.weight": torch.zeros(512, 64)})
-    for result in (compare(more, reference), compare(reference, more)):
-        assert not result.equal
-        assert [difference.where for difference in result.excessive] == ["embed.weight"]
-
-
-def test_a_layer_with_a_bias_gives_with_tensor_parallelism_what_it_gives_without(pools, one_process):
-    result = compare(recorded(pools, BOTH, "tests.tiny_biased"), one_process["tests.tiny_biased", "plain"])
-    assert result.equal, result
 
 
 def trajectory_of_float32_masters(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
@@ -175,47 +129,6 @@ def test_a_run_begins_from_a_base_without_adapters_and_learns_with_the_base_unto
         name.split(".", 1)[1] for name in trained
     }
     assert losses(whole)[-1] < losses(whole)[0] - 0.1
-
-
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, whole, base):
-    for steps in (4, STEPS):
-        run(pools, TWO_BY_TWO, tmp_path / "parts", steps, **adapting(base))
-    assert losses(tmp_path / "parts") == losses(whole)
-    expected, found = stored(whole, STEPS), stored(tmp_path / "parts", STEPS)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
-def test_on_another_mesh_it_goes_on_within_rounding(pools, tmp_path, whole, base):
-    run(pools, TWO_BY_TWO, tmp_path / "parts", 6, **adapting(base))
-    run(pools, ONE, tmp_path / "parts", STEPS, **adapting(base))
-    assert losses(tmp_path / "parts") == pytest.approx(losses(whole), rel=1e-5)
-
-
-@pytest.mark.parametrize("step", [10, STEPS])
-def test_the_merged_checkpoint_gives_the_adapted_models_logits(whole, step):
-    tensors, config = stored(whole, step), run_config(ONE, whole, STEPS, lora=KEYS)
-    family = load_family("tests.tiny", "plain")
-    weights = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    keys = manifest.read(whole / f"checkpoint/step-{step:08d}").numbers["config"]["lora"]
-    names, read = lora.merged(weights, weights.__getitem__, keys)
-    plain, adapted = family.on_meta(), on_meta(family, config)
-    plain.load_state_dict({name.removeprefix("model."): read(name) for name in names}, assign=True)
-    adapted.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, assign=True)
-    tokens, seq = torch.arange(64).view(2, 32) * 7 % 512, SeqInfo(torch.arange(32).expand(2, 32))
-    found, expected = (model.head(model(tokens, seq)) for model in (plain, adapted))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_float32_base_is_read_into_bfloat16_by_rounding(pools, tmp_path, base):
-    training = {"mixed_precision_param": "bfloat16"}
-    run(pools, TWO_BY_TWO, tmp_path, 5, **adapting(base, training=training))
-    before, found = stored(base.parents[1], 5), stored(tmp_path, 5)
-    for name, tensor in before.items():
-        if name.startswith("model."):
-            assert torch.equal(found[name], tensor.bfloat16()), name
-    run(pools, TWO_BY_TWO, tmp_path, 6, **adapting(base, training=training))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.moe import experts_of, routers_of
+from models.moe import routers_of
 from tests.distributed.mixtures import MARGIN, config_of_cell
 from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.config.read import Faults
@@ -165,23 +165,3 @@ def test_what_ranks_cannot_split_is_refused():
     assert "training.seq_len = 7" in refusal(TP, training={"seq_len": 7}, parallelism={"tensor_parallel_degree": 2})
     one = {"name": "tests.tiny_moe", "overrides": {"n_experts": 1, "top_k": 1}}
     assert "1 experts, which 2 does not divide" in refusal(SHARD, model=one)
-
-
-def validated(degrees: dict[str, int], config: Config) -> dict[str, float]:
-    from tests.distributed.scenarios import learnable_data
-    from titanlite.loop.validation import validate
-
-    run = begin(config, mesh_of(degrees), CPU)
-    first = validate(run.model, learnable_data(config), config, run.mesh, CPU)
-    assert all(router.step_counts is None or not router.step_counts.any() for router in routers_of(run.model))
-    assert experts_of(run.model)
-    return first
-
-
-@pytest.mark.parametrize("degrees", [SHARD, pytest.param(WIDE, marks=pytest.mark.slow)], ids=["shard 2, ep 2", "2 x 2, ep 4"])
-def test_split_experts_have_the_validation_loss_of_one_process(pools, degrees):
-    more = {"validation": {"enable": True, "steps": 3}, "moe": {"bias_update_speed": 0.01}}
-    (expected,) = pools[1].run(f"{HERE}:validated", degrees={}, config=config_of_cell("shared", {}, "plain", **more))
-    config = config_of_cell("shared", degrees, "plain", **more)
-    for found in pools[ranks_of(degrees)].run(f"{HERE}:validated", degrees=degrees, config=config):
-        assert found == pytest.approx(expected, rel=1e-6)

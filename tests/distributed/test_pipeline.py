@@ -1,4 +1,4 @@
-"""A pipeline's stages: the same weights, batches, losses, norms and gradients as on one process; checkpoints of any mesh."""
+"""A pipeline's stages: the same weights, batches, losses, norms and gradients as on one process. test_variants.py resumes."""
 
 import functools
 import random
@@ -8,20 +8,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.block_graphs import EXPLICIT, drawn
-from tests.distributed.pool import Pool, WorkerFailure
-from tests.distributed.scenarios import CPU, MODES, config_of, learnable_data, mesh_of, rank_batches, trajectory
-from tests.distributed.test_resume import STEPS, Degrees, losses, run, stored
+from tests.distributed.pool import Pool
+from tests.distributed.scenarios import CPU, MODES, config_of, mesh_of, rank_batches
+from tests.distributed.test_resume import Degrees
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config
 from titanlite.loop.step import begin_training, forward_backward
-from titanlite.loop.validation import validate
-from titanlite.parallel import pipeline as pipeline_module
 from titanlite.parallel.late_stage import LateStage
 from titanlite.parallel.mesh import ranks_of
-from titanlite.parallel.pipeline import STAGES_OF_A_RANK, Pipeline, Stage
+from titanlite.parallel.pipeline import STAGES_OF_A_RANK
 from titanlite.plan.pipeline import Action, orders
 from titanlite.plan.predict import predict
 from titanlite.plan.step import pretended_ranks
@@ -65,10 +62,7 @@ CELLS: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
     "pp 2, every way, interleaved, recomputed": (TWO, (ALL_WAYS, INTERLEAVED, FULL)),
 }
 SLOW: dict[str, tuple[Degrees, tuple[dict[str, Any], ...]]] = {
-    "pp 2, LoopedBFS": (TWO, (BFS,)),
     "pp 2, mixture, zero bubble": (TWO, (MIXTURE, ZERO_BUBBLE)),
-    "pp 4": (FOUR, ()),
-    "pp 2 x shard 2, ep 2": ({**SHARD, "ep": 2}, (MIXTURE,)),
     "pp 2 x tp 2, interleaved": (TP, (INTERLEAVED,)),
     "pp 2, routers that see a choice": (TWO, ({"model": {"name": "tests.forks.right.routed_by_choice"}},)),
     "pp 4, every way, GPipe, per operation": (FOUR, (ALL_WAYS, FLAT, OPERATIONS)),
@@ -117,55 +111,6 @@ def compared_with_one_process(pools: dict[int, Pool], degrees: Degrees, changes:
     alone = alone.model_copy(update={"compile": Config().compile, "activation_checkpoint": Config().activation_checkpoint})
     found, _ = pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=there)[0]
     return compare(found, reference(pools[1], alone.model_dump_json()))
-
-
-@pytest.mark.parametrize("flavor", slow_but(["tied"], ["deep", "tied"]))
-def test_a_run_goes_on_with_other_numbers_of_stages(pools, tmp_path, flavor):
-    more = {"flavor": flavor, "training": {"local_batch_size": 2}}
-    wide = FOUR if flavor == "deep" else TWO
-    run(pools, TWO, tmp_path / "whole", STEPS, **more)
-    for degrees, steps in ((TWO, 4), ({}, 8), (wide, STEPS)):
-        run(pools, degrees, tmp_path / "parts", steps, **more)
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert found.keys() == expected.keys()
-
-
-@pytest.mark.parametrize("degrees", [TWO, pytest.param(SHARD, marks=pytest.mark.slow)], ids=["pp 2", "pp 2 x shard 2"])
-def test_on_the_same_mesh_a_resumed_run_is_equal_bit_for_bit(pools, tmp_path, degrees):
-    more = {"flavor": "tied", "training": {"local_batch_size": 2}}
-    run(pools, degrees, tmp_path / "whole", STEPS, **more)
-    for steps in (5, STEPS):
-        run(pools, degrees, tmp_path / "parts", steps, **more)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    expected, found = stored(tmp_path / "whole", STEPS), stored(tmp_path / "parts", STEPS)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_a_checkpoint_has_every_tensor_once_and_a_tied_one_under_one_name(pools, tmp_path):
-    for degrees in ({}, TWO):
-        run(pools, degrees, tmp_path / str(len(degrees)), 2, flavor="tied", training={"local_batch_size": 2})
-    alone, split = stored(tmp_path / "0", 2), stored(tmp_path / "1", 2)
-    assert alone.keys() == split.keys()
-    assert "model.head.output.weight" not in split
-
-
-def validated(degrees: Degrees) -> dict[str, float]:
-    """Two rounds of validation with a step of training between them."""
-    config = config_of(degrees, "deep", 4 if degrees else 1, validation={"enable": True, "steps": 3})
-    mesh, data = mesh_of(degrees), learnable_data(config)
-    model, _, scale = begin_training(family_of(config.model), config, mesh, CPU)
-    first = validate(model, data, config, mesh, CPU)
-    forward_backward(model, next(rank_batches(config, mesh)), mesh, scale)
-    assert validate(model, data, config, mesh, CPU) == first
-    return first
-
-
-@pytest.mark.parametrize("degrees", [TWO, pytest.param(SHARD, marks=pytest.mark.slow)], ids=["pp 2", "pp 2 x shard 2"])
-def test_every_rank_has_the_validation_loss_of_one_process(pools, degrees):
-    expected = pools[1].run(f"{HERE}:validated", degrees={})[0]
-    for found in pools[ranks_of(degrees)].run(f"{HERE}:validated", degrees=degrees):
-        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def another_number_of_microbatches() -> str:
@@ -244,46 +189,3 @@ def test_the_rank_that_holds_the_most_sends_what_is_predicted(pools, cell):
     gathered = [key for key in calls if key[0] != "all-reduce"]
     assert found_calls == {key: calls[key] for key in gathered}
     assert found_sizes == {key: sizes[key] for key in gathered}
-
-
-# ------------------------------------------------------------------------------------- faults that the comparison must find
-
-
-def _first_microbatches(run: Callable[..., Any]) -> Callable[..., Any]:
-    def stale(pipeline: Pipeline, way: Any, microbatches: Any, *words: Any) -> Any:
-        return run(pipeline, way, pipeline.__dict__.setdefault("first", microbatches), *words)
-
-    return stale
-
-
-def _first_microbatch(stage: Stage, *received: torch.Tensor) -> Any:
-    stage.microbatch = 0
-    return forward_of(stage, *received)
-
-
-forward_of, loss_of, cut_of = Stage.forward, Pipeline._backward_loss, pipeline_module.split_layers
-FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "a microbatch counts four times": (Stage, "forward", _first_microbatch),
-    "the loss is not divided": (Pipeline, "_backward_loss", lambda each, *words: loss_of(each, *words) * each._divisor),
-    "labels of another microbatch": (Pipeline, "_backward_loss", lambda each, hidden, n: loss_of(each, hidden, (n + 1) % 4)),
-    "the tied gradient of one stage": (Pipeline, "_add_tied_gradients", lambda each: None),
-    "stages in another order": (pipeline_module, "split_layers", lambda *words: cut_of(*words)[::-1]),
-    "inputs of the step before": (Pipeline, "_run", _first_microbatches(Pipeline._run)),
-}
-
-
-def with_fault(fault: str, config: Config) -> Trajectory | None:
-    with patch.object(*FAULTS[fault]):
-        found = trajectory(TWO, config)
-    return found[0] if found else None
-
-
-@pytest.mark.parametrize("fault", slow_but(["the tied gradient of one stage", "inputs of the step before"], FAULTS))
-def test_a_fault_of_stages_is_found(pools, fault):
-    config = config_of_cell(TWO, ({"model": {"flavor": "tied"}},))
-    try:
-        found = pools[2].run(f"{HERE}:with_fault", fault=fault, config=config)[0]
-    except WorkerFailure as failure:  # a stage does not get what it needs
-        assert fault == "stages in another order" and "titanlite/parallel/dataflow.py" in str(failure)
-        return
-    assert compare(found, reference(pools[1], config_of_cell({}, ({"model": {"flavor": "tied"}},)).model_dump_json())).excessive

@@ -69,13 +69,6 @@ def test_a_rank_that_is_aborted_gets_one_more_try_and_that_is_told(tmp_path, mon
         pool.stop()
 
 
-def test_a_pool_keeps_its_processes_between_calls(pools):
-    pools[2].run(f"{HERE}:add_up")
-    before = [worker.pid for worker in pools[2].workers]
-    pools[2].run(f"{HERE}:add_up")
-    assert [worker.pid for worker in pools[2].workers] == before
-
-
 def threads_of_five_groups() -> list[str]:
     groups = [dist.new_group() for _ in range(5)]
     assert len(set(groups)) == 5

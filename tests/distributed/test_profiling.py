@@ -4,18 +4,13 @@ import gzip
 import json
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, config_of, full_run, mesh_of
+from tests.distributed.scenarios import config_of, full_run
 from titanlite.ground.errors import UserError
 from titanlite.loop import step as one_step
-from titanlite.loop.memory import held_memory
-from titanlite.optim.build import build_optimizer
-from titanlite.registry.family import load_family
 
 HERE = "tests.distributed.test_profiling"
 SHARDED = {"dp_shard": 2}
@@ -58,37 +53,6 @@ def test_a_trace_of_a_rank_has_what_its_stage_does_for_each_microbatch(pools: di
         assert "aten::mm" in events and "aten::_fused_adamw_" in events
 
 
-def test_a_run_without_profiling_writes_no_traces(pools: dict[int, Pool], tmp_path):
-    config = run_config(str(tmp_path), profile_freq=3)
-    pools[2].run("tests.distributed.scenarios:full_run", degrees=SHARDED, config=config)
-    assert (tmp_path / "metrics.jsonl").exists()
-    assert not list(tmp_path.rglob("*profile*")) and not list(tmp_path.rglob("*.gz"))
-
-
-def count_by_hand(degrees: dict[str, int]) -> tuple[dict[str, int], int, int, int]:
-    """(what is reported, values that this rank holds, values of the whole model, parameters) after a step."""
-    config = config_of(degrees)
-    model = one_step.build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
-    optimizer = build_optimizer(model, config.optimizer)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    local = 0
-    for p in model.parameters():
-        assert isinstance(p, DTensor)
-        local += p.to_local().shape.numel()
-    return held_memory(model, optimizer, CPU), local, sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
-
-
-@pytest.mark.parametrize("degrees", [SHARDED, {"tp": 2}])
-def test_of_a_sharded_tensor_only_the_local_part_counts(pools: dict[int, Pool], degrees):
-    answers = pools[2].run(f"{HERE}:count_by_hand", degrees=degrees)
-    for held, local, whole, parameters in answers:
-        assert local < 0.6 * whole
-        assert list(held.values()) == [4 * local, 4 * local, 2 * 4 * local + 4 * parameters]
-    if degrees == SHARDED:  # every dimension divides: the ranks hold the model once
-        assert sum(local for _, local, _, _ in answers) == answers[0][2]
-
-
 def run_out_of_memory(folder: str, failing_step: int) -> str:
     """What a run says whose forward pass runs out of memory at a step."""
     calls, forward = 0, one_step.summed_loss
@@ -108,28 +72,6 @@ def run_out_of_memory(folder: str, failing_step: int) -> str:
     finally:
         one_step.summed_loss = forward
     return ""
-
-
-def run_out_of_memory_at_start(folder: str, part: str) -> str:
-    """What a run says when a part of its start, a function of titanlite.loop.step, needs more memory than there is."""
-    function = getattr(one_step, part)
-    setattr(one_step, part, lambda *_, **__: torch.empty(2**60, dtype=torch.uint8))
-    try:
-        full_run(SHARDED, run_config(folder))
-    except UserError as error:
-        return str(error)
-    finally:
-        setattr(one_step, part, function)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("part", "phase"), [("initialize", "building the model"), ("build_optimizer", "creating the optimizer state")]
-)
-def test_a_start_that_is_out_of_memory_ends_with_its_phase(pools: dict[int, Pool], tmp_path, part, phase):
-    for message in pools[2].run(f"{HERE}:run_out_of_memory_at_start", folder=str(tmp_path), part=part):
-        assert f", starting, {phase}: out of memory, {2**60} bytes more were requested" in message
-        assert '1. training.dtype = "bfloat16"' in message or "1. a larger parallelism" in message
 
 
 def test_a_run_that_is_out_of_memory_ends_with_the_step_the_bytes_and_the_remedies(pools: dict[int, Pool], tmp_path):

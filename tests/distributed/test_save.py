@@ -127,18 +127,6 @@ def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_i
         assert_same(place, whole, 6)
 
 
-@root_on_linux
-def test_a_run_that_ended_on_a_full_disk_goes_on_when_there_is_room(pools, whole, tmp_path):
-    with disk(tmp_path / "disk", "3m") as place:
-        for rank in train(pools, SHARD, place, 6):
-            assert "step-00000006: could not be saved, with" in rank.error and "No space left on device" in rank.error
-        assert saved(place) == names(2)
-        subprocess.run(["mount", "-o", "remount,size=30m", place], check=True)
-        assert train(pools, SHARD, place, 6)[0].error == ""
-        assert resumed(place) == [0, 2]
-        assert_same(place, whole, 6)
-
-
 # -------------------------------------------------------------------------------------------------------- trying a folder out
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.campaigns import Mesh, damage, elastic, kill, processors, two_hosts
-from tests.campaigns import __main__ as campaign
 
 # a minute or two each on a machine that has nothing else to do
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -59,11 +58,3 @@ def test_a_test_whose_verdict_differs_under_a_variant_is_named(tmp_path, monkeyp
     monkeypatch.setattr(processors, "ROOT", tmp_path)
     found = processors.play(tmp_path / "runs", processors.Variant({"TZ": "Pacific/Chatham"}), ["test_zone.py"])
     assert found.broken == ["test_zone.py::test_zone fails, plainly: passed"]
-
-
-def test_cells_of_dense_models_and_of_mixtures_are_as_on_one_process(tmp_path):
-    items = campaign.cell_items()
-    dense = next(name for name in items if name.startswith("shard 2, bfloat16"))
-    for name in (dense, "mixture, grouped, shard 2, ep 2, accumulated", "mixture, grouped, shard 2, ep 2, bfloat16"):
-        report = items[name](tmp_path)
-        assert report.broken == [], name

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,11 +265,6 @@ def trained(pools: dict[int, Pool], name: str, flavor: str, *more: object, ranks
     return pools[ranks].run(f"{__name__}:call", called=train_small.__name__, arguments=arguments)[0]
 
 
-def test_the_first_part_whose_result_is_not_finite_is_named(pools):
-    found = trained(pools, "tests.forks.nonfinite", "plain", {}, {})
-    assert found.faults == ["the result of layers.0.ffn is not finite"]
-
-
 def test_a_parameter_that_no_gradient_reaches_is_named_and_a_frozen_one_is_not(pools):
     found = trained(pools, "tests.tiny_odd", "unused", {}, {})
     assert found.faults == ["no gradient reaches layers.*.spare.weight: not used in the forward pass?"]
@@ -310,26 +304,16 @@ def test_what_a_checkpoint_does_not_bring_back_is_named(pools, tmp_path):
 def test_buffers_that_change_differently_on_a_mesh_or_by_recomputation_or_that_checkpoints_lack_are_named(pooled):
     rows = table("tests.forks.local_buffers", BUFFERS)
     assert list(failed(rows)) == [BUFFERS]
-    assert [text.partition("; ")[0] for text in rows[BUFFERS].texts] == [
-        "spread changes in training, and is not in checkpoints: a resumed run begins with its initial value",
-        "recomputed full: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
-        "recomputed in parts: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
-        "recomputed by operation: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
-        "on 2 x 2: spread differs between ranks",
-        "on 2 x 2: tokens differs by 5.0e-01 of its change in 3 steps",
-        "on 2 x 2: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
-        "on tp 2: spread differs between ranks",
-        "on tp 2: layers.*.calls differs by 3.0e+00 of its change in 3 steps",
-        "on shard 2: spread differs between ranks",
-        "on shard 2: tokens differs by 5.0e-01 of its change in 3 steps",
-        "on shard 2: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
-        "on replicate 2: spread differs between ranks",
-        "on replicate 2: tokens differs by 5.0e-01 of its change in 3 steps",
-        "on replicate 2: layers.*.calls differs by 1.0e+00 of its change in 3 steps",
-        "on context 2: spread differs between ranks",
-        "on context 2: tokens differs by 5.0e-01 of its change in 3 steps",
-        "on context 2: layers.*.calls differs by 3.0e+00 of its change in 3 steps",
-    ]
+    first, *others = (text.partition("; ")[0] for text in rows[BUFFERS].texts)
+    assert first.startswith("spread changes in training, and is not in checkpoints: ")
+    named: dict[str, list[str]] = {}
+    for where, _, what in (text.partition(": ") for text in others):
+        named.setdefault(where, []).append(what.split()[0])
+    assert named == {
+        **{f"recomputed {way}": ["layers.*.calls"] for way in ("full", "in parts", "by operation")},
+        **{f"on {mesh}": ["spread", "tokens", "layers.*.calls"] for mesh in ("2 x 2", "shard 2", "replicate 2", "context 2")},
+        "on tp 2": ["spread", "layers.*.calls"],
+    }
 
 
 def test_a_buffer_that_counts_forward_passes_differs_where_a_step_has_several(pools):
@@ -344,12 +328,6 @@ def test_a_buffer_that_counts_forward_passes_differs_where_a_step_has_several(po
 def test_dropout_is_no_difference_between_meshes(pooled):
     rows = table("tests.tiny_dropout", *MESHES)
     assert failed(rows) == {} and not_run(rows) == ["pipeline 2"]
-
-
-def test_without_transformers_the_row_says_that_only_names_were_looked_at(monkeypatch):
-    monkeypatch.setattr(facts, "has_transformers", lambda: False)
-    row = table("tests.tiny", HUGGING_FACE)[HUGGING_FACE]
-    assert (row.verdict, row.texts) == ("passed", ["names only: transformers is not installed"])
 
 
 # ------------------------------------------------------------------------------------------------------------ the command
@@ -389,28 +367,6 @@ def test_overrides_reach_the_flavors_on_meta_and_the_one_that_is_trained(monkeyp
     assert {model.title for model in trained_models} == {"tests.tiny tied with n_layers = 3, n_heads = 6, n_kv_heads = 3"}
 
 
-def test_a_model_with_overrides_is_trained(pools):
-    model = Model(name="tests.tiny", flavor="plain", overrides={"n_layers": 3, "ffn_dim": 32})
-    found = pools[1].run(f"{__name__}:call", called=train_small.__name__, arguments=(model, {}, {}))[0]
-    assert found.trajectory.weights["layers.2.ffn.w1.weight"].shape == (32, 64)
-
-
-def test_imports_of_optional_libraries_print_nothing_between_the_rows():
-    pytest.importorskip("transformers", reason="needs transformers")
-    program = (
-        "from tests import tiny; from titanlite.verify import facts; from titanlite.registry.family import Family; "
-        "print(facts.shape_faults(Family(tiny, tiny.FLAVORS['plain'])))"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (ended.stdout, ended.stderr) == ("[]\n", "")
-
-
-def test_passed_rows_are_an_exit_code_of_0(monkeypatch, capsys):
-    monkeypatch.setattr(check_model, "rows_of", lambda *_: iter([Row("sharding", "passed", []), Row("HF", "not run", ["x"])]))
-    assert command(monkeypatch, "tests.tiny") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "all passed"
-
-
 @pytest.mark.parametrize(
     "code", ["FLAVORS = {}\nraise RuntimeError('no')", "def f(:", "FLAVORS = {}", "import nothing_of_the_kind"]
 )
@@ -433,11 +389,7 @@ def test_a_module_that_cannot_be_imported_or_lacks_a_part_is_a_failed_row(monkey
             ["tests.tiny", "--training.steps", "3", "--flavor", "x"],
             "--training.steps, --flavor: check-model has no other",
         ),
-        (["tests.tiny", "--model.overrides.n_layer", "3"], "did you mean model.overrides.n_layers"),
-        (["tests.tiny", "--model.overrides.n_layers"], "--model.overrides.n_layers: has no value"),
-        (["tests.tiny", "more"], "more: belongs to no option"),
         (["tests.tiny", "--rows", "casuality"], "there is no row 'casuality'; did you mean causality"),
-        (["tests.tiny", "--rows", "tp2,"], "there is no row ''\nthe rows: built on meta, sharding, initial,"),
     ],
 )
 def test_a_command_that_names_nothing_to_check_is_a_user_error(monkeypatch, words, fault):

@@ -10,7 +10,6 @@ from tests.end_to_end import forked
 from tests.end_to_end.forked import Done, titanlite
 from tests.end_to_end.launcher import Ended, finish, launch
 from titanlite.data.prepare.cache import train_tokenizer
-from titanlite.data.prepare.manifest import sealed
 
 RUN = """
 [job]
@@ -157,24 +156,3 @@ def test_only_what_the_assistant_says_is_learnt(finished):
     assert "=== sample 0 (data rank 0): " in text
     stats = command(finished, "data", "stats", "run.toml")
     assert "\ntokens: tokens\n" in stats and "\nchats.jsonl: chats.jsonl\n" in stats
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [("truncated", "truncated"), ("other tokenizer", "another tokenizer than that of model.hf_assets_path")],
-)
-def test_token_files_that_cannot_be_trusted_end_the_run_before_a_process_starts(folder, damage, reason):
-    (folder / damage).mkdir()
-    for file in (folder / "tokens").iterdir():
-        (folder / damage / file.name).write_bytes(file.read_bytes())
-    if damage == "truncated":
-        ids = folder / damage / "00000.bin"
-        ids.write_bytes(ids.read_bytes()[:-10])
-    else:
-        manifest = json.loads((folder / damage / "manifest.json").read_text())
-        (folder / damage / "manifest.json").write_text(json.dumps(sealed(manifest | {"tokenizer": "0" * 32})))
-    words = ["--job.dump_folder", "never", "--training.sources", "[]", "--training.dataset_path", damage]
-    ended = titanlite("check", "run.toml", *words, folder=folder)
-    assert ended.code == 2
-    assert damage in ended.err and reason in ended.err and "Traceback" not in ended.err
-    assert not (folder / "never").exists()

@@ -2,12 +2,10 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.end_to_end.forked import Done, titanlite, train
@@ -151,41 +149,8 @@ def test_log_likelihoods_and_texts_are_those_of_transformers_model_of_the_export
 
 
 @pytest.mark.slow
-def test_a_folder_in_hugging_faces_format_is_evaluated_from_its_own_bos_token(folder):
-    shutil.copytree(folder / EXPORT, folder / "named")
-    begin = Tokenizer.from_file(str(folder / "named/tokenizer.json")).id_to_token(200)  # a byte that no question has
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": begin}
-    (folder / "named/tokenizer_config.json").write_text(json.dumps(settings))
-    words = ["--tasks", "choice,rolling", "--include-path", "tasks", "--output", "named.json"]
-    ended = evaluate(folder, "named", *words)
-    assert ended.code == 0, ended.err
-    found = json.loads((folder / "named.json").read_text())["samples"]
-    answers, texts, _ = expected(folder / "named")
-    for sample, wanted in zip(found["choice"], answers, strict=True):
-        assert [value for value, _ in sample["filtered_resps"]] == pytest.approx(wanted, abs=1e-3)
-    for sample, wanted in zip(found["rolling"], texts, strict=True):
-        assert sample["filtered_resps"][0] == pytest.approx(wanted, abs=1e-3)
-    before = expected(folder / EXPORT)
-    assert abs(before[0][2][0] - answers[2][0]) > 1e-2, "the first token makes no difference"
-
-
-@pytest.mark.slow
 def test_two_ranks_say_the_same(folder):
     words = ["--checkpoint", "out", "--tasks", "choice", "--include-path", "tasks", "--limit", "2"]
     alone, split = evaluate(folder, *words), evaluate(folder, *words, "--tp", "2")
     assert alone.code == split.code == 0, split.err
     assert alone.out == split.out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tasks", "nonsense"], 'there is no task "nonsense"'),
-        pytest.param(["--tasks", "choice", "--include-path", "nowhere"], "no such folder", marks=pytest.mark.slow),
-        pytest.param(["--tasks", "choice", "--output", "nowhere/found.json"], "nowhere/found.json", marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_wrong_is_reported_in_a_sentence(folder, words, message):
-    ended = evaluate(folder, "--checkpoint", "out", *words)
-    assert ended.code == 2
-    assert message in ended.err and "Traceback" not in ended.err, ended.err

@@ -47,15 +47,6 @@ def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_cach
     assert all(len(set(new)) > 3 for new in found), "a text that repeats itself compares little"
 
 
-@pytest.mark.slow
-def test_the_real_cache_grows_without_a_trace():
-    ours, theirs = restless_models("Qwen 3")
-    prompt = list(range(50, 70))
-    found = generate(ours, [prompt], 280, None, Sampling(temperature=0))[0]
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=280, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert Cache._STEP < 300 and found == expected[0, len(prompt) :].tolist()
-
-
 RUN = """
 [job]
 dump_folder = "out"
@@ -113,13 +104,6 @@ def test_the_command_continues_several_prompts_and_writes_the_same_on_two_ranks(
     assert earlier.code == 0 and earlier.out != alone.out
 
 
-@pytest.mark.slow
-def test_the_seed_decides_what_the_command_draws(trained):
-    words = ["--checkpoint", "out", "--prompt", "six", "--max-new-tokens", "8", "--temperature", "2"]
-    drawn = [command(trained, *words, "--seed", seed).out for seed in "112"]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
 @pytest.mark.parametrize("kind", slow_but(["weights"], ["weights", "adapters", "overrides"]))
 def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, kind):
     source, adapters = trained / "out", kind == "adapters"
@@ -149,29 +133,6 @@ def test_the_exported_copy_writes_the_same_in_transformers(trained, tmp_path, ki
     assert command(tmp_path, *words, "--dtype", "float32").out == expected + "\n"
     if not adapters:  # the folder itself, in its own dtype
         assert command(tmp_path, "export", *words[2:]).out == expected + "\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--checkpoint", "nowhere", "--prompt", "a"], "nowhere: no such folder"),
-        (["--checkpoint", "out", "--prompt", "a", "--top-p", "0"], "--top-p: 0: must be a number from 1e-06 to 1"),
-        (["--checkpoint", "out", "--prompt", "a", "--temperature", "0", "--seed", "3"], "no effect with --temperature 0"),
-        (["--checkpoint", "out", "--prompt", "a", "--tp", "3"], "does not divide"),
-        (
-            ["--checkpoint", "out", "--prompt", "a", "--tokenizer", "nowhere"],
-            "--tokenizer: nowhere: no such folder",
-        ),
-        (["--checkpoint", "out"], "--prompt"),
-        (["out", "--checkpoint", "out", "--prompt", "a"], "not allowed with argument"),
-        (["out", "--prompt", "a", "--model", "llama3"], "llama3 has the flavors"),
-    ],
-)
-def test_what_the_command_refuses_it_names(trained, words, expected):
-    of_model = [] if "--model" in words else ["--model", "tests.tiny_gemma3"]
-    ended = titanlite("generate", *of_model, *words, folder=trained)
-    assert ended.code == 2
-    assert expected in ended.err and "Traceback" not in ended.err, ended.err
 
 
 def test_a_damaged_checkpoint_is_refused_and_so_is_one_of_another_model(trained, tmp_path):

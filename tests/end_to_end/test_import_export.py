@@ -1,12 +1,8 @@
 """import-hf, export-hf and export-torch as a user gives them, and runs that begin and end in Hugging Face's format."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,6 @@ from models.attention import SeqInfo
 from tests import hf_folders
 from tests.end_to_end import forked
 from tests.end_to_end.forked import Done
-from tests.end_to_end.launcher import ROOT
 from tests.hf_folders import tensors_of
 from tests.waiting import PATIENCE
 from titanlite.checkpoint.whole import Stored
@@ -161,35 +156,6 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     assert "one.pt: already exists" in ended.err
 
 
-SLOW = """
-import sys, time
-import titanlite.hf.export as exporting
-def slow(path, *_):
-    path.write_bytes(b"half")
-    print("writing", flush=True)
-    time.sleep(60)
-exporting.write_file = slow
-sys.argv = ["export-hf", "--checkpoint", "weights", "--output", "out", "--model", "tests.tiny"]
-from titanlite.tools import export_hf
-export_hf.main()
-"""
-
-
-def test_an_export_that_is_killed_leaves_nothing_under_its_name_and_the_next_one_is_whole(tmp_path):
-    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
-    titanlite("import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", folder=tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", SLOW], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "writing\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=PATIENCE)
-    assert not (tmp_path / "out").exists()
-    assert any((tmp_path / ".out.unfinished").glob("*.safetensors"))
-    titanlite("export-hf", "--checkpoint", "weights", "--output", "out", *OWN, folder=tmp_path)
-    before, after = tensors_of(source), tensors_of(tmp_path / "out")
-    assert all(torch.equal(after[name], before[name]) for name in before) and not (tmp_path / ".out.unfinished").exists()
-
-
 @pytest.mark.slow
 def test_no_rank_of_an_import_holds_more_than_its_slices(tmp_path):
     """Figures of 8 billion parameters: benchmarks/results/hf_import.md."""
@@ -214,14 +180,3 @@ def write_zeros(folder: Path, layers: int) -> None:
     shapes = {name: tuple(p.shape) for name, p in module.on_meta().named_parameters()}
     items = items_of(shapes, their_names(module, shapes), lambda _: torch.bfloat16)
     write_file(folder / "model.safetensors", items, lambda name: torch.zeros(shapes[name], dtype=torch.bfloat16))
-
-
-def test_a_model_that_is_not_that_of_the_weights_is_told_once(tmp_path):
-    """Shapes are equal, so that it may be meant: a longer context is begun from older weights like this."""
-    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
-    titanlite("import-hf", "--source", source, "--output", "weights", "--model", "tests.tiny", folder=tmp_path)
-    toml = '[model]\nname = "tests.tiny"\nflavor = "scaled"\n'
-    toml += f'hf_assets_path = "{source}"\n[checkpoint]\nenable = true\ninitial_load_path = "{tmp_path / "weights"}"\n'
-    ended = train(tmp_path, toml, ranks=2)
-    assert ended.code == 0, ended.err
-    assert ended.err.count("the model differs from that of the weights: rope_scaling = [8.0, 1.0, 4.0, 16], was None") == 1

@@ -2,15 +2,14 @@
 verified and estimated, and refuses adapters of its experts; runs are killed and go on; a dense model becomes a mixture."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import hf_folders
-from tests.campaigns import committed, starts, trajectory
+from tests.campaigns import trajectory
 from tests.end_to_end import test_eval
-from tests.end_to_end.forked import Command, Done, titanlite, train
+from tests.end_to_end.forked import Done, titanlite, train
 
 FAMILIES = ("tests.tiny_qwen3_moe", "tests.tiny_deepseek_v3")  # with and without shared experts; test_oracle.py has all
 RUN = """
@@ -71,12 +70,6 @@ def test_answers_are_scored_as_by_transformers_model_of_the_export(trained):
     assert [sample["filtered_resps"][0] for sample in found["written"]] == written
 
 
-def test_a_checkpoint_continues_text(trained):
-    ended = command(trained, "generate", "--checkpoint", "out", "--prompt", "one two three", "--max-new-tokens", "6")
-    assert ended.code == 0, ended.err
-    assert ended.out.startswith("one two three")
-
-
 def test_verify_compares_split_experts_and_estimate_predicts_them(trained):
     folder, _ = trained
     meshes = [word for mesh in ("1", "dp_shard=2,ep=2") for word in ("--mesh", mesh)]
@@ -104,31 +97,6 @@ def folder(tmp_path) -> Path:
     (tmp_path / "data.txt").write_text("".join(f"line {number} of {number * number}\n" for number in range(900)))
     (tmp_path / "run.toml").write_text(RUN.format(FAMILIES[0]))
     return tmp_path
-
-
-def test_a_killed_run_with_split_experts_goes_on_with_other_degrees(folder):
-    steps = 12
-    words = ["run.toml", "--lr_scheduler.total_steps", steps, "--metrics.log_freq", "1", "--checkpoint.interval", "1",
-             "--checkpoint.last_save_in_hf", "false", "--training.global_batch_size", "8"]  # fmt: skip
-    whole = train(*words, "--training.steps", steps, "--job.dump_folder", "whole", folder=folder)
-    assert whole.code == 0, whole.err
-    words += ["--job.dump_folder", "parts"]
-    killed = Command("train", *words, *SPLIT, "--training.steps", steps, folder=folder, ranks=2)
-    while max(committed(folder / "parts"), default=0) < 3 and any(process.is_alive() for process in killed.processes):
-        time.sleep(0.002)
-    for process in killed.processes:
-        process.kill()
-    assert killed.finish().code == 137
-    reached = max(committed(folder / "parts"))
-    assert reached < 9
-    both = ("--parallelism.tensor_parallel_degree", "2", *SPLIT)
-    for last, ranks, degrees in ((reached + 1, 2, ()), (reached + 2, 1, ()), (steps, 2, both)):
-        ended = train(*words, *degrees, "--training.steps", last, folder=folder, ranks=ranks)
-        assert ended.code == 0, ended.err
-    assert starts(folder / "parts") == [0, reached, reached + 1, reached + 2]
-    parts, expected = trajectory(folder / "parts"), trajectory(folder / "whole")
-    assert list(parts) == list(expected) == list(range(1, steps + 1))
-    assert [step.loss for step in parts.values()] == pytest.approx([step.loss for step in expected.values()], rel=1e-5)
 
 
 def test_an_upcycled_model_trains_with_split_experts_as_on_one_process(folder):

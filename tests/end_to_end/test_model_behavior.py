@@ -103,20 +103,11 @@ def test_bfloat16_that_loses_more_than_rounding_explains_is_named():
 # ways to write a router: scores of all experts, (tokens, experts) -> weights and numbers of those of a token
 ROUTERS = {
     "topk": lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2),
-    "in the activations' precision": lambda scores: scores.softmax(-1).topk(3),
-    "weights of the chosen scores": lambda scores: _softmax_of_values(scores.topk(2)),
     "sigmoid": lambda scores: (scores.float().sigmoid() + 0.5).topk(4, sorted=False),
     "sort": lambda scores: tuple(each[:, :2] for each in scores.float().softmax(-1).sort(descending=True, stable=True)),
     "argsort": lambda scores: (scores.softmax(-1), scores.argsort(dim=-1, descending=True)),
-    "max": lambda scores: scores.float().softmax(-1).max(dim=-1, keepdim=True),
-    "argmax": lambda scores: (scores.float().amax(-1, keepdim=True).sigmoid(), scores.argmax(-1, keepdim=True)),
     "above a threshold": lambda scores: _all(scores, scores.float().softmax(-1) > 0.15),
-    "as good as the second": lambda scores: _all(scores, scores >= scores.topk(2).values[:, -1:]),
 }
-
-
-def _softmax_of_values(best):
-    return best[0].softmax(-1, dtype=torch.float32), best[1]
 
 
 def _all(scores: torch.Tensor, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,5 @@
 """`titanlite tokenize` as a user runs it: what it prints, and what is left when it is killed at any instant."""
 
-import fcntl
 import json
 import os
 import random
@@ -97,37 +96,6 @@ def test_a_fault_is_one_message_with_file_line_and_what_skips_it(text, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_chats_are_rendered_by_the_template_of_the_tokenizers_folder(text, tmp_path):
-    (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / "tokenizer.json").write_bytes((text / "assets" / "tokenizer.json").read_bytes())
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
-    template += "{% if add_generation_prompt %}assistant: {% endif %}"
-    (tmp_path / "assets" / "chat_template.jinja").write_text(template)
-    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 3)
-    ended = _run(tmp_path, tmp_path / "out", data="chats.jsonl")
-    assert ended.code == 0, ended.err
-    file = TokenFile(tmp_path / "out" / "00000")
-    assert file.documents == 3 and file.loss is not None
-    assert 0 < file.loss[:].sum() < len(file.loss) == file.tokens
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--workers", "0"], "--workers: 0: must be a whole number of at least 1"),
-        (["--tokenizer", "none"], "--tokenizer: none: no such folder"),
-        (["--input", "none*"], '--input "none*": no file matches this pattern'),
-        (["--output", "."], "--output: .: must be the name of something new"),
-    ],
-)
-def test_an_option_that_cannot_be_is_refused_naming_it(text, tmp_path, options, words):
-    ended = _run(text, tmp_path / "out", *options)
-    assert (ended.code, ended.out) == (2, "")
-    assert words in ended.err and "Traceback" not in ended.err
-    assert not list(tmp_path.iterdir())
-
-
 def test_neither_the_command_nor_a_worker_waits_for_pytorch(tmp_path):
     code = "import sys, titanlite.tools.tokenize, titanlite.data.prepare.chat; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
@@ -199,17 +167,3 @@ def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
     ended = finish(process)
     assert not (tmp_path / "out").exists()
     assert (ended.code, ended.out, ended.err, ended.left) == (130, "", "", [])
-
-
-@pytest.mark.slow
-def test_another_command_is_refused_while_one_is_at_work_and_after_it_was_killed(text, tmp_path):
-    process = _tokenize(text, tmp_path / "out", "--workers", "2")
-    until(lambda: (tmp_path / "out.unfinished" / "plan.json").exists())
-    ended = _run(text, tmp_path / "out", "--workers", "2")
-    assert ended.code == 2 and "another command is running" in ended.err
-    os.killpg(process.process.pid, signal.SIGKILL)
-    finish(process)
-    ended = _run(text, tmp_path / "out", "--append-eos")
-    assert ended.code == 2 and "end of text was None, is" in ended.err
-    with open(tmp_path / "out.unfinished" / "lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it

@@ -62,20 +62,3 @@ def test_an_error_of_the_model_is_one_line_with_mesh_file_line_and_module(tmp_pa
     assert ended.code == 2
     place = line_of("mixed_tensors", "        return x * self.weight")
     assert re.match(rf"mesh tp=2: rank [01] of 2, .*: {re.escape(place)}, layers\.0\.factor: RuntimeError: ", line)
-
-
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (["--mesh", "1"], "at least two meshes"),
-        (["--mesh", "1", "--mesh", "tp=x"], '--mesh "tp=x"'),
-        (["--mesh", "1", "--mesh", "dp=2"], '--mesh "dp=2"'),
-        (["--mesh", "1", "--mesh", "tp=3"], "parallelism.tensor_parallel_degree = 3"),
-        (["--mesh", "1", "--mesh", "tp=2", "--training.stesp", "3"], "training.stesp"),
-    ],
-)
-def test_a_wrong_request_is_refused_before_anything_runs(tmp_path, words, fault):
-    ended = verify(tmp_path, "tests.tiny", *words)
-    assert ended.code == 2
-    assert fault in ended.err
-    assert "Traceback" not in ended.err

@@ -1,4 +1,4 @@
-"""Run folders that cannot be written, folders that collide, garbage in the files of a run, and what retention must keep."""
+"""Run folders that cannot be written, and folders that collide. Garbage in the files of a run: files.py."""
 
 import functools
 import json
@@ -15,7 +15,6 @@ from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.loop.checks import check
 from titanlite.loop.divergence import Incidents
 from titanlite.loop.metrics import Reporter
-from titanlite.tools import replay
 
 Make = Callable[[Path], Callable[[], object]]
 
@@ -35,7 +34,7 @@ _FOLDERS = {  # keys that name folders in a run's -> the defaults
 }
 _FILES = (".lock", "config.toml", "provenance.json", "metrics.jsonl", "routing.json", "incidents.jsonl", "checkpoint/.lock")
 _STEP = "step-00000010"
-_DRAWN = 80  # cases of each product
+_DRAWN = 80  # cases
 
 
 def start(*options: str) -> None:
@@ -134,67 +133,8 @@ def colliding_options() -> Iterator[Case]:
             yield case(name, in_a_run(lambda out: None, *options), re.escape(other))
 
 
-# ----------------------------------------------------------------------------------------------------------- garbage in files
-
-GARBAGE: dict[str, bytes] = {
-    "nothing": b"",
-    "zeros": bytes(100) + b"\n",
-    "not UTF-8": b'{"step": "\xff\xfe"}\n',
-    "a number": b"3\n",
-    "null": b"null\n",
-    "a text": b'"text"\n',
-    "a list of a number": b"[3]\n",
-    "an empty object": b"{}\n",
-    "a step that is a text": b'{"step": "x"}\n',
-    "deep": b"[" * 20_000 + b"]" * 20_000 + b"\n",
-    "a line of another program": b"2026-01-01 started\n",
-    "5,000 digits": b'{"step": ' + b"9" * 5_000 + b"}\n",
-}
-_HARMLESS = {"nothing"}
-
-
-def garbage_in_files() -> Iterator[Case]:
-    """Files of the right kind with other contents. A lock, the last start's files and half written files are replaced."""
-    for name in _FILES:
-        for what, content in GARBAGE.items():
-
-            def put(out: Path, name: str = name, content: bytes = content) -> None:
-                (out / "provenance.json").write_text("[]")
-                above(out / name).write_bytes(content)
-
-            right = name not in ("metrics.jsonl", "incidents.jsonl") or what in _HARMLESS
-            yield case(f"{name} holds {what}", in_a_run(put), re.escape(name), right)
-
-
-# ------------------------------------------------------------------------------------------------------------- other commands
-
-
-def replayed() -> None:
-    replay.setting_of(Path("out"), 5)
-    replay.reports_of(Path("out"))
-
-
-def replays() -> Iterator[Case]:
-    """`titanlite replay` of a folder with something else than config.toml."""
-    things: dict[str, Callable[[Path], object]] = {
-        "a folder": os.mkdir,
-        "a FIFO": os.mkfifo,
-        "a dangling link": lambda path: path.symlink_to("nowhere"),
-        "a link to itself": lambda path: path.symlink_to(path.name),
-    }
-    for thing, put in things.items():
-        make = in_a_run(lambda out, put=put: put(out / "config.toml"), action=replayed)
-        yield case(f"replay: config.toml is {thing}", make, r"config\.toml")
-    for what in ("zeros", "not UTF-8", "deep", "a number", "a line of another program"):
-        make = in_a_run(lambda out, content=GARBAGE[what]: (out / "config.toml").write_bytes(content), action=replayed)
-        yield case(f"replay: config.toml holds {what}", make, r"config\.toml")
-
-
 def cases(seed: int) -> Iterator[Case]:
-    """Of the products of folders and of contents a part, drawn; all of the others."""
-    draw = random.Random(f"places {seed}")
-    for product in (colliding_options, garbage_in_files):
-        found = list(product())
-        yield from draw.sample(found, min(_DRAWN, len(found)))
+    """Of the folders that collide a part, drawn; all of the others."""
+    found = list(colliding_options())
+    yield from random.Random(f"places {seed}").sample(found, min(_DRAWN, len(found)))
     yield from run_folders()
-    yield from replays()

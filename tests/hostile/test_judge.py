@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,17 +51,3 @@ def test_an_input_that_may_be_accepted_must_have_the_right_result(tmp_path: Path
 
     assert judge(Case("judge", "right", lambda _: lambda: None, "-", right=True), tmp_path) == []
     assert "3 tokens" in judge(Case("judge", "wrong", lambda _: wrong, "-", right=True), tmp_path)[0]
-
-
-def test_a_case_may_state_its_exit_code_and_the_files_that_a_refusal_writes(tmp_path: Path) -> None:
-    def ended() -> None:
-        Path("report").write_text("a traceback")
-        print("KeyError: 'boom'", file=sys.stderr)
-        sys.exit(1)
-
-    def case(**words: Any) -> Case:
-        return Case("judge", "report", lambda _: ended, "boom", **words)
-
-    for number, (words, faults) in enumerate([({}, 2), ({"code": 1}, 1), ({"code": 1, "leaves": "rep.*"}, 0)]):
-        (tmp_path / str(number)).mkdir()
-        assert len(judge(case(**words), tmp_path / str(number))) == faults

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests import hf_folders
-from tests.tiny import FLAVORS, Model
-from tests.token_files import TEXTS, write_file, write_jsonl
+from tests.token_files import TEXTS, write_jsonl
 from titanlite.config.schema import Config
 from titanlite.data.batch import to_batch
 from titanlite.data.mixture import Data, open_data
@@ -21,7 +20,6 @@ from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.manifest import SEAL
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
-from titanlite.inference import generate
 from titanlite.loop.loss import summed_loss
 
 BEGIN, BOTH = "<s> $A", "<s> $A </s>"
@@ -186,27 +184,3 @@ def test_token_files_of_titanlite_0_1_are_refused(tmp_path):
     (tmp_path / "tokens" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"tokens/manifest\.json: titanlite 0\.1 wrote it.*tokenize the text again"):
         opened(folder, tmp_path / "tokens", add_bos=False)
-
-
-@pytest.mark.parametrize("has", [True, False])
-def test_files_of_other_tools_are_judged_by_their_first_document(tmp_path, has):
-    folder = assets(tmp_path / "assets")
-    bos, eos = torchtitan_stream(folder, [""])
-    write_file(tmp_path / "theirs", [[bos] * has + [7] * 20 + [eos]] * 3)
-    assert opened(folder, tmp_path / "theirs", add_bos=has)
-    with pytest.raises(UserError, match=f"theirs: its texts begin with .*set training.add_bos = {json.dumps(has)}"):
-        opened(folder, tmp_path / "theirs", add_bos=not has)
-
-
-# --------------------------------------------------------------------------------------------------------------- inference
-
-
-@pytest.mark.parametrize(("add_bos", "begins"), [(None, True), (True, True), (False, False)])
-def test_a_prompt_begins_as_a_document_of_the_training_and_once(tmp_path, monkeypatch, add_bos, begins):
-    loaded = load_tokenizer(str(assets(tmp_path, BOTH)), add_bos=add_bos)
-    seen: list[list[int]] = []
-    monkeypatch.setattr(generate, "generate", lambda _model, prompts, *_: seen.extend(prompts) or [[] for _ in prompts])
-    generate.continue_texts(Model(FLAVORS["plain"]), loaded, ["some text", "<s>some text", ""], 1, generate.Sampling(), 1)
-    plain = loaded.tokenizer.encode("some text", add_special_tokens=False).ids
-    start = list(loaded.bos) if begins else []
-    assert seen == [[*start, *plain], [*loaded.bos, *plain], start or [loaded.end_of_text]]

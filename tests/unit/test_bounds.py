@@ -41,10 +41,6 @@ def ends(key: str) -> list[float]:
     return [allowed[0], allowed[-1]]
 
 
-def test_there_are_such_keys():
-    assert {"optimizer.lr", "lora.alpha", "optimizer.eps", "lr_scheduler.decay_ratio", "source.weight"} <= FLOATS.keys()
-
-
 @pytest.mark.parametrize("key", FLOATS)
 def test_the_smallest_and_the_largest_value_are_normal_numbers_of_float32(key):
     for value in ends(key):

@@ -1,8 +1,5 @@
 """Chats become the tokens that transformers makes of them, and only what the assistant says is to be learnt."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.chat_templates import (
@@ -60,16 +57,6 @@ def test_what_counts_is_every_turn_of_the_assistant_and_the_token_that_ends_it(t
             assert chat._tokenizer.decode(ids[:number], skip_special_tokens=False).endswith(before)
 
 
-def test_calls_of_tools_and_missing_content_are_the_templates_business(tmp_path):
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<2>"}}}]}
-    chat = [USER, call, {"role": "tool", "content": "4"}, ASSISTANT]
-    found = load(tmp_path, LLAMA)
-    assert said(found, chat) == ['{"name": "add", "arguments": {"a": "<2>"}}<|eot_id|>', "It is 4.<|eot_id|>"]
-    assert found.encode(chat)[0] == oracle(tmp_path).apply_chat_template(chat, return_dict=True)["input_ids"]
-    with pytest.raises(ValueError, match=r"the chat template refuses it: .*content"):
-        load(tmp_path, CHATML).encode(chat)
-
-
 # ------------------------------------------------------------------------------------------------------ tools and weights
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -89,8 +76,6 @@ def test_tools_beside_the_messages_give_the_tokens_of_transformers(tmp_path, tem
     [
         ([TOOL], "does not render the tools"),
         ("[]", "tools must be a list of objects, not '\\[\\]'"),
-        ([3], "tools must be a list of objects"),
-        ([{"name": "<|im_end|>"}], r"tools spells <\|im_end\|>"),
     ],
 )
 def test_tools_that_cannot_be_given_to_the_template_are_refused(tmp_path, tools, reason):
@@ -116,9 +101,7 @@ def test_a_turn_of_weight_0_is_not_learnt_and_the_others_are_as_without_weights(
     ("weights", "reason"),
     [
         ([None, 0.5], 'message 2: "weight" must be 0 or 1, not 0.5'),
-        ([None, "0"], "message 2: \"weight\" must be 0 or 1, not '0'"),
         ([1, 1], 'message 1: "weight" is 1, but only turns of the assistant are learnt'),
-        ([0, 0], "with a weight other than 0, so it has no labels"),
     ],
 )
 def test_a_weight_that_means_nothing_is_refused(tmp_path, weights, reason):
@@ -135,11 +118,8 @@ _WHOLE = "<s>{{ m.role }}:{{ m.content }}</s>"
     ("template", "turn", "reason"),
     [
         (CHATML, _CALL, '"tool_calls" of message 2'),
-        (CHATML_TAGGED, _CALL, '"tool_calls" of message 2'),
-        (MISTRAL, _CALL, '"tool_calls" of message 2'),
         ("{% for m in messages %}{% if m.role != 'assistant' or loop.last %}" + _WHOLE + "{% endif %}{% endfor %}", ASSISTANT,
          '"content" of message 2'),
-        ("{% for m in messages if m.role == 'user' %}" + _WHOLE + "{% endfor %}", ASSISTANT, '"content" of message 2'),
         ("{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}"
          "{% endgeneration %}{% endif %};{% endfor %}", {"role": "assistant", "content": "6"}, '"content" of message 2'),
         ("{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}!{% endgeneration %}{% endif %}{% endfor %}",
@@ -174,8 +154,6 @@ def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(t
     ("template", "words"),
     [
         ("a\n{% for x in %}", ["tokenizer_config.json", "line 2", "Expected an expression"]),
-        ("{% generation %}", ["tokenizer_config.json", "line 1", "endgeneration"]),
-        ("{{ messages | nosuch }}", ["tokenizer_config.json", "nosuch"]),
         (
             [{"name": "rag", "template": "x"}],
             ["tokenizer_config.json: broken chat template", "none of its templates is called"],
@@ -189,33 +167,14 @@ def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, w
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_workers_need_neither_torch_nor_transformers(tmp_path):
-    write(tmp_path, CHATML, byte_level())
-    program = (
-        "import sys; from titanlite.data.prepare.chat import load_template;"
-        f"load_template({str(tmp_path)!r}).encode({CHATS['one turn']!r});"
-        "print({'torch', 'transformers'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 # ---------------------------------------------------------------------------------------------------- what cannot be used
 
 
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ("hello", "must be a list"),
-        (["hello"], "must be a list of objects"),
-        ([], "no messages"),
-        ([{"content": "x"}], "message 1 must have a string under \"role\""),
-        ([USER, {"role": "assistant"}], 'message 2 must have "content"'),
-        ([USER, {"role": "assistant", "content": 5}], "message 2: .*must be a string or a list of text parts, not 5"),
         ([USER], "no message is the assistant's"),
         ([{"role": "user", "content": "a</s>b"}, ASSISTANT], "message 1 spells </s>"),
-        ([USER, {**ASSISTANT, "tool_calls": [{"name": "<|im_end|>"}]}], r"message 2 spells <\|im_end\|>"),
-        ([{"role": "[INST]", "content": ""}, ASSISTANT], r"message 1 spells \[INST\]"),
         ([USER, {"role": "assistant", "content": "\ufdd0"}], "U\\+FDD0"),
         ([{"role": "wizard", "content": ""}, ASSISTANT], "the chat template refuses it: unknown role wizard"),
     ],
@@ -235,17 +194,10 @@ def test_a_chat_that_cannot_be_used_is_refused_with_the_reason(tmp_path, message
             "{% if add_generation_prompt %}<s>assistant:{% endif %}",
             "rewrites message 2 when others follow; put {% generation %}",
         ),
-        # the prompt begins a thought that the turn does not
-        (
-            "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
-            "{% if add_generation_prompt %}<s>assistant:<think>{% endif %}",
-            "opens message 2 differently from its own prompt; put {% generation %}",
-        ),
         (
             "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}",
             "ignores add_generation_prompt, so headers cannot be recognized; put {% generation %}",
         ),
-        ("{% if false %}{% generation %}x{% endgeneration %}{% endif %}{{ messages }}", "enclose no text"),
         (
             "{% set x %}{% generation %} x {% endgeneration %}{% endset %}{{ x | trim }}",
             "changes the text between its generation tags",
@@ -261,23 +213,9 @@ def test_a_template_that_does_not_tell_what_the_assistant_says_is_refused(tmp_pa
     "attack",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__class__.__base__.__subclasses__() }}",
-        "{{ raise_exception.__globals__['json'] }}",
-        "{{ dict.__globals__['os'] }}",
-        "{{ strftime_now.__self__.__class__ }}",
-        "{{ ''|attr('__class__')|attr('__mro__') }}",
-        "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{{ namespace(__class__=5).__class__.__base__ }}",
-        "{% set ns = namespace() %}{% set ns.__init__ = 5 %}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ self._TemplateReference__context.environment }}",
         "{{ lipsum.__globals__['os'].popen('id').read() }}",
-        "{{ cycler.__init__.__globals__ }}",
         "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-        "{% extends '/etc/passwd' %}",
         "{{ messages.append(1) }}",
-        "{{ messages[0].update({'role': 'x'}) }}",
         "{{ range(100000000) | list }}",
     ],
 )

@@ -1,14 +1,10 @@
 """Chats with every JSON type in every field: transformers' tokens, or a refusal; never a list as Python writes it."""
 
 import itertools
-import json
 
 import pytest
 
-from tests.chat_templates import ASSISTANT, CHATML, LLAMA, USER, byte_level, load, oracle, write
-from titanlite.data.prepare.cache import tokenized
-from titanlite.data.tokenizer import load_tokenizer
-from titanlite.ground.errors import UserError
+from tests.chat_templates import ASSISTANT, CHATML, LLAMA, USER, load, oracle
 
 _END = "</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 _FIELDS = "{{ m.name if m.name is defined }}{{ m.thinking if m.thinking is defined }}"
@@ -76,16 +72,3 @@ def test_every_json_type_in_every_field_gives_transformers_tokens_or_a_reason(tm
                 assert str(value) not in chat._tokenizer.decode(ids, skip_special_tokens=False), messages
     assert len(refused) > 100 and rendered > 50, (len(refused), rendered)
     assert any('a part of "content" must be {"type": "text", "text": "..."}' in reason for reason in refused)
-
-
-def test_a_part_that_is_no_text_is_refused_with_file_and_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "assets").mkdir()
-    assets = write(tmp_path / "assets", TEMPLATES["prints"], byte_level())
-    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:" + "x" * 1000}}]}
-    lines = [{"messages": [{"role": "user", "content": ONE}, ASSISTANT]}, {"messages": [image, ASSISTANT]}]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(UserError, match=r"chats\.jsonl, line 2") as error:
-        tokenized(str(path), "training.dataset_path", load_tokenizer(assets), assets)
-    assert len(str(error.value)) < 500

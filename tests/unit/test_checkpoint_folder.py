@@ -25,10 +25,7 @@ from titanlite.checkpoint.folder import (
 )
 from titanlite.checkpoint.save import Saver
 from titanlite.config.operation import Checkpoint
-from titanlite.config.schema import Optimizer
 from titanlite.ground.errors import UserError
-from titanlite.optim.state import checkpoint_bytes
-from titanlite.registry.family import load_family
 
 RUN = "8f0e"
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}, "run": RUN}
@@ -86,22 +83,12 @@ def test_the_complete_checkpoints_are_listed_by_number_and_nothing_else_is(tmp_p
     ("keys", "steps", "deleted"),
     [
         ({"keep_latest_k": 0}, range(0, 100, 5), []),
-        ({"keep_latest_k": 1}, [5], []),
         ({"keep_latest_k": 1}, [5, 10, 15], [5, 10]),
         ({"keep_latest_k": 2}, [5, 10, 15], [5]),
-        ({"keep_latest_k": 3}, [5, 10, 15], []),
-        ({"keep_latest_k": 9}, [5, 10, 15], []),
         ({"keep_latest_k": 1}, [15, 5, 10], [5, 10]),
-        ({"keep_latest_k": 1}, [], []),
-        ({"keep_latest_k": 1, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5, 15]),
         ({"keep_latest_k": 2, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5, 15]),
-        ({"keep_latest_k": 3, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5]),
-        ({"keep_latest_k": 1, "keep_every_n_steps": 1}, [5, 10, 15], []),
-        ({"keep_latest_k": 1, "keep_every_n_steps": 100}, [5, 10, 15], [5, 10]),
         ({"keep_latest_k": 1, "load_step": 5}, [5, 10, 15], [10]),
-        ({"keep_latest_k": 1, "load_step": 7}, [5, 10, 15], [5, 10]),
         ({"keep_latest_k": 1, "load_step": 0}, [0, 5], []),
-        ({"keep_latest_k": 1, "load_step": -1}, [0, 5], [0]),
         ({"keep_latest_k": 1, "load_step": 15, "keep_every_n_steps": 10}, [5, 10, 15, 20, 25], [5]),
     ],
 )
@@ -169,15 +156,6 @@ def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_l
     make(tmp_path, 20)
     retire(tmp_path, keys, RUN)
     assert found(tmp_path) == names(15, 20)
-
-
-def test_a_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, monkeypatch):
-    make(tmp_path, 5)
-    stop_deleting(monkeypatch)
-    saver = Saver(tmp_path, Checkpoint(enable=True, keep_latest_k=1), 60)
-    saver.save(10, {"a": torch.ones(2)}, NUMBERS)
-    saver.finish()
-    assert list_steps(tmp_path) == [10]
 
 
 @pytest.mark.parametrize(
@@ -264,15 +242,6 @@ def test_what_a_killed_run_has_left_half_written_counts_as_room_since_it_is_dele
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(bytes(250))
     assert not list(room_faults(tmp_path, 1000, Checkpoint(enable=True)))
-
-
-def test_a_checkpoint_is_as_large_as_masters_and_moments():
-    def parameters(model: torch.nn.Module, trained: bool) -> int:
-        return sum(p.numel() for p in model.parameters() if p.requires_grad == trained)
-
-    model = load_family("tests.tiny_odd", "frozen").on_meta()
-    assert parameters(model, False) > 0
-    assert checkpoint_bytes(model, Optimizer()) == 12 * parameters(model, True) + 4 * parameters(model, False)
 
 
 # -------------------------------------------------------------------------------------------------------------- trying it out

@@ -1,6 +1,5 @@
 """The manifest of a checkpoint: numbers come back as they were, and no change of a byte passes for what was written."""
 
-import json
 import math
 import os
 from typing import Any
@@ -24,12 +23,6 @@ NUMBERS: dict[str, Any] = {
 FILES = {".metadata": Contents(5310, "8f" * 16), "__0_0.distcp": Contents(0, "a0" * 16)}
 
 
-def raw(text: str) -> str:
-    """A manifest of this body, as one who knows how would write it."""
-    body = json.dumps(json.loads(text), indent=1)
-    return f'{body[:-2]},\n "xxh3_128": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
-
-
 @pytest.fixture
 def written(tmp_path) -> bytes:
     """What `write` has made of NUMBERS and FILES; the file is in tmp_path."""
@@ -39,26 +32,6 @@ def written(tmp_path) -> bytes:
 
 def test_what_was_written_is_read(tmp_path, written):
     assert manifest.read(tmp_path) == Manifest(NUMBERS, FILES)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        'Größe 模型 \U0001f9ea \u2028 " \\ \n\r\t \x00 \x7f',
-        "\ud800",  # what Python makes of a file name that is not UTF-8
-        [0.1, 1e-300, 5e-324, -0.0, 1.7976931348623157e308, 2.0, 3e-4],
-        [math.inf, -math.inf],
-        [2**63, -1, 0, True, None],
-        {"": {"a": [[], {}]}},
-    ],
-    ids=["text", "surrogate", "floats", "infinite", "whole", "nested"],
-)
-def test_every_number_and_text_comes_back_as_it_was(tmp_path, value):
-    numbers = NUMBERS | {"config": {"training": {"value": value}}}
-    manifest.write(tmp_path, Manifest(numbers, FILES))
-    found = manifest.read(tmp_path).numbers
-    assert found == numbers
-    assert repr(found["config"]) == repr(numbers["config"])  # == holds between 1, 1.0 and True, and between 0.0 and -0.0
 
 
 # ------------------------------------------------------------------------------------------------------------------- damage
@@ -110,20 +83,6 @@ def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp
         manifest.read(tmp_path)
 
 
-@pytest.mark.parametrize("body", [
-    '{"step": 1}',  # no format
-    json.dumps({"format": 3, **NUMBERS}),  # no files
-    json.dumps({"format": 3, **NUMBERS, "files": [1]}),
-    json.dumps({"format": 3, **NUMBERS, "files": {"a": 1}}),
-    json.dumps({"format": 3, **NUMBERS, "files": {"a": {"bytes": 1}}}),
-    json.dumps({"format": 3, **NUMBERS, "files": {"a": {"bytes": "many", "xxh3_128": "0"}}}),
-], ids=["no format", "no files", "list", "number", "no checksum", "word"])  # fmt: skip
-def test_a_manifest_whose_checksum_is_right_and_which_lacks_something_is_refused(tmp_path, body):
-    (tmp_path / manifest.FILE).write_text(raw(body))
-    with pytest.raises(UserError, match=f"{tmp_path / manifest.FILE}: is "):
-        manifest.read(tmp_path)
-
-
 SOURCE = {"name": "a", "documents": 3, "tokens": 90, "fingerprint": "8f", "share": 1.0}
 RUN = NUMBERS | {
     "data": {"tokenizer": "8f0e", "beginning": "no BOS", "sources": [SOURCE]},
@@ -133,28 +92,6 @@ RUN = NUMBERS | {
     "loss_count": 1,
     "of a later version": [],
 }
-
-
-def test_the_numbers_of_a_run_are_read(tmp_path):
-    manifest.write(tmp_path, Manifest(RUN, FILES))
-    assert manifest.read(tmp_path).numbers == RUN
-
-
-@pytest.mark.parametrize(
-    ("number", "value", "place"),
-    [
-        ("model_source", "import torch", "model_source = "),
-        ("model_source", {"models.llama3": "import torch"}, r"model_source.models.llama3 = "),
-        ("model_source", {"models.llama3": {"hash": 5, "text": ""}}, r"model_source.models.llama3.hash = "),
-        ("data", {"sources": [SOURCE | {"share": None}]}, r"data.sources.0.share = "),
-        ("step", "100", "step = "),
-        ("config", [], "config = "),
-    ],
-)
-def test_nonsense_whose_checksum_is_right_is_damage_that_names_the_entry(tmp_path, number, value, place):
-    manifest.write(tmp_path, Manifest(RUN | {number: value}, FILES))
-    with pytest.raises(Damaged, match=f"{tmp_path / manifest.FILE}: is damaged: {place}"):
-        manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize(

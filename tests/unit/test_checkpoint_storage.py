@@ -1,7 +1,6 @@
 """No code from data: what a forged checkpoint asks for is not done, whatever file it asks in, and the file is named."""
 
 import copy
-import errno
 import io
 import os
 import pickle
@@ -26,7 +25,6 @@ from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
 from titanlite.config.operation import Checkpoint
-from titanlite.ground.errors import UserError
 
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 DATA = "__0_0.distcp"
@@ -138,20 +136,9 @@ def call(module: str, name: str, argument: str) -> dict[str, bytes]:
     ("module", "name"),
     [
         ("os", "system"),
-        ("posix", "system"),
-        ("builtins", "eval"),
         ("builtins", "getattr"),
-        ("subprocess", "check_call"),
-        ("pickle", "loads"),
-        ("torch", "load"),
-        ("torch.serialization", "load"),
         ("torch.serialization", "os.system"),  # a dotted name reaches what a module has imported
-        ("torch.distributed.checkpoint.metadata", "os.system"),
-        ("torch.distributed.checkpoint.filesystem", "os.system"),
         ("torch.distributed.checkpoint.filesystem", "FileSystemReader"),
-        ("torch", "Size.__new__"),
-        ("torch", "float32.__reduce__"),
-        ("torch", "os"),
         ("titanlite.checkpoint.storage", "pickle.loads"),
     ],
 )
@@ -195,9 +182,7 @@ def in_metadata(field: str) -> Callable[[Path, Evil], bytes]:
 
 WAYS: dict[str, Callable[[Path, Evil], bytes]] = {
     "pickle": lambda source, evil: pickle.dumps(evil),
-    "oldest pickle": lambda source, evil: pickle.dumps(evil, protocol=0),
     "torch.save": lambda source, evil: saved(evil),
-    "torch.save, old": lambda source, evil: saved(evil, zipped=False),
     "torch.save, beside a tensor": lambda source, evil: saved({"weight": torch.ones(3, 4), "more": evil}),
     **{f"metadata, {field}": in_metadata(field) for field in ("tensors", "storage", "planner_data", "storage_meta", "version")},
 }
@@ -258,34 +243,17 @@ def entry(value: Any) -> Callable[[Metadata, Path], None]:
 # what is changed in sound metadata, and what is said of it
 LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "the manifest does not list"),
-    "its own file, the long way": (change(relative_path=f"../step-00000010/{DATA}"), "the manifest does not list"),
     "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "the manifest does not list"),
     "not in the manifest": (change(relative_path="__1_0.distcp"), "the manifest does not list"),
-    "the manifest itself": (change(relative_path=manifest.FILE), "the manifest does not list"),
-    "a number": (change(relative_path=5), "the manifest does not list"),
-    "no name": (change(relative_path=None), "is refused: "),
-    "beyond the end": (change(offset=10**9), "is in bytes 1000000000 to "),
     "beyond the end by one": (
         lambda found, source: change(length=(source / DATA).stat().st_size - weight(found).offset + 1)(found, source),
         "is in bytes",
     ),
-    "before the beginning": (change(offset=-1), "is in bytes -1 to"),
-    "backwards": (change(length=-1), "is in bytes"),
     "text for a place": (change(offset="0"), "is refused: "),
-    "no length": (change(length=None), "is refused: "),
     "transformed": (change(transform_descriptors=["zstd"]), "is transformed by ['zstd']"),
     "bytes": (entry(BytesStorageMetadata()), "BytesStorageMetadata, which no titanlite checkpoint"),
-    "no tensor": (entry(5), "'model.weight' is not a tensor"),
-    "no name of a tensor": (lambda found, source: found.state_dict_metadata.update({5: None}), "5 is not a tensor"),
     "a place of no name": (lambda found, _: found.storage_data.update({"a": copy.copy(weight(found))}), "has no location"),
-    "half of a tensor": (
-        lambda found, _: setattr(found.state_dict_metadata["model.weight"].chunks[0], "sizes", torch.Size([1, 4])),
-        "its 1 parts hold 4 of 12 elements",
-    ),
-    "none of a tensor": (lambda found, _: found.state_dict_metadata["model.weight"].chunks.clear(), "0 of 12 elements"),
-    "a tensor of no place": (lambda found, source: found.storage_data.update({MetadataIndex("a"): 5}), "has no location"),
     "no tensors": (lambda found, source: setattr(found, "state_dict_metadata", None), "is not the metadata of a checkpoint"),
-    "no places": (lambda found, source: setattr(found, "storage_data", None), "is not the metadata of a checkpoint"),
 }  # fmt: skip
 
 
@@ -356,54 +324,3 @@ def test_a_stored_value_that_is_not_the_tensor_it_is_said_to_be_is_refused(sourc
     with pytest.raises(Damaged, match="is refused: ") as raised:
         read(source)
     assert str(raised.value).startswith(f"{source / DATA}: is refused: ")
-
-
-def test_a_file_that_cannot_be_read_after_all_is_said_to_be_so(source):
-    found = load.verified(source)
-    (source / DATA).unlink()
-    with pytest.raises(Damaged, match=f"{source / DATA}: is missing"):
-        load.load_tensors(source, found, sample())
-
-
-# ------------------------------------------------------------------------------------------------------------------- writing
-
-
-class Small(io.FileIO):
-    """A file on a disk with room for so many bytes."""
-
-    room = 0
-
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > self.room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data)
-
-
-@pytest.mark.parametrize("room", [0, 1, 64, 100, 500, 598, 704, 1000, 1100, 2000, 2400, 4000])
-def test_wherever_in_a_file_the_disk_is_full_that_is_what_is_said(tmp_path, monkeypatch, room):
-    """torch.save closes its archive even then, and fails of an "unexpected pos" in place of the disk."""
-    monkeypatch.setattr(storage, "open", lambda path, mode, buffering: Small(path, mode), raising=False)
-    monkeypatch.setattr(Small, "room", room)
-    saver = Saver(tmp_path, Checkpoint(enable=True), 60)
-    saver.save(10, sample(), NUMBERS)
-    with pytest.raises(UserError, match="No space left on device"):
-        saver.finish()
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(Small, "room", 10**6)
-    saver.save(11, sample(), NUMBERS)
-    saver.finish()
-    assert torch.equal(read(tmp_path / "step-00000011")["scale"], sample()["scale"])
-
-
-def test_a_folder_that_is_gone_fails_the_save_and_not_the_run(tmp_path):
-    """As where a network's disk is lost: not even how much room there is can be read."""
-    (tmp_path / "run").mkdir()
-    saver = Saver(tmp_path / "run/checkpoint", Checkpoint(enable=True), 60)
-    (tmp_path / "run").rmdir()
-    (tmp_path / "run").write_text("in its place")
-    saver.save(10, sample(), NUMBERS)
-    assert "step-00000010: could not be saved: " in saver.failure
-    (tmp_path / "run").unlink()
-    saver.save(11, sample(), NUMBERS)
-    saver.finish()
-    assert torch.equal(read(tmp_path / "run/checkpoint/step-00000011")["scale"], sample()["scale"])

@@ -119,14 +119,6 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
     assert family_of(config.model).config == dimensions
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_check_names_what_else_is_missing(tmp_path, name):
-    config = read_config(converted(tmp_path, toml(LETTERS[name])), own_paths(tmp_path))
-    with pytest.raises(Faults) as caught:
-        check(config, name, 8, open_files=False)
-    assert REFUSED[name] in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("theirs", "line"),
     [

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as partitioner
@@ -13,8 +12,7 @@ from torch.nn.attention import flex_attention as flex
 
 from models import attention as their
 from models import llama3
-from models.attention import Attention, SeqInfo, block_mask, dense_mask
-from models.blocks import positions_in_documents
+from models.attention import block_mask, dense_mask
 from tests.tiny import FLAVORS
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import sequence_of, summed_loss
@@ -86,21 +84,6 @@ def loss_and_gradients(model: nn.Module, batches: list[Batch]) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("flavor", ["plain", "scaled"])
-def test_a_packed_row_gives_the_logits_of_its_documents_one_by_one(name, flavor):
-    lengths, padding = ROWS[name]
-    batch, model = packed(lengths, padding), tiny(flavor)
-    seq = SeqInfo(positions_in_documents(batch.documents), batch.documents)
-    logits = model.head(model(batch.inputs(), seq))
-    for row, first, tokens in alone(batch, lengths):
-        tokens = tokens[: _SEQ - first]
-        if not len(tokens):
-            continue
-        expected = model.head(model(tokens[None], SeqInfo(torch.arange(len(tokens))[None])))[0]
-        assert distance(logits[row, first : first + len(tokens)], expected) < 1e-5
-
-
-@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
 def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents_one_by_one(name, flavor, record_property):
     lengths, padding = ROWS[name]
@@ -116,19 +99,6 @@ def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents_one_by_one(n
     record_property("worst", worst)
     assert abs(loss / expected_loss - 1) < 1e-5
     assert worst < 1e-5
-
-
-def test_without_documents_the_kernel_is_the_causal_one_bit_for_bit(monkeypatch):
-    def causal(self: Attention, q: Tensor, k: Tensor, v: Tensor, seq: SeqInfo) -> Tensor:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-    batch, model = packed(*ROWS["one fills the row"])._replace(documents=None), tiny()
-    loss, gradients = loss_and_gradients(model, [batch])
-    monkeypatch.setattr(Attention, "core", causal)
-    expected_loss, expected = loss_and_gradients(model, [batch])
-    assert torch.equal(loss, expected_loss)
-    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
 
 def test_positions_begin_again_in_each_document():

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -12,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from titanlite.config.schema import Config
 from titanlite.ground import errors
-from titanlite.ground.errors import UserError, at, phase
+from titanlite.ground.errors import at, phase
 from titanlite.ground.untrusted import Contents, read_json
-from titanlite.launch import failure, stacks
-from titanlite.launch.local_ranks import on_ranks
+from titanlite.launch import failure
 from titanlite.loop.metrics import Reporter
 
 
@@ -83,32 +80,6 @@ def test_a_phase_ends_with_its_block_and_stays_after_an_error():
     assert errors._position == (3, "opening the data")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (KeyError("boom"), 1, "KeyError: 'boom'"),
-        (RuntimeError("one\ntwo"), 1, "RuntimeError: one"),
-        (ValueError(), 1, "ValueError"),
-        (MemoryError(), 2, "out of memory"),
-        (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"),
-            2,
-            "out of memory, 2.00 GiB more were",
-        ),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory"),
-        (
-            OSError(28, "No space left on device", "out/config.toml.tmp"),
-            2,
-            "OSError: [Errno 28] No space left on device: 'out/",
-        ),
-        (FileNotFoundError(2, "No such file", "x"), 1, "FileNotFoundError"),
-    ],
-)
-def test_what_the_machine_lacks_is_for_the_user_to_correct(error, code, words):
-    assert failure.code_of(raised(error)) == code
-    assert f", starting: {words}" in failure.report(raised(error), "titanlite check")
-
-
 def test_no_full_disk_and_no_missing_home_keeps_a_report_back(tmp_path, monkeypatch, small_disk):
     fill(small_disk)
     monkeypatch.setenv("TITANLITE_CACHE", str(small_disk / "cache"))
@@ -119,17 +90,6 @@ def test_no_full_disk_and_no_missing_home_keeps_a_report_back(tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(small_disk))
     text = failure.report(raised(KeyError("boom")), "titanlite check")
     assert "KeyError: 'boom'" in text and "Traceback (most recent call last)" in text
-
-
-def test_a_rank_reports_where_its_own_dump_is_on_a_full_disk(small_disk, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
-    stacks.open_dump(small_disk, 0)
-    full = fill(small_disk)
-    assert stacks.report(raised(KeyError("boom"))) == 1
-    full.unlink()
-    stacks.close_dump()
-    [report] = (tmp_path / "cache/failures").iterdir()
-    assert "KeyError: 'boom'" in report.read_text()
 
 
 def test_metrics_on_a_full_disk_warn_and_are_written_when_there_is_room_again(small_disk, caplog):
@@ -152,20 +112,3 @@ def test_an_error_of_a_thread_is_reported_in_one_line(monkeypatch, capfd):
     thread.join()
     err = capfd.readouterr().err
     assert "thread reader, starting: KeyError: 'boom' (" in err and "Traceback" not in err
-
-
-def _fails(device: torch.device, kind: str) -> None:
-    with phase("opening the data"):
-        if kind == "has no memory":
-            torch.empty(2**60)
-        raise KeyError("boom")
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"), [("raises", "KeyError: 'boom'"), ("has no memory", "RuntimeError: .*allocate memory")]
-)
-def test_a_rank_of_a_tool_that_fails_is_reported_in_one_line(kind, words):
-    with pytest.raises(UserError) as caught:
-        on_ranks(1, _fails, kind)
-    where = "rank 0 of 1, starting, opening the data"
-    assert re.fullmatch(rf"{where}: {re.escape(__file__)}, line \d+: {words}.*; traceback: \S+", str(caught.value))

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import SwiGLU
-from titanlite.config.schema import Config
-from titanlite.tools import verify
 from titanlite.transforms.activation_checkpoint import chunk_feed_forward, unchunkable
 
 DIM, HIDDEN = 8, 12
@@ -65,12 +63,3 @@ def test_layers_that_cannot_compute_in_parts_are_named():
     assert unchunkable(model_of(layer_of(Noted))) == ""
     assert "no SwiGLU of models/blocks.py" in unchunkable(model_of(nn.Linear(DIM, DIM)))
     assert "forward of Gained takes more than x" in unchunkable(model_of(layer_of(), layer_of(Gained)))
-
-
-@pytest.mark.parametrize(("parts", "splits_sequences"), [(1, True), (2, False)])
-def test_verify_leaves_out_meshes_that_refuse_parts(parts, splits_sequences):
-    recompute = {"mode": "full", "sequence_chunks": parts}
-    model = {"name": "tests.tiny", "flavor": "plain"}
-    meshes = verify._default_meshes(Config.model_validate({"model": model, "activation_checkpoint": recompute}))
-    assert any("tp" in degrees for degrees in meshes) == splits_sequences
-    assert {"cp": 2} in meshes

@@ -5,9 +5,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from models.attention import Cache, SeqInfo
-from models.decoder import Decoder, Limits
-from tests.tiny import FLAVORS, Model
-from titanlite.ground.errors import UserError
+from models.decoder import Decoder
 from titanlite.inference.generate import Sampling, draw, generate, score
 from titanlite.registry.family import load_module
 
@@ -64,25 +62,6 @@ def test_forks_with_other_attention_or_a_recurrence_generate_and_score_as_withou
         logits = model.head(model(ids[:, :-1], SeqInfo(torch.arange(ids.shape[1] - 1)[None])))[0].log_softmax(-1)
         expected = logits[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None]).sum().item()
         assert logprob == pytest.approx(expected, abs=1e-3) and is_greedy
-
-
-def test_a_family_that_cannot_generate_is_refused_by_name():
-    class Forgetful(Model):
-        limits = Limits(generates=False)
-
-    class Uncached(Model):
-        def forward(self, x, seq):
-            return super().forward(x, seq._replace(cache=None))
-
-    for kind, fault in (
-        (Forgetful, r"declares LIMITS\[\"generates\"\] = False"),
-        (Uncached, "its layers keep nothing in seq.cache"),
-    ):
-        model = kind(FLAVORS["plain"]).apply(lambda module: [torch.nn.init.zeros_(p) for p in module.parameters()])
-        with pytest.raises(UserError, match=f"test_generate: .*{fault}"):
-            generate(model, PROMPTS, 2, None, GREEDY)
-        with pytest.raises(UserError, match=f"test_generate: .*{fault}"):
-            score(model, [([1, 2], [3])])
 
 
 def test_a_text_ends_before_the_token_that_ends_it_and_the_others_go_on():

@@ -86,21 +86,6 @@ def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
     _assert_equal(found, wanted, tolerance=3e-6)
 
 
-def test_gradients_accumulate_over_passes():
-    head, (hidden, labels) = _head(7), _inputs()
-    once = [gradient.clone() for gradient in _run(head, hidden, labels)[1]]
-    twice = _run(head, hidden, labels)[1]
-    torch.testing.assert_close(twice, [2 * gradient for gradient in once])
-
-
-@pytest.mark.parametrize("scale", [2.0**-3, 2.0**8, 3.0])
-def test_with_a_loss_scale_the_gradients_of_any_loss_are_those_without(scale):
-    head, (hidden, labels) = _head(7), _inputs()
-    wanted = _reference(head, hidden, labels, 1 / 24)
-    head.scale = torch.tensor(scale)
-    _assert_equal(_run(head, hidden, labels, 1 / 24), wanted, tolerance=3e-6)
-
-
 def test_in_float16_the_gradients_of_a_large_vocabulary_are_normal_numbers_where_the_loss_has_a_scale():
     """Of Llama's 128,256 softmax values each is about 8e-6, and float16's smallest normal number is 6.1e-5."""
     vocabulary, scale = 128_256, 2.0**10
@@ -123,22 +108,6 @@ def test_in_float16_the_gradients_of_a_large_vocabulary_are_normal_numbers_where
     assert error(with_scale=False) > 4 * error(with_scale=True)
 
 
-@pytest.mark.parametrize("chunk", [4, 30])
-def test_nothing_to_predict_gives_zero_loss_and_zero_gradients(chunk):
-    head, (hidden, labels) = _head(chunk), _inputs()
-    loss, gradients = _run(head, hidden, torch.full_like(labels, IGNORE))
-    assert loss == 0
-    assert all((gradient == 0).all() for gradient in gradients)
-
-
-def test_without_gradients_the_loss_is_the_same():
-    head, (hidden, labels) = _head(7), _inputs()
-    with torch.no_grad():
-        loss = head(hidden, labels)
-    assert not loss.requires_grad
-    assert torch.equal(loss, head(hidden, labels).detach())
-
-
 @pytest.mark.parametrize("frozen", ["output", "norm"])
 def test_a_frozen_part_gets_no_gradient_and_the_others_theirs(frozen):
     head, (hidden, labels) = _head(7), _inputs()
@@ -158,26 +127,6 @@ def test_logits_exist_one_chunk_at_a_time_forward_and_backward(chunk):
     wide = [shape for _, shape in made.seen if _VOCABULARY in shape and shape not in weight]
     assert chunk * _VOCABULARY // 2 < max(math.prod(shape) for shape in wide) <= chunk * _VOCABULARY
     assert max(math.prod(shape) for _, shape in made.seen) < _TOKENS * _VOCABULARY
-
-
-def test_without_labels_the_logits_are_the_projection():
-    head, (hidden, _) = _head(7), _inputs()
-    logits = head(hidden)
-    assert logits.shape == (_BATCH, _SEQ, _VOCABULARY)
-    wide = hidden.double()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt() * head.norm.weight.double()
-    torch.testing.assert_close(logits.double(), normed @ head.output.weight.double().T, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk", [7, 30])
-def test_bfloat16_stays_near_float32(chunk):
-    head, (hidden, labels) = _head(chunk), _inputs()
-    wanted = _reference(head, hidden, labels)
-    half = hidden.detach().bfloat16().requires_grad_()
-    loss, gradients = _run(head.bfloat16(), half, labels)
-    assert loss.dtype == torch.float32
-    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
-    _assert_equal((loss, gradients), wanted, tolerance=0.02)
 
 
 @pytest.mark.parametrize("chunk", [7, 30])

@@ -16,7 +16,6 @@ from tests import tiny
 from titanlite.registry.family import Family
 from titanlite.transforms.initialize import (
     _CHUNK,
-    _normal,
     _normal_table,
     _values_at,
     fill,
@@ -41,18 +40,6 @@ def _filled(*shape: int, name: str = "layers.0.ffn.w1.weight", std: float = 1.0,
 # -------------------------------------------------------------------------------------------------------- distribution
 
 
-@pytest.mark.parametrize("cutoff", [1.0, 2.0, 3.0, 5.0])
-def test_mean_and_deviation_are_those_of_the_truncated_normal(cutoff):
-    count, std = 2**20, 0.02
-    values = _filled(1024, 1024, std=std, cutoff=cutoff).double().numpy() / std
-    mass = _NORMAL.cdf(cutoff) - _NORMAL.cdf(-cutoff)
-    variance = 1 - 2 * cutoff * _NORMAL.pdf(cutoff) / mass
-    fourth = 3 - 2 * (cutoff**3 + 3 * cutoff) * _NORMAL.pdf(cutoff) / mass
-    assert abs(values.mean()) < 4 * (variance / count) ** 0.5
-    assert abs(values.var() - variance) < 4 * ((fourth - variance**2) / count) ** 0.5
-    assert np.abs(values).max() <= cutoff * (1 + 1e-6)
-
-
 @pytest.mark.parametrize("cutoff", [1.0, 3.0])
 def test_kolmogorov_smirnov_distance_to_the_truncated_normal(cutoff):
     values = np.sort(_filled(512, 512, cutoff=cutoff).double().numpy().ravel())
@@ -61,48 +48,6 @@ def test_kolmogorov_smirnov_distance_to_the_truncated_normal(cutoff):
     steps = np.arange(count + 1) / count
     distance = max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max())
     assert distance < 1.95 / count**0.5  # exceeded by one honest sample in a thousand
-
-
-def test_tails_are_filled():
-    values = _filled(2**20).numpy()
-    for bound in (2.0, 2.5, 2.9):
-        wanted = 2**20 * (_NORMAL.cdf(3.0) - _NORMAL.cdf(bound)) / (2 * _NORMAL.cdf(3.0) - 1)
-        for found in ((values > bound).sum(), (values < -bound).sum()):
-            assert abs(found - wanted) < 4 * wanted**0.5
-
-
-def test_values_are_as_distinct_as_float32_allows():
-    """Two draws are equal by chance with the density squared x the spacing of float32 numbers, integrated."""
-    count = 2**20
-    values = _filled(count).numpy()
-    at = np.linspace(-3, 3, 600_001)
-    density = np.exp(-(at**2) / 2) / math.sqrt(2 * math.pi) / (2 * _NORMAL.cdf(3.0) - 1)
-    spacing = np.spacing(np.abs(at).astype(np.float32)).astype(np.float64)
-    expected_pairs = count**2 / 2 * (density**2 * spacing).sum() * (at[1] - at[0])
-    repeated = count - len(np.unique(values))
-    assert repeated == pytest.approx(expected_pairs, rel=0.05)
-    assert repeated < 0.01 * count
-
-
-def test_neighbours_rows_columns_and_parameters_are_uncorrelated():
-    side = 512
-    values = _filled(side, side).double().numpy()
-    other_name = _filled(side, side, name="layers.1.ffn.w1.weight").double().numpy()
-    other_seed = _filled(side, side, seed=1).double().numpy()
-    pairs = [
-        (values.ravel()[:-1], values.ravel()[1:]),
-        (values[:-1], values[1:]),
-        (values, values.T * (1 - np.eye(side))),
-        (values, other_name),
-        (values, other_seed),
-        (np.abs(values).ravel()[:-1], np.abs(values).ravel()[1:]),
-    ]
-    for a, b in pairs:
-        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / side
-
-    between_rows = np.corrcoef(values)[np.triu_indices(side, 1)]
-    assert abs(between_rows.std() * side**0.5 - 1) < 0.02
-    assert np.abs(between_rows).max() < 6 / side**0.5
 
 
 def _with(distribution, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -202,31 +147,6 @@ def test_values_depend_on_seed_and_name_and_nothing_else():
     assert torch.equal(first.flatten(), _filled(64))
     assert (first == _filled(8, 8, seed=1)).sum() == 0
     assert (first == _filled(8, 8, name="layers.0.ffn.w3.weight")).sum() == 0
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 24, 100])
-def test_values_do_not_depend_on_how_many_are_made_at_a_time(monkeypatch, chunk):
-    whole = _filled(10, 4, 6)
-    monkeypatch.setitem(_CHUNK, "cpu", chunk)
-    assert torch.equal(_filled(10, 4, 6), whole)
-
-
-@pytest.mark.parametrize(
-    ("shape", "offset", "box"),
-    [
-        ((10,), (3,), (4,)),
-        ((12, 8), (6, 0), (6, 8)),
-        ((12, 8), (0, 2), (12, 4)),
-        ((13, 9), (7, 4), (5, 3)),
-        ((4, 6, 5), (1, 2, 3), (3, 2, 2)),
-        ((12, 8), (12, 0), (0, 8)),
-    ],
-)
-def test_a_shard_on_its_own_equals_that_part_of_the_whole(shape, offset, box):
-    base, inner = box_index(shape, offset, box, _CPU)
-    shard = _normal(base[:, None] + inner, _key("layers.0.ffn.w1.weight", 0), *_normal_table(3.0)).reshape(box)
-    part = tuple(slice(first, first + size) for first, size in zip(offset, box, strict=True))
-    assert torch.equal(shard, _filled(*shape)[part])
 
 
 # ------------------------------------------------------------------------------------------------------ a whole model

@@ -2,10 +2,9 @@
 
 import os
 
-import fsspec
 import pytest
 
-from tests.raw_files import TEXTS, contents, faults_in, json_lines, write_packed
+from tests.raw_files import TEXTS, contents, json_lines, write_packed
 from titanlite.data.prepare import documents, open_files
 from titanlite.data.prepare.documents import group, list_inputs, stdlib_files
 from titanlite.data.prepare.readers import Document, read
@@ -52,9 +51,6 @@ def test_files_of_unknown_kinds_and_about_the_data_are_left_out_of_folders_and_p
     ("name", "words"),
     [
         ("c4", "titanlite tokenize --input hub:allenai/c4:en --output data/c4 --tokenizer ASSETS --append-eos"),
-        ("c4_validation", "--input hub:allenai/c4:en:validation --output data/c4_validation"),
-        ("c4_test", "--input torchtitan/tests/assets/c4_test --output data/c4_test"),
-        ("FineWeb", "--input hub:HuggingFaceFW/fineweb --output data/fineweb"),
         ("allenai/c4", 'a data set of the Hugging Face hub "hub:allenai/c4"'),
         ("nowhere", 'the built-in data is called "stdlib"'),
     ],
@@ -95,13 +91,6 @@ def test_a_file_that_two_inputs_name_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=r"a\.txt is named twice"):
         list_inputs([str(tmp_path / "a.txt"), str(tmp_path / "*.txt")])
-
-
-def test_a_changed_file_has_another_stamp(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    before = list_inputs([str(tmp_path)])[0]
-    os.utime(tmp_path / "a.txt", (1, 1))
-    assert list_inputs([str(tmp_path)])[0].stamp != before.stamp
 
 
 def test_stdlib_is_listed_sorted_without_tests_and_is_all_readable():
@@ -148,27 +137,11 @@ def test_a_dataset_by_name_is_streamed_shard_by_shard(tmp_path, hub_cache):
     assert list_inputs([f"hub:{tmp_path}"])[0].stamp != entry.stamp
 
 
-def test_a_dataset_by_name_tells_the_shard_and_row_of_a_fault(tmp_path, hub_cache):
-    for number, texts in enumerate((["a"], ["b", None])):
-        write_packed(tmp_path / f"train-{number}.jsonl", json_lines(texts))
-    [(place, reason)] = faults_in(f"hub:{tmp_path}")
-    assert place == f"hub:{tmp_path}, shard 1, row 1"
-    assert '"text" is null' in reason
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "*.jsonl", "a.txt"])
 def test_urls_and_their_patterns_are_read_as_files_are(tmp_path, name):
     content = b"text" if name.endswith("txt") else json_lines(TEXTS)
     write_packed(tmp_path / name.replace("*", "b"), content)
     assert contents(f"file://{tmp_path}/{name}") == (["text"] if name.endswith("txt") else TEXTS)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl?signature=a.txt"])
-def test_a_url_is_known_by_its_suffix_before_any_signature_and_even_without_a_folder(name):
-    memory = fsspec.filesystem("memory")
-    memory.pipe_file(f"/{name}", json_lines(TEXTS))
-    assert contents(f"memory://{name}") == TEXTS
-    memory.rm(f"/{name}")
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
 from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, restore
-from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import checkpoint_bytes, named_state
+from titanlite.optim.state import checkpoint_bytes
 from titanlite.plan.predict import predict
 from titanlite.registry.family import Family
 from titanlite.transforms.initialize import initialize
@@ -64,23 +63,6 @@ def test_only_adapters_are_trained_and_every_other_name_is_that_of_the_base():
     assert trained == {f"layers.{i}.{matrix}.{part}" for i in (0, 1) for matrix in MATRICES for part in (A, B)}
     assert {name for name, _ in model.named_parameters()} - trained == base.keys()
     assert {name for name, _ in model.named_parameters() if is_adapter(f"model.{name}")} == trained
-
-
-def test_only_adapters_have_gradients_and_optimizer_state():
-    model = adapted()
-    logits(model).square().sum().backward()
-    optimizer = build_optimizer(model, configuration().optimizer)
-    logits(model).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == is_adapter(name), name
-    assert {name.rpartition(".")[0] for name in named_state(optimizer, model)} == {
-        name for name, _ in model.named_parameters() if is_adapter(name)
-    }
-
-
-def test_frozen_weights_are_kept_in_the_precision_that_computes_and_adapters_in_float32():
-    for name, parameter in adapted(precision="bfloat16").named_parameters():
-        assert parameter.dtype == (torch.float32 if is_adapter(name) else torch.bfloat16), name
 
 
 @pytest.mark.parametrize(
@@ -173,27 +155,6 @@ def test_memory_and_checkpoints_hold_frozen_weights_in_two_bytes_and_adapters_in
     assert found.parameters == frozen + trained
     assert found.memory[:3] == (2 * frozen + 4 * trained, 4 * trained, 8 * trained)
     assert checkpoint_bytes(model, config.optimizer) == 2 * frozen + 12 * trained
-
-
-def activations(mode: str, enable: bool = True) -> float:
-    """What a layer keeps for the backward pass, in numbers a token."""
-    keys = {"model": {"name": "tests.tiny", "flavor": "deep"}, "activation_checkpoint": {"mode": mode}}
-    training = {"local_batch_size": 2, "seq_len": 512, "mixed_precision_param": "float32"}
-    lora = {"enable": enable, **({"rank": 4} if enable else {})}
-    config = Config.model_validate({**keys, "training": training, "lora": lora})
-    return predict(config, 1).memory.activations / tiny.FLAVORS["deep"].n_layers / (2 * 512 * 4)
-
-
-def test_of_an_adapter_its_thin_product_is_kept_beside_the_layers_input():
-    # A reads what the layer reads, and B reads A's product, `rank` numbers; a frozen norm does not keep what it scales
-    # and the first norm of layer 0 keeps no root: its input, of the frozen embedding, needs no gradient
-    root = 1 / tiny.FLAVORS["deep"].n_layers
-    assert activations("none") == activations("none", enable=False) + 7 * 4 - 2 * 64 - root
-
-
-def test_what_is_computed_again_by_operation_are_all_products_of_adapters():
-    # and the matrix products that are kept are those that are kept without adapters
-    assert activations("selective") == activations("selective", enable=False)
 
 
 # -------------------------------------------------------------------------------------------------------------- checkpoints

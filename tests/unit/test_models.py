@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -204,25 +203,15 @@ def test_kimi_k2s_published_configuration_is_read_as_it_is_spelt():
     [
         (llama3, "debug", {"model_type": "mistral"}, "mistral"),
         (llama3, "debug", {"rope_scaling": {"rope_type": "ntk"}}, "'ntk'"),
-        (llama3, "debug", {"mlp_bias": True}, "mlp_bias"),
         (qwen3, "2.5-7b", {"use_sliding_window": True}, "use_sliding_window"),
-        (qwen3, "debug", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding"),
         (qwen3_moe, "debug", {"mlp_only_layers": [1]}, "mlp_only_layers"),
-        (qwen3_moe, "debug", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        (qwen3_moe, "debug", {"num_experts_per_tok": 9}, "top_k = 9"),
         (mixtral, "debug", {"sliding_window": 4096}, "sliding_window"),
         (olmoe, "debug", {"clip_qkv": 8.0}, "clip_qkv"),
         (deepseek_v3, "debug", {"scoring_func": "softmax"}, "scoring_func"),
-        (deepseek_v3, "debug", {"num_key_value_heads": 4}, "num_key_value_heads"),
-        (deepseek_v3, "debug", {"head_dim": 8}, "head_dim = 8"),
-        (deepseek_v3, "debug", {"first_k_dense_replace": 4}, "dense_layers = 4"),
         (gpt_oss, "debug", {"swiglu_limit": 5.0}, "swiglu_limit"),
-        (gpt_oss, "debug", {"layer_types": ["full_attention"] * 4}, "in turn"),
         (olmo2, "debug", {"attention_bias": True}, "attention_bias"),
         (gemma3, "debug", {"model_type": "gemma3"}, "with vision"),
-        (gemma3, "debug", {"hidden_activation": "silu"}, "silu"),
         (gemma3, "debug", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "only global"),
-        (gemma3, "2-2b", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "Gemma 2"),
     ],
 )
 def test_what_the_family_does_not_have_is_refused(module, flavor, changes, word):
@@ -244,26 +233,7 @@ def test_what_hugging_faces_gemma_does_not_have_is_not_exported(flavor, changes,
         gemma3.to_hf(dataclasses.replace(gemma3.FLAVORS[flavor], **changes))
 
 
-@every_small_flavor
-def test_every_parameter_has_a_hugging_face_name_of_its_own(module, flavor):
-    config = module.FLAVORS[flavor]
-    names = {name for name, _ in Family(module, config).on_meta().named_parameters()}
-    covered = {name.replace("{i}", str(i)) for name, i in itertools.product(module.HF, range(config.n_layers))}
-    assert names <= covered
-    assert len(set(module.HF.values())) == len(module.HF)
-
-
 # ------------------------------------------------------------------------------------------------------------ the maths
-
-
-def test_a_local_layer_sees_its_window_and_no_more():
-    config = dataclasses.replace(tiny_gemma3.FLAVORS["plain"], n_layers=1, window=4)
-    model, (tokens, seq) = _model(config, tiny_gemma3), _tokens()
-    other = tokens.clone()
-    other[:, 2] = (other[:, 2] + 1) % _CONFIG.vocab_size
-    difference = (model(tokens, seq) - model(other, seq)).abs().amax(dim=(0, 2))
-    assert (difference[2:6] > 0).all()
-    assert (difference[:2] == 0).all() and (difference[6:] == 0).all()
 
 
 @every_small_flavor
@@ -299,15 +269,6 @@ def test_a_cache_gives_what_the_whole_sequence_gives_however_it_is_cut(module, f
         starts = starts + torch.tensor(advance)
     assert starts.tolist() == [20, 20] and cache.slots == 24
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_token_depends_on_those_before_it_and_on_none_after():
-    model, (tokens, seq) = _model(), _tokens()
-    other = tokens.clone()
-    other[:, 7] = (other[:, 7] + 1) % _CONFIG.vocab_size
-    difference = (model(tokens, seq) - model(other, seq)).abs().amax(dim=(0, 2))
-    assert (difference[:7] == 0).all()
-    assert (difference[7:] > 0).all()
 
 
 # --------------------------------------------------------------------------------------------------------- the folder

@@ -1,7 +1,5 @@
 """A mixture of experts on one process: against a loop over tokens, in one graph, with its FLOPs counted; what it excludes."""
 
-import fnmatch
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,15 +11,11 @@ from models import grouped, moe
 from models.blocks import SwiGLU
 from models.grouped import grouped_outer, grouped_product
 from models.moe import Experts, MoE, Router
-from tests.distributed.scenarios import config_of
-from titanlite.config.schema import Lora, Optimizer
-from titanlite.ground.errors import UserError
+from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_orthogonalized
 from titanlite.parallel.fsdp import split_dimension
 from titanlite.plan.record import Recorder
 from titanlite.registry.family import load_family
-from titanlite.transforms.lora import adapt
-from titanlite.transforms.meta import on_meta, training_flops
 from titanlite.transforms.parameters import block_linears
 
 DIM, HIDDEN, EXPERTS, TOP_K = 16, 12, 8, 3
@@ -77,16 +71,6 @@ def test_a_mixture_and_its_gradients_are_those_of_a_loop_over_tokens(router, sha
     ours, theirs = (torch.autograd.grad(result, inputs, gradients) for result in (found, expected))
     for gradient, by_hand in zip(ours, theirs, strict=True):
         assert (gradient - by_hand).norm() < 1e-5 * by_hand.norm()
-
-
-def test_no_token_is_dropped_when_all_go_to_one_expert():
-    layer = mixture()
-    with torch.no_grad():
-        layer.router.weight.zero_()[:TOP_K] = 1.0
-    x = torch.rand(2, 9, DIM)
-    layer(x).sum().backward()
-    torch.testing.assert_close(layer(x), one_by_one(layer, x), rtol=1e-5, atol=1e-5)
-    assert (layer.experts.w1.grad.flatten(1).norm(dim=1) > 0).tolist() == [True] * TOP_K + [False] * (EXPERTS - TOP_K)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
@@ -149,15 +133,6 @@ def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_flops_are_counted_by_pytorch_and_by_predictions():
-    layer, x = mixture(), torch.randn(2, 9, DIM, requires_grad=True)
-    forward = 2 * 18 * DIM * (EXPERTS + 3 * TOP_K * HIDDEN)
-    with FlopCounterMode(display=False) as counter, Recorder({}) as recorder:
-        layer(x).sum().backward()
-    assert counter.get_total_flops() == recorder.work().flops == 3 * forward
-    assert layer.numbers_of_a_token() == forward / 2 / 18
-
-
 @pytest.mark.parametrize(
     ("values", "word"),
     [
@@ -177,29 +152,6 @@ def test_a_choice_that_a_router_cannot_make_is_refused(values, word):
 # ----------------------------------------------------------------------------------------------- with the rest of titanlite
 
 
-@pytest.mark.parametrize("pattern", ["layers.*", "layers.*.ffn.*", "layers.1.ffn.experts"])
-def test_adapters_of_experts_are_refused_by_name(pattern):
-    model = load_family("tests.tiny_moe", "plain").on_meta()
-    with pytest.raises(UserError) as raised:
-        adapt(model, Lora(enable=True, modules=["layers.*.attention.*", pattern]), torch.float32)
-    assert str(raised.value) == (
-        f'lora.modules: "{pattern}" covers layers.*.ffn.experts, the stacked weights of experts, which take no adapters; use '
-        '"layers.*.attention.*"'
-    )
-
-
-def test_adapters_of_attention_and_of_shared_experts_freeze_the_others_and_their_flops_say_so():
-    family = load_family("tests.tiny_moe", "shared")
-    patterns = ["layers.*.attention.*", "layers.*.ffn.shared.*"]
-    config = config_of({}, model={"name": "tests.tiny_moe"}, lora={"enable": True, "rank": 4, "modules": patterns})
-    model = on_meta(family, config)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(any(fnmatch.fnmatchcase(name, f"{pattern}.lora_?") for pattern in patterns) for name in trained)
-    c, adapters = family.config, sum(dict(model.named_parameters())[name].numel() for name in trained)
-    frozen = family.module.flops(c, 1).palm - 12 * c.n_heads * c.head_dim * c.n_layers
-    assert training_flops(family, config).palm == family.module.flops(c, 1 * 32).palm - frozen / 3 + 6 * adapters
-
-
 def test_muon_leaves_stacked_experts_to_adamw_and_float8_converts_no_part_of_a_mixture():
     model = load_family("tests.tiny_moe", "plain").on_meta()
     muon = {name for name, p in model.named_parameters() if is_orthogonalized(name, p, Optimizer(name="Muon"))}
@@ -211,3 +163,12 @@ def test_fsdp_splits_inside_of_experts_only_where_it_divides_them_and_not_their_
     assert split_dimension((8, 96, 64), 8) == split_dimension((8, 96, 64), 2) == 0
     assert split_dimension((8, 96, 64), 16) == split_dimension((3, 96, 64), 2) == 1
     assert split_dimension((8, 90, 64), 16) == split_dimension((512, 64), 3) == split_dimension((8, 96, 64), 1) == 0
+
+
+def test_flops_are_counted_by_pytorch_and_by_predictions():
+    layer, x = mixture(), torch.randn(2, 9, DIM, requires_grad=True)
+    forward = 2 * 18 * DIM * (EXPERTS + 3 * TOP_K * HIDDEN)
+    with FlopCounterMode(display=False) as counter, Recorder({}) as recorder:
+        layer(x).sum().backward()
+    assert counter.get_total_flops() == recorder.work().flops == 3 * forward
+    assert layer.numbers_of_a_token() == forward / 2 / 18

@@ -59,26 +59,6 @@ def test_far_positions_are_answered_at_once(samples):
     assert seconds < 1.0
 
 
-@pytest.mark.parametrize("count", [10_000, 16_384, 20_000])
-def test_neighbours_are_uncorrelated(count):
-    order = _order(count)
-    bound = 4 / count**0.5  # four deviations of a sample correlation
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < bound
-    assert abs(np.corrcoef(np.arange(count), order)[0, 1]) < bound
-    assert abs(np.corrcoef(order, _order(count, "0/1"))[0, 1]) < bound
-    assert len(np.unique(np.diff(order))) > 0.7 * count  # 0.73 in random orders, 2 with a constant stride
-
-
-@pytest.mark.parametrize("count", [10_000, 16_384, 20_000])
-def test_each_part_of_the_epoch_draws_evenly_from_all_parts_of_the_data(count):
-    buckets = 20
-    seen = np.histogram2d(np.arange(count), _order(count), bins=buckets)[0]
-    expected = count / buckets**2
-    chi_square = ((seen - expected) ** 2 / expected).sum()
-    freedom = (buckets - 1) ** 2
-    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
-
-
 @pytest.mark.parametrize("count", [3, 4, 5])
 def test_small_counts_reach_every_permutation(count):
     """Few samples leave a Feistel network few bits: all orders must come up, none far too often."""

@@ -92,20 +92,6 @@ def test_every_label_of_every_document_stands_in_exactly_one_row_and_rows_are_no
     assert set(labels.values()) <= {1}
 
 
-def test_a_long_document_is_cut_into_full_pieces_that_share_a_token(tmp_path):
-    packing = _packing(tmp_path, [[9], list(range(20)), []], 8)
-    pieces = sorted(piece for row in range(packing.rows) for piece in packing.pieces(row))
-    assert pieces == [(1, 9), (9, 9), (17, 4)]
-    assert (packing.rows, packing.kept) == (3, 9 + 9 + 4)
-
-
-def test_packing_again_gives_the_same_file(tmp_path):
-    file = write_file(tmp_path / "a", _random_documents(1))
-    for name in ("first.npy", "second.npy"):
-        pack_file(file.prefix, 8, tmp_path / name)
-    assert (tmp_path / "first.npy").read_bytes() == (tmp_path / "second.npy").read_bytes()
-
-
 # ------------------------------------------------------------------------------------------------------------ packed once
 
 

@@ -51,14 +51,6 @@ def test_a_step_exchanges_counts_rows_and_gradients_there_and_back_in_every_laye
     }
 
 
-def test_recomputation_exchanges_rows_again_unless_their_results_are_kept():
-    mesh = {"dp_shard": 2, "ep": 2}
-    plain, full, kept = (exchanged(predicted(case(mesh, mode))) for mode in ("none", "full", "per operation"))
-    assert kept == plain
-    for what in plain:
-        assert full[what] == tuple(number * (1 if "gradients" in what else 2) for number in plain[what])
-
-
 def test_additional_chunks_are_sent_again_in_the_backward_pass():
     """128 of 256 rows fit a round."""
     found = exchanged(predicted(case({"dp_shard": 2, "ep": 2}, factor=0.5)))

@@ -14,7 +14,6 @@ from titanlite.plan import memory
 from titanlite.plan.memory import faults, kept_bytes
 from titanlite.plan.predict import predict
 from titanlite.registry.family import family_of
-from titanlite.tools.check import check_here
 from titanlite.transforms.meta import on_meta
 
 GIB = 2**30
@@ -67,14 +66,6 @@ def test_a_model_that_a_gpu_cannot_hold_is_refused_with_its_size_and_every_optio
     assert refused(llama_8b(parallelism={"cpu_offload": True}), 1, 1) == []
 
 
-def test_replicas_and_whole_gradients_are_named_where_they_are_the_reason(gpus, monkeypatch):
-    (fault,) = refused(llama_8b(parallelism={"data_parallel_replicate_degree": 8}), 8, 8)
-    assert "parallelism.data_parallel_replicate_degree = 1 with parallelism.data_parallel_shard_degree = -1 (15.0 GiB)" in fault
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=70 * GIB))
-    (fault,) = refused(llama_8b(parallelism={"reduce_every_microbatch": False}), 2, 2)
-    assert "take 74.8 GiB" in fault and "parallelism.reduce_every_microbatch = true (59.8 GiB)" in fault
-
-
 def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(memory, "machine_memory", lambda: 120 * GIB)
@@ -82,14 +73,6 @@ def test_the_memory_of_a_machine_is_shared_by_its_ranks(monkeypatch):
     replicas = llama_8b(parallelism={"data_parallel_replicate_degree": 2})
     (fault,) = refused(replicas, 2, 2)
     assert "and this machine, for each of 2 ranks, has 60.0 GiB" in fault and "cpu_offload" not in fault
-
-
-def test_a_start_reports_it_together_with_all_other_faults(gpus, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = llama_8b(job={"dump_folder": str(tmp_path)}, training={"steps": 10})
-    with pytest.raises(UserError, match=r"run\.toml: 2 faults"):
-        check_here(config, "run.toml", 1, 1)
-    check(llama_8b(), "run.toml", 1)  # of another machine
 
 
 def test_memory_is_not_measured_on_a_mesh_that_does_not_fit_the_ranks(gpus, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titanlite.data.indexed import TokenFile
-from titanlite.data.prepare import documents, encode, prepare, shards
+from titanlite.data.prepare import documents, prepare, shards
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.readers import BadDocument
 from titanlite.data.tokenizer import LoadedTokenizer, describe, tokenizer_digest
@@ -212,14 +212,6 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_told_among_those_it_can(tmp_
     assert manifest["skipped"] == 1
 
 
-def test_work_that_skipped_something_does_not_go_on_to_an_output_that_should_have_failed(tmp_path, tokenizer, many_units):
-    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
-    path.write_text(_BAD + path.read_text())
-    _interrupted(path, tmp_path / "out", tokenizer, on_error="skip")
-    with pytest.raises(BadDocument, match=r"a\.jsonl, line 1"):
-        _prepare(path, tmp_path / "out", tokenizer)
-
-
 def test_inputs_of_no_documents_are_refused_and_leave_nothing(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(_BAD)
     with pytest.raises(UserError, match=r"a\.jsonl"):
@@ -238,14 +230,6 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def _watch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The units that are made from now on."""
-    made: list[str] = []
-    finish = encode._Encoder.finish
-    monkeypatch.setattr(encode._Encoder, "finish", lambda encoder: made.append(encoder.unit.name) or finish(encoder))
-    return made
-
-
 def _interrupted(inputs: Any, output: Path, tokenizer: LoadedTokenizer, after: int = 3, **options: Any) -> None:
     """Work that ends when some units are finished."""
 
@@ -257,19 +241,6 @@ def _interrupted(inputs: Any, output: Path, tokenizer: LoadedTokenizer, after: i
     with pytest.MonkeyPatch.context() as patch, pytest.raises(_Interrupt):
         patch.setattr(prepare, "encode_all", some)
         _prepare(inputs, output, tokenizer, **options)
-
-
-def test_the_same_command_goes_on_and_makes_only_what_is_missing(tmp_path, tokenizer, many_units, monkeypatch):
-    path = _jsonl(tmp_path / "a.jsonl", _TEXTS)
-    _prepare(path, tmp_path / "whole", tokenizer)
-    _interrupted(path, tmp_path / "out", tokenizer)
-    leftover = tmp_path / "out.unfinished" / "units" / "00005.123.tmp"
-    leftover.mkdir()
-    (leftover / "tokens.bin").write_bytes(b"half")
-    made = _watch(monkeypatch)
-    _prepare(path, tmp_path / "out", tokenizer)
-    assert made[:1] == ["00003"] and len(made) > 5
-    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("point", ["writing an index", "renaming a unit", "assembling", "the manifest", "handing over"])

@@ -57,34 +57,6 @@ def written(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------- traces
 
 
-@pytest.mark.parametrize(
-    ("freq", "first", "last", "traced"),
-    [
-        (3, 1, 7, [3, 6]),
-        (4, 1, 3, []),  # ends after the warm-up
-        (4, 6, 13, [8, 12]),  # resumed: the steps are the run's, not the program's
-        (5, 10, 10, [10]),  # begins with a step that is traced, without a warm-up
-    ],
-)
-def test_every_profile_freq_th_step_is_traced(tmp_path, freq, first, last, traced):
-    watch = watch_of(configuration(tmp_path, profiling={"enable_profiling": True, "profile_freq": freq}))
-    work(watch, first, last)
-    assert written(tmp_path) == [f"profile_traces/step-{step:08d}/rank-0.json.gz" for step in traced]
-
-
-def test_a_trace_holds_the_operations_of_its_step_and_of_no_other(tmp_path):
-    keys = {"enable_profiling": True, "profile_freq": 3, "save_traces_folder": "traces/here"}
-    work(watch_of(configuration(tmp_path, profiling=keys)), 1, 7)
-    for step in (3, 6):
-        found = events(tmp_path / f"traces/here/step-{step:08d}/rank-0.json.gz")
-        names = {event["name"] for event in found}
-        assert {f"step {step}", "aten::addmm", "aten::mm"} <= names
-        assert {name for name in names if name.startswith("mark")} == {f"mark {step}"}
-        (product,) = [event for event in found if event["name"] == "aten::addmm"]
-        assert product["ph"] == "X" and product["dur"] > 0  # what Chrome calls a complete event
-        assert product["args"]["Input Dims"][1:3] == [[2, 3], [3, 5]]
-
-
 def test_tracing_says_nothing_and_writing_counts_as_a_pause(tmp_path, capfd):
     watch = watch_of(configuration(tmp_path, profiling={"enable_profiling": True, "profile_freq": 3}))
     with warnings.catch_warnings():

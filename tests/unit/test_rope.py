@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models import gemma3, llama3, olmo2, qwen3
+from models import llama3, olmo2, qwen3
 from models.attention import SeqInfo
 from models.rope import DynamicScaling, LongRopeScaling, RopeScaling, YarnScaling, rotation
 from models.split import Split
@@ -79,26 +78,6 @@ def test_the_tables_are_those_of_transformers(name, length):
         # llama3 and dynamic are computed in another order: a rounding of a frequency, times the position
         tolerance = 1e-6 * (1 if name not in ("llama3", "dynamic") else max(1, length / 64))
         torch.testing.assert_close(ours[:, :, 0], theirs, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("table", [{**_YARN, "attention_factor": 0.9}, {**_LONGROPE, "factor": 8.0}, _LLAMA3])
-def test_gemmas_global_layers_have_the_tables_of_transformers_and_local_ones_are_plain(table):
-    base = gemma3.Config(128, 2, 2, 2, _HEAD, 64, window=8, vocab_size=64, rope_theta=5e5, global_every=2)
-    parameters = {
-        "full_attention": {"rope_theta": 5e5, **table},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    }
-    description = {**gemma3.to_hf(base), "rope_parameters": parameters, "max_position_embeddings": 8 * _ORIGINAL}
-    config = gemma3.from_hf(copy.deepcopy(description))
-    rotary = Gemma3RotaryEmbedding(AutoConfig.for_model(**copy.deepcopy(description)))
-    positions = torch.arange(2 * _ORIGINAL)[None]
-    for layer, theta, scaling in (("full_attention", 5e5, config.global_scaling), ("sliding_attention", 1e4, None)):
-        found = rotation(SeqInfo(positions), _HEAD, theta, scaling)
-        for ours, theirs in zip(found, rotary(torch.empty(1), positions, layer), strict=True):
-            torch.testing.assert_close(ours[:, :, 0], theirs, rtol=0, atol=1e-4 if table is _LLAMA3 else 1e-6)
-    exported = gemma3.to_hf(config)["rope_parameters"]
-    assert gemma3.from_hf({**description, "rope_parameters": exported}) == config
-    assert exported["full_attention"].items() >= parameters["full_attention"].items()
 
 
 # -------------------------------------------------------------------------------------------------------------- logits
@@ -194,26 +173,14 @@ def test_an_original_length_outside_of_the_table_counts_and_so_does_the_greatest
     ("table", "expected"),
     [
         ({**_YARN, "factor": 0}, "rope_scaling.factor = 0: must be greater than 0"),
-        ({**_YARN, "factor": "4"}, 'rope_scaling.factor = "4": must be a valid number'),
-        ({**_YARN, "factor": None}, "rope_scaling.factor = null: must be"),
         ({**_YARN, "beta_fast": 0.5}, "beta_slow = 1.0: must be at most beta_fast = 0.5"),
-        ({**_YARN, "beta_slow": -1}, "rope_scaling.beta_slow = -1: must be greater than 0"),
-        ({**_YARN, "attention_factor": 0.0}, "rope_scaling.attention_factor = 0.0: must be greater than 0"),
-        ({**_YARN, "truncate": 1}, "rope_scaling.truncate = 1: must be a valid boolean"),
         ({**_YARN, "mscale": 1.0}, "mscale = 1.0 and mscale_all_dim = None: one has no effect without the other"),
         ({**_YARN, "low_freq_factor": 1.0}, "rope_scaling.low_freq_factor = 1.0: models.llama3 does not read this key"),
-        ({**_YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings = 0: must be greater than 0"),
         ({"rope_type": "yarn"}, "rope_type = 'yarn': has no factor"),
-        ({"rope_type": "linear"}, "rope_type = 'linear': has no factor"),
-        ({"rope_type": "dynamic"}, "has no 'factor'"),
         ({"rope_type": "dynamic", "factor": 0.5}, "a dynamic scaling needs factor >= 1"),
-        ({"rope_type": "llama3", "factor": 2.0}, "has no low_freq_factor, high_freq_factor"),
         ({"rope_type": "su", "factor": 2.0}, "rope_type = 'su': must be default, linear, dynamic, yarn, longrope, llama3"),
         ({**_LONGROPE, "short_factor": _SHORT[1:]}, "short_factor: has 31 numbers, must have head_dim / 2 = 32"),
-        ({**_LONGROPE, "long_factor": [*_LONG, 1.0]}, "long_factor: has 33 numbers, must have head_dim / 2 = 32"),
         ({**_LONGROPE, "long_factor": [0.0, *_LONG[1:]]}, "rope_scaling.long_factor.0 = 0.0: must be greater than 0"),
-        ({**_LONGROPE, "long_factor": 4.0}, "rope_scaling.long_factor = 4.0: must be a valid list"),
-        ({**_LONGROPE, "short_factor": ["1", *_SHORT[1:]]}, 'rope_scaling.short_factor.0 = "1": must be a valid number'),
         ({**_LONGROPE, "original_max_position_embeddings": 1}, "original_max_positions = 1: must be at least 2"),
     ],
 )

@@ -67,20 +67,6 @@ def test_positions_count_modulo_two_to_the_32():
     assert [int(i) % 2**32 for i in _wrapped(index)] == [0, 1, 2**31, 2**32 - 1, 0, 5]
 
 
-def test_half_words_are_uniform_and_independent_of_each_other_of_the_step_and_of_the_name():
-    one = _bits(300, 1000)
-    others = [one >> 16, _bits(300, 1000, word=1), _bits(300, 1000, step=2), _bits(300, 1000, name=2)]
-    cells = [(bits & 0xFFFF).flatten() for bits in (one, *others)]
-    for number, bits in enumerate(cells):
-        counts = torch.bincount(bits >> 8, minlength=256).double()
-        expected = bits.numel() / 256
-        assert ((counts - expected) ** 2 / expected).sum() < 255 + 6 * math.sqrt(2 * 255)  # chi-square, six deviations
-        correlations = torch.corrcoef(torch.stack([bits.double(), cells[0].double()]))[0, 1]
-        assert number == 0 or abs(correlations) < 6 / math.sqrt(bits.numel())
-    following = torch.corrcoef(torch.stack([cells[0][:-1].double(), cells[0][1:].double()]))[0, 1]
-    assert abs(following) < 6 / math.sqrt(cells[0].numel())
-
-
 def test_a_part_of_a_matrix_has_the_bits_of_its_place():
     key = keys_of(torch.tensor([3]), torch.tensor([4]))[0]
     whole = positions(torch.empty(8, 10))

@@ -7,8 +7,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from models import attention, gpt_oss
 from models.attention import attend, block_mask, dense_mask
-from models.grouped import ACTIVATIONS, Activated, grouped_product, grouped_sum
-from models.moe import Choice, Experts, Router
+from models.grouped import grouped_product, grouped_sum
 from tests import tiny_gpt_oss
 from titanlite.config.schema import Optimizer
 from titanlite.optim.build import is_decayed, is_orthogonalized
@@ -65,70 +64,11 @@ def test_flex_attention_gets_its_sinks_from_the_log_sum_exp(monkeypatch, mask, s
     torch.testing.assert_close(found, attend(q, k, v, dense_mask(known, window), None, softcap, sinks=sinks))
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_the_gradients_of_an_activation_are_those_of_autograd(name):
-    act = ACTIVATIONS[name]
-    for forward, backward in ((act.gate, act.gate_backward), (act.up, act.up_backward)):
-        x = torch.linspace(-20, 20, 1001, dtype=torch.float64).requires_grad_()
-        gradients = torch.randn(1001, dtype=torch.float64)
-        (expected,) = torch.autograd.grad(forward(x), x, gradients)
-        torch.testing.assert_close(backward(gradients.clone(), x.detach()), expected)
-    gate, up = (20 * torch.randn(2, 1001, dtype=torch.float64)).requires_grad_()
-    gradients = torch.randn(1001, dtype=torch.float64)
-    found, expected = Activated.apply(gate, up, name), act.gate(gate) * act.up(up)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(result, (gate, up), gradients) for result in (found, expected)))
-
-
-def test_experts_are_clamped_and_biased_as_the_formula_says():
-    torch.manual_seed(0)
-    experts, x = Experts(3, 8, 6, "clamped_swiglu", bias=True), torch.randn(20, 8) * 8
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter)
-    chosen = torch.randint(3, (20, 1))
-    choice = Choice.of(chosen, 3)
-    found = experts(x, choice)[choice.inverse]
-    clamped = 0
-    for token, (e,) in enumerate(chosen.tolist()):
-        gate, up = experts.w1[e] @ x[token] + experts.w1_bias[e], experts.w3[e] @ x[token] + experts.w3_bias[e]
-        clamped += int((gate > 7).sum() + (up.abs() > 7).sum())
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
-        hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
-        torch.testing.assert_close(found[token], experts.w2[e] @ hidden + experts.w2_bias[e], rtol=1e-4, atol=1e-4)
-    assert clamped > 20
-
-
-@pytest.mark.parametrize("kernel", [False, True], ids=["loop", "PyTorch's kernel"])
-def test_the_biases_of_a_grouped_product_get_the_sum_of_their_rows(monkeypatch, kernel):
-    monkeypatch.setattr("models.grouped._has_kernel", lambda *_: kernel)
-    torch.manual_seed(0)
-    ends = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
-    rows, weights = torch.randn(12, 8).bfloat16(), torch.randn(4, 16, 8).bfloat16()
-    biases, gradients = torch.randn(4, 16).bfloat16().requires_grad_(), torch.randn(12, 16).bfloat16()
-    result = grouped_product(rows, weights, ends, True, biases)
-    result.backward(gradients)
-    expert = [0] * 3 + [2] * 7 + [3] * 2
-    torch.testing.assert_close(result, grouped_product(rows, weights, ends, True, None) + biases[expert])
-    expected = torch.zeros(4, 16).index_add(0, torch.tensor(expert), gradients.float())
-    torch.testing.assert_close(biases.grad, expected.bfloat16())
-
-
 def test_the_new_operations_keep_the_rules_of_pytorch():
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
     torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
     torch.library.opcheck(grouped_sum, (torch.randn(10, 4), ends))
-
-
-def test_a_softmax_over_the_chosen_experts_is_the_normalised_one_over_all():
-    torch.manual_seed(0)
-    router, x = Router(16, 8, 3, logit_bias=True), torch.randn(2, 5, 16)
-    for parameter in router.parameters():
-        torch.nn.init.normal_(parameter)
-    weights, chosen = router(x)
-    best = (x.flatten(0, 1) @ router.weight.T + router.logit_bias).topk(3)
-    assert torch.equal(chosen, best.indices)
-    torch.testing.assert_close(weights, best.values.softmax(-1))
 
 
 def test_stacked_biases_are_neither_decayed_nor_orthogonalized():

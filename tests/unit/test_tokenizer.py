@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
@@ -63,12 +63,6 @@ def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
-def test_loaded_tokenizer_knows_its_end_of_text_and_vocabulary(folder):
-    loaded = open_tokenizer(str(folder))
-    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "<|endoftext|>"
-    assert loaded.vocabulary == loaded.tokenizer.get_vocab_size()
-
-
 def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(folder):
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -85,13 +79,6 @@ def test_end_of_text_is_the_one_that_tokenizer_config_names(folder, end):
     assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
 
 
-@pytest.mark.parametrize("settings", [{}, {"eos_token": None}])
-def test_a_tokenizer_config_without_an_end_leaves_the_usual_names(folder, settings):
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    loaded = load_tokenizer(str(folder))
-    assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "<|endoftext|>"
-
-
 def test_a_missing_end_of_text_is_refused_naming_what_was_looked_for(folder):
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<the end>"}')
     with pytest.raises(UserError, match=r"tokenizer\.json"):
@@ -101,22 +88,6 @@ def test_a_missing_end_of_text_is_refused_naming_what_was_looked_for(folder):
     path.write_text(path.read_text(encoding="utf-8").replace("<|endoftext|>", "<other>"), encoding="utf-8")
     with pytest.raises(UserError, match=r"looked for .*<\|endoftext\|>.*</s>"):
         load_tokenizer(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("tokenizer.json", "not a tokenizer"), ("tokenizer_config.json", "cannot be read")]
-)
-def test_a_broken_tokenizer_file_is_named(folder, name, words):
-    (folder / name).write_text("[1")
-    with pytest.raises(UserError, match=f"{name}: {words}"):
-        load_tokenizer(str(folder))
-
-
-def test_a_folder_without_tokenizer_is_refused_under_the_name_that_the_user_gave_it(tmp_path):
-    with pytest.raises(UserError, match=r"model\.hf_assets_path"):
-        open_tokenizer(str(tmp_path))
-    with pytest.raises(UserError, match=r"--tokenizer .*no tokenizer.json"):
-        load_tokenizer(str(tmp_path), "--tokenizer")
 
 
 def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(folder):
@@ -145,18 +116,6 @@ def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_aft
     ids = loaded.encode(text)
     assert ids[-1] == loaded.end_of_text and loaded.decode(ids) == "a" and loaded.decode(ids, skip_special_tokens=False) == text
     assert loaded.end_of_text not in loaded.tokenizer.encode(text).ids
-
-
-def test_what_a_tokenizer_cannot_encode_or_decode_is_named_with_its_file(folder):
-    """The library panics where a regular expression gives up, which is no Exception of Python."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    loaded = load_tokenizer(str(folder))
-    with pytest.raises(UserError, match=r"tokenizer\.json: cannot encode the text 'aaa.*retry-limit"):
-        loaded.encode("a" * 60 + "!")
-    with pytest.raises(UserError, match=r"tokenizer\.json: cannot decode the ids \[-1\]"):
-        loaded.decode([-1])
 
 
 # --------------------------------------------------------------------------------------------------- what is known of it

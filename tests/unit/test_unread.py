@@ -4,46 +4,18 @@ removed or called damaged for it."""
 import errno
 import os
 import re
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.limited import leave_memory, run_limited
 from tests.untrusted_files import KINDS, Kind
 from titanlite.ground import untrusted
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import Unread, read_bytes
+from titanlite.ground.untrusted import read_bytes
 
 # What a message says of a file that is at fault, or tells the user to do with it.
 _BLAMES = re.compile(r"damaged|refused|broken|truncated|not a |not an |missing|renam|remov|delet|again", re.IGNORECASE)
-
-
-# ------------------------------------------------------------------------------------------------------------ little memory
-
-
-def read_with_little_memory() -> None:
-    """Each kind of file, of a few KiB, where 8 MiB of memory are left: less than the limit of most kinds."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    for kind in KINDS:
-        folder = Path(kind.title.replace("/", " "))
-        folder.mkdir()
-        kind.write(folder)
-        os.chdir(folder)
-        before = kind.read()  # which imports what it needs
-        leave_memory(2**23)
-        try:
-            assert kind.read() == before, kind.title
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-        os.chdir("..")
-        print(kind.title)
-
-
-def test_a_reader_needs_memory_for_what_a_file_has_not_for_what_it_might_have(tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
-    assert run_limited(__name__, "read_with_little_memory()", tmp_path).count("\n") == len(KINDS)
 
 
 # ----------------------------------------------------------------------------------------------------- errors of the machine
@@ -112,11 +84,3 @@ def test_a_file_that_grows_or_whose_size_is_unknown_is_read_to_its_end(tmp_path)
     assert read_bytes("/proc/self/environ", 2**24) == Path("/proc/self/environ").read_bytes()
     with pytest.raises(UserError, match="at most 10 are read"):
         read_bytes("/proc/self/environ", 10)
-
-
-def test_all_errors_of_the_machine_but_a_path_to_no_file_are_unread(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "x", tmp_path / ("x" * 300)):
-        with pytest.raises(UserError) as raised:
-            read_bytes(path, 10)
-        assert not isinstance(raised.value, Unread), raised.value

@@ -8,7 +8,6 @@ from tests.hf_folders import read, tensors_of, their_model
 from tests.quantized_files import MXFP4, from_mxfp4, write
 from titanlite.hf.export import items_of
 from titanlite.hf.folder import find_weights, their_names
-from titanlite.hf.part import TensorPart
 from titanlite.registry.family import load_family
 
 NAME, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
@@ -56,18 +55,6 @@ def test_any_slice_of_a_part_is_that_of_the_whole(sources):
     whole = stored["model.layers.1.mlp.experts.gate_up_proj"][..., 1::2].transpose(1, 2)
     for box in ((slice(0, 8), slice(0, 32), slice(0, 64)), (slice(3, 5), slice(7, 20), slice(1, 63)), (slice(7, 8),) * 3):
         assert torch.equal(entry.read(box), whole[box])
-
-
-def test_the_notation_of_parts():
-    x = torch.arange(24).view(2, 3, 4)
-    for text, part, ours in (
-        ("a.b", TensorPart("a.b"), x),
-        ("a.b.mT", TensorPart("a.b", transposed=True), x.mT),
-        ("a[0::2]", TensorPart("a", 0, 2), x[..., ::2]),
-        ("a[1::2].mT", TensorPart("a", 1, 2, True), x[..., 1::2].mT),
-    ):
-        assert TensorPart.of(text) == part
-        assert torch.equal(part.view(x), ours) and part.shape(ours.shape) == x.shape
 
 
 def test_parts_are_joined_to_the_tensor_that_they_are_of(sources):

@@ -78,15 +78,6 @@ def test_what_has_no_moe_family_is_refused(tmp_path, name, flavor, word):
     assert word in refusal(hf_folders.write(tmp_path / "source", name, flavor))
 
 
-def test_more_experts_of_a_token_than_there_are_are_refused_and_so_are_options_without_effect(tmp_path, monkeypatch):
-    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
-    assert "top_k = 5: must be between 1 and n_experts = 4" in refusal(source, top_k=5)
-    for words in (["--top-k", "2"], ["--seed", "1"]):
-        monkeypatch.setattr("sys.argv", ["import-hf", "--source", str(source), "--output", str(tmp_path / "new"), *words])
-        with pytest.raises(UserError, match="has no effect without --upcycle-experts"):
-            import_hf.main()
-
-
 def test_what_is_printed_is_toml_of_the_mixture(tmp_path, monkeypatch, capsys):
     import tomllib
 
