@@ -10,6 +10,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.indexed import path_of
 from titanlite.data.prepare.shards import write_index
+from titanlite.registry.family import vocabulary_of
 
 SHARDS, DOCUMENTS, TOKENS = 1000, 10**6, 10**9  # the last two of each shard
 STEP = 1_000_000
@@ -34,7 +35,7 @@ def measure(folder: Path, assets: str, mask: bool) -> dict[str, float]:
     config = Config.model_validate({"training": training, "model": {"hf_assets_path": assets}})
     before = _memory("VmRSS")
     begin = time.perf_counter()
-    data = open_data(config)
+    data = open_data(config, vocabulary_of(config.model))
     opened = time.perf_counter()
     batch = next(Batches(StepDataset(config, data, (3, 8), first_step=STEP)))
     sought = time.perf_counter()

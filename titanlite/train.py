@@ -297,7 +297,7 @@ def main(config: Config | None = None) -> None:
         settled = config.settled(Hardware(cuda, world))
         device = process.start(config, identity(settled, "cuda" if cuda else "cpu", family.dimensions(), hashes))
         stacks.open_dump(Path(config.job.dump_folder), rank)  # after rank 0 has taken the lock, which start waits for
-        data, validation = open_on_every_rank(config)
+        data, validation = open_on_every_rank(config, family.config.vocab_size)
         mesh = build_mesh(degrees, device.type)
         stopped = train(config, data, validation, mesh, device, started, lock)
         dist.destroy_process_group()

@@ -38,6 +38,7 @@ from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.prepare.prepare import prepare
 from titanlite.data.prepare.sums import BlockWriter
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.registry.family import vocabulary_of
 from titanlite.tools import data as data_tool
 
 Change = Callable[[Path], None]
@@ -90,7 +91,8 @@ def _read_all(folder: Path, source: str, policy: str) -> bytes:
     """Every sample of the training data, as a run reads it."""
     paths = ["--model.hf_assets_path", str(folder / "assets"), "--training.dataset_path", str(folder / source)]
     with mock.patch.dict("os.environ", {"TITANLITE_CACHE": str(_original() / "cache")}):
-        data = open_data(read_config(folder / "run.toml", [*paths, *_POLICIES[policy]]))
+        config = read_config(folder / "run.toml", [*paths, *_POLICIES[policy]])
+        data = open_data(config, vocabulary_of(config.model))
         rows = np.arange(data.sources[0].samples)
         return b"".join(array.tobytes() for array in data.read(np.zeros_like(rows), rows) if array is not None)
 

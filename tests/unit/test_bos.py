@@ -21,6 +21,7 @@ from titanlite.data.prepare.manifest import SEAL
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import summed_loss
+from titanlite.registry.family import vocabulary_of
 
 BEGIN, BOTH = "<s> $A", "<s> $A </s>"
 
@@ -45,7 +46,8 @@ def assets(folder: Path, single: str = BEGIN, **settings: object) -> Path:
 def opened(folder: Path, path: Path, add_bos: bool | None = None, **training: object) -> Data:
     keys = {"seq_len": 16, "dataset_path": str(path), "add_bos": add_bos, **training}
     model = {"name": "tests.tiny", "flavor": "plain", "hf_assets_path": str(folder)}
-    return open_data(Config.model_validate({"training": keys, "model": model}))
+    config = Config.model_validate({"training": keys, "model": model})
+    return open_data(config, vocabulary_of(config.model))
 
 
 def tokens_of(data: Data) -> list[int]:
@@ -140,7 +142,8 @@ def test_the_cache_keeps_texts_with_and_without_bos_apart_and_validation_follows
         expected = "no BOS" if add_bos is False else "<s>"
         assert data.describe()["beginning"] == data.derived_values(data.timeline(1), 1)["texts begin with"] == expected
     keys = {"training": {"add_bos": False}, "validation": {"dataset_path": str(path)}, "model": {"hf_assets_path": str(folder)}}
-    assert bos not in tokens_of(open_data(Config.model_validate(keys), "validation"))
+    config = Config.model_validate(keys)
+    assert bos not in tokens_of(open_data(config, vocabulary_of(config.model), "validation"))
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}", ""])

@@ -19,7 +19,7 @@ from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of
 from titanlite.optim.lr_schedule import build_schedule
-from titanlite.registry.family import family_of
+from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.tools import data as tool
 
 TEXTS = {f"doc{number}.txt": f"document {number}: " + f"word{number} " * (5 + 7 * number) for number in range(8)}
@@ -60,7 +60,7 @@ def test_show_prints_the_text_that_the_step_reads(config, capsys, monkeypatch, p
     option = ["--training.document_policy", policy]
     found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *option))
     keys = read_config(config, option)
-    data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
+    data, tokenizer = open_data(keys, vocabulary_of(keys.model)), open_tokenizer("assets").tokenizer
     batch = next(Batches(StepDataset(keys, data, (0, 1), first_step=step)))
     tokens = batch.tokens.flatten(0, 1)
     counted = np.ones(tokens.shape, bool) if batch.counted is None else batch.counted.flatten(0, 1).numpy()
@@ -109,7 +109,7 @@ def changed(config, tmp_path) -> dict[int, tuple[list[str], Timeline]]:
         sources = f'[{{ path = "text", weight = {weight} }}, {{ path = "more", weight = 1 }}]'
         options = [*common, "--training.sources", sources]
         keys = read_config(config, options)
-        data, family = open_data(keys), family_of(keys.model)
+        data, family = open_data(keys, vocabulary_of(keys.model)), family_of(keys.model)
         timeline = stored(numbers, "").resumed(len(steps), 4, data.mixture) if numbers else data.timeline(4)
         for step in range(len(steps) + 1, last + 1):
             steps[step] = options, timeline
@@ -125,7 +125,7 @@ def changed(config, tmp_path) -> dict[int, tuple[list[str], Timeline]]:
 def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, capsys, monkeypatch, changed, step):
     options, timeline = changed[step]
     keys = read_config(config, options)
-    data, tokenizer = open_data(keys), open_tokenizer("assets").tokenizer
+    data, tokenizer = open_data(keys, vocabulary_of(keys.model)), open_tokenizer("assets").tokenizer
     expected = data.read(*StepDataset(keys, data, (0, 1), timeline, step).located(0)).tokens
     found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *options))
     assert found == [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in expected]

@@ -14,6 +14,7 @@ from titanlite.data.prepare import prepare
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
+from titanlite.registry.family import vocabulary_of
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,8 @@ def test_data_of_a_configuration_is_its_sources_with_tokenizer_and_bytes(tmp_pat
     write_file(tmp_path / "theirs", [[*loaded.tokenizer.encode(text).ids, loaded.end_of_text] for text in TEXTS[30:]])
     paths = [tokenized, tmp_path / "a.jsonl", tmp_path / "theirs"]
     training = {"seq_len": 16, "sources": [{"path": str(path)} for path in paths]}
-    data = open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}}))
+    config = Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}})
+    data = open_data(config, vocabulary_of(config.model))
     described = data.describe()["sources"]
     assert [entry["name"] for entry in described] == ["tokenized", "a.jsonl", "theirs"]
     assert [entry["documents"] for entry in described] == [40, 30, 10]
@@ -97,7 +99,8 @@ def test_fingerprint_of_data_follows_tokenizer_sources_and_weights(tmp_path, ass
     def fingerprint(*weights: float, names: str = "ab") -> str:
         entries = [{"path": str(tmp_path / f"{n}.jsonl"), "weight": w} for n, w in zip(names, weights, strict=True)]
         training = {"seq_len": 16, "sources": entries}
-        return open_data(Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}})).fingerprint
+        config = Config.model_validate({"training": training, "model": {"hf_assets_path": str(assets)}})
+        return open_data(config, vocabulary_of(config.model)).fingerprint
 
     first = fingerprint(1, 1)
     assert fingerprint(2, 2) == first
@@ -112,7 +115,7 @@ def test_validation_measures_sources_of_any_sizes_and_a_mixture_without_weights_
     entries = [{"path": str(tmp_path / name)} for name in ("small", "large")]
     keys = {"model": {"hf_assets_path": str(assets)}, "training": {"seq_len": 1, "sources": entries}}
     config = Config.model_validate(keys | {"validation": {"enable": True, "sources": entries}})
-    data = open_data(config, "validation")
+    data = open_data(config, vocabulary_of(config.model), "validation")
     assert [mixed.samples for mixed in data.sources] == [1, 3_000_000] and data.fingerprint
     with pytest.raises(UserError, match=r"training\.sources"):
-        open_data(config)
+        open_data(config, vocabulary_of(config.model))

@@ -28,6 +28,7 @@ from titanlite.config.schema import Config
 from titanlite.data.mixture import open_on_every_rank
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.parallel.mesh import build_mesh, resolve_degrees
+from titanlite.registry.family import vocabulary_of
 
 # A run that is small enough, and in which each key can show its effect.
 SMALL = {
@@ -130,7 +131,7 @@ def configuration(settings: dict[str, str]) -> Config:
 def seen(settings: tuple[tuple[str, str], ...]) -> tuple[list[str], list[dict[str, Any]]]:
     """(names of files, reports but for what depends on time and memory) of a run with these settings."""
     config = configuration(dict(settings)).settled(Hardware(cuda=False))
-    data, validation = open_on_every_rank(config)
+    data, validation = open_on_every_rank(config, vocabulary_of(config.model))
     home, folder = Path.cwd(), tempfile.mkdtemp()
     (Path(folder) / "assets").symlink_to(home / "assets")
     os.chdir(folder)

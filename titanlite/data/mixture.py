@@ -19,7 +19,6 @@ from titanlite.data.timeline import Mixture, Segment, Timeline
 from titanlite.data.tokenizer import byte_lengths, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, listed, phase
 from titanlite.launch import process
-from titanlite.registry.family import family_of
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class Data:
         )
 
 
-def open_on_every_rank(config: Config) -> tuple[Data, Data | None]:
+def open_on_every_rank(config: Config, vocabulary: int) -> tuple[Data, Data | None]:
     """The data of [training] and, where it is enabled, of [validation]; all ranks together, in a process group.
 
     One rank per node opens, validates and fingerprints the files. The other ranks receive the result, and open only the files
@@ -167,7 +166,7 @@ def open_on_every_rank(config: Config) -> tuple[Data, Data | None]:
     """
 
     def open_all() -> tuple[Data, Data | None]:
-        return open_data(config), open_data(config, "validation") if config.validation.enable else None
+        return open_data(config, vocabulary), open_data(config, vocabulary, "validation") if config.validation.enable else None
 
     data, validation = process.once_per_node(open_all)
     if not process.same_everywhere(data.fingerprint + (validation.fingerprint if validation else "")):
@@ -178,13 +177,12 @@ def open_on_every_rank(config: Config) -> tuple[Data, Data | None]:
 
 
 @phase("opening the data")
-def open_data(config: Config, section: str = "training") -> Data:
-    """The data of [training] or [validation]; text is tokenized at first use.
+def open_data(config: Config, vocabulary: int, section: str = "training") -> Data:
+    """The data of [training] or [validation]; text is tokenized at first use. vocabulary: of the model.
 
     Raises UserError that names the file and the reason where data or tokenizer cannot be used.
     """
     assets, key = config.model.hf_assets_path, key_of(config, section)
-    vocabulary = family_of(config.model).config.vocab_size
     loaded = open_tokenizer(assets, config.training.add_bos)
     sources = [open_source(source, key, loaded, assets, vocabulary) for source in sources_of(config, section)]
     lengths = np.pad(byte_lengths(loaded), (0, vocabulary))[:vocabulary]

@@ -103,6 +103,11 @@ def family_of(keys: Model) -> Family:
     return load_family(keys.name, keys.flavor, keys.hf_assets_path, keys.overrides)
 
 
+def vocabulary_of(keys: Model) -> int:
+    """The size of the vocabulary of the model that [model] names. Raises UserError as `load_family` does."""
+    return family_of(keys).config.vocab_size
+
+
 def trusted(config: Config, source: Path, named: str) -> Config:
     """A configuration that a file holds, whose model may be imported: no name from a file decides which code runs.
 

@@ -33,7 +33,7 @@ from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
-from titanlite.registry.family import family_of
+from titanlite.registry.family import vocabulary_of
 from titanlite.tools.options import RANKS, STEPS, Whole, command_parser, config_parser, read_command
 
 _AT_ONCE = 2**22  # tokens
@@ -98,7 +98,7 @@ def _show(words: list[str]) -> Iterator[str]:
         raise UserError(f"--step {options.step}: must be from 1 to training.steps = {config.training.steps}")
     if options.rank is not None and not 0 <= options.rank < ranks:
         raise UserError(f"--rank {options.rank}: must be from 0 to {ranks - 1}; --ranks N sets the number of ranks")
-    data, tokenizer = open_data(config), open_tokenizer(config.model.hf_assets_path)
+    data, tokenizer = open_data(config, vocabulary_of(config.model)), open_tokenizer(config.model.hf_assets_path)
     size = config.global_batch(data_ranks)
     timeline = _timeline(config, data, options.step, size)
     parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
@@ -142,7 +142,7 @@ def _origin(source: TokenSource, rows: Rows, document: int) -> str:
 
 def _stats(words: list[str]) -> Iterator[str]:
     _, config, degrees = _open(config_parser("data stats"), words)
-    data = open_data(config)
+    data = open_data(config, vocabulary_of(config.model))
     _refuse_damaged(config, [rows for source in data.sources for rows in source.rows])
     size = config.global_batch(parts_of(degrees))
     segment, samples = _timeline(config, data, config.training.steps + 1, size).at(config.training.steps + 1)
@@ -183,7 +183,12 @@ def _histogram(source: TokenSource) -> Iterator[str]:
 def _verify(words: list[str]) -> Iterator[str]:
     _, config, _ = _open(config_parser("data verify"), words)
     sections = ["training", *(["validation"] if config.validation.enable else [])]
-    rows = [each for section in sections for source in open_data(config, section).sources for each in source.rows]
+    rows = [
+        each
+        for section in sections
+        for source in open_data(config, vocabulary_of(config.model), section).sources
+        for each in source.rows
+    ]
     size = _refuse_damaged(config, rows)
     unproved = sum(not stored.has_sums for each in rows for stored in each.file.files)
     yield f"{len(rows)} token files, {size:,} bytes: sound" + (f"; {unproved} have no checksums" if unproved else "")
@@ -191,7 +196,7 @@ def _verify(words: list[str]) -> Iterator[str]:
 
 def _refuse_damaged(config: Config, rows: list[Rows]) -> int:
     """Reads all token files; -> their bytes. Raises UserError that lists the first fault of each."""
-    vocabulary, faults = family_of(config.model).config.vocab_size, []
+    vocabulary, faults = vocabulary_of(config.model), []
     size = sum(stored.size for each in rows for stored in each.file.files)
     with tqdm(desc="verifying", total=size, unit="B", unit_scale=True, disable=None) as bar:
         for each in rows:

@@ -46,7 +46,7 @@ from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
 from titanlite.optim.state import run_tensors
 from titanlite.parallel.mesh import build_mesh, data_degree, data_rank, parts_of, resolve_degrees, stage_group
-from titanlite.registry.family import family_of, trusted
+from titanlite.registry.family import family_of, trusted, vocabulary_of
 from titanlite.registry.source import changed_modules, diff, source_of
 from titanlite.tools.options import LOCAL_RANKS, STEPS, command_parser, existing_folder, nonempty
 from titanlite.transforms.shards import local_part
@@ -307,7 +307,9 @@ def _on_rank(device: torch.device, config: Config, run: Path, step: int, route: 
     if config.training.deterministic:
         process.use_deterministic_algorithms()
     mesh = build_mesh(resolve_degrees(config.parallelism, dist.get_world_size()), device.type)
-    return describe(replay(config, run, route, step, open_data(config), mesh, device), run, route, config, mesh)
+    return describe(
+        replay(config, run, route, step, open_data(config, vocabulary_of(config.model)), mesh, device), run, route, config, mesh
+    )
 
 
 def main() -> None:
@@ -328,7 +330,7 @@ def main() -> None:
     route = route_to(step, options.attempt, entries)
     config = replay_config(config, global_batch, options.ranks)
     check_setting(config, run, ranks)
-    open_data(config)  # fills the cache for the ranks
+    open_data(config, vocabulary_of(config.model))  # fills the cache for the ranks
     # As in run_train.sh: the number of threads of a rank decides how its sums are rounded.
     share_threads(ranks)
     timeout = config.comm.init_timeout_seconds

@@ -29,7 +29,7 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.checks import check
 from titanlite.parallel import context, expert, pipeline
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, parts_of, ranks_of
-from titanlite.registry.family import family_of
+from titanlite.registry.family import family_of, vocabulary_of
 from titanlite.registry.limits import refused_dimensions
 from titanlite.tools.options import STEPS, command_parser, nonempty
 from titanlite.verify.compare import (
@@ -56,7 +56,7 @@ def main() -> None:
     for degrees, mesh_config in zip(meshes, configs, strict=True):
         check(mesh_config, path, ranks_of(degrees))
     configs = [mesh_config.settled(Hardware(torch.cuda.is_available())) for mesh_config in configs]
-    open_data(config)  # fills the cache for the ranks
+    open_data(config, vocabulary_of(config.model))  # fills the cache for the ranks
     first, *others = zip(configs, meshes, strict=True)
     reference = _run(_record_with_noise, *first)
     runs = [reference, *(_run(_record, *each) for each in others)]
@@ -113,11 +113,11 @@ def _mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
 
 
 def _record(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    return record(config, open_data(config), _mesh(device, degrees), device)
+    return record(config, open_data(config, vocabulary_of(config.model)), _mesh(device, degrees), device)
 
 
 def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, int]) -> Trajectory:
-    data, mesh = open_data(config), _mesh(device, degrees)
+    data, mesh = open_data(config, vocabulary_of(config.model)), _mesh(device, degrees)
     trajectory = record(config, data, mesh, device)
     batch = next(iter(batches_of(config, data, mesh)))
     return in_order(trajectory, noise_of(lambda: begin(config, mesh, device), batch))
@@ -125,7 +125,7 @@ def _record_with_noise(device: torch.device, config: Config, degrees: dict[str, 
 
 def _gradients(device: torch.device, config: Config, degrees: dict[str, int]) -> dict[str, Tensor]:
     """The gradients of the first step, in float64."""
-    config, data, mesh = replaced(config, **FLOAT64), open_data(config), _mesh(device, degrees)
+    config, data, mesh = replaced(config, **FLOAT64), open_data(config, vocabulary_of(config.model)), _mesh(device, degrees)
     return gradients_in_float64(lambda: begin(config, mesh, device), lambda _: iter(batches_of(config, data, mesh)))
 
 
