@@ -87,7 +87,7 @@ def run(config: Config, ranks: int, rank: int, waits_for_counts: int) -> set[str
         stack.enter_context(pretended_ranks(ranks, rank))
         mesh = build_mesh(resolve_degrees(config.parallelism, ranks), "cuda")
         part = data_rank(mesh), data_degree(mesh)
-        source = _Rows(config, data, 0, config.global_batch(data_degree(mesh)), part)
+        source = _Rows(config, data, part)
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(mock.patch.object(order, "on_meta", _on_meta))
         watch = Watch(mode, config.parallelism.cpu_offload)
