@@ -46,9 +46,10 @@ from titanlite.optim.build import build_optimizer  # noqa: E402
 from titanlite.parallel import parallelize as order  # noqa: E402
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh  # noqa: E402
 from titanlite.plan.step import pretended_ranks  # noqa: E402
-from titanlite.registry.family import family_of, tie  # noqa: E402
+from titanlite.registry.family import family_of  # noqa: E402
 from titanlite.transforms.dtypes import DTYPES  # noqa: E402
 from titanlite.transforms.meta import on_meta  # noqa: E402
+from titanlite.transforms.parameters import tie  # noqa: E402
 
 DEVICE = pretend.DEVICE
 _BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
