@@ -115,7 +115,7 @@ class Pool:
         os.kill(self.workers[rank].pid, signal.SIGUSR1)
         file = Path(self.folder.name) / f"stack-{rank}"
         with contextlib.suppress(AssertionError):  # it may not answer this either
-            until(lambda: file.stat().st_size, patience=120)
+            until(lambda: file.stat().st_size, patience=30)
         return file.read_text()
 
 
@@ -173,6 +173,8 @@ def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
     children.end_with_starter()
     stack = open(f"{folder}/stack-{rank}", "w")
+    # blocked in a fork server that data workers have started, and with it in all its forks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     faulthandler.register(signal.SIGUSR1, file=stack)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     # gathering whole tensors for a comparison is slow on purpose
