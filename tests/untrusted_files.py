@@ -17,7 +17,7 @@ from tests.token_files import write_file
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
 from titanlite.checkpoint.load import intact
-from titanlite.checkpoint.manifest import Contents, Manifest
+from titanlite.checkpoint.manifest import FileDigest, Manifest
 from titanlite.checkpoint.storage import METADATA, Writer, read_metadata, tensor_entries
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.read import read_config, stored_config
@@ -394,7 +394,7 @@ _STEP = step_folder(Path(), 10)
 
 
 def _write_checkpoint(folder: Path) -> None:
-    def commit(files: dict[str, Contents]) -> None:
+    def commit(files: dict[str, FileDigest]) -> None:
         manifest.write(folder / _STEP, Manifest(_NUMBERS, files))
 
     tensors = {"model.weight": torch.arange(12.0).reshape(3, 4), "model.bias": torch.arange(3.0)}

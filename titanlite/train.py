@@ -38,7 +38,7 @@ from titanlite.launch.run_folder import RunLock, record_start, written
 from titanlite.launch.stop import EXIT_CODE, UNSAVED, Stop
 from titanlite.loop import profiling
 from titanlite.loop.checks import check
-from titanlite.loop.divergence import Incidents, Step, Steps
+from titanlite.loop.divergence import Incidents, StepRecord, Steps
 from titanlite.loop.memory import Memory
 from titanlite.loop.metrics import Clock, Reporter, console_line, largest_peak_gib, peak_flops, speed
 from titanlite.loop.resume import Progress, RunIdentity, numbers_of, restore
@@ -229,7 +229,7 @@ def finished_already(config: Config, progress: Progress, saves: Path, saver: Sav
 
 
 def go_back(
-    bad: Step,
+    bad: StepRecord,
     found_at: int,
     restored: Progress,
     run: RunIdentity,

@@ -11,7 +11,7 @@ from titanlite.config.schema import Model
 from titanlite.verify import whole_runs
 from titanlite.verify.compare import Trajectory
 from titanlite.verify.small_runs import rounding_faults
-from titanlite.verify.whole_runs import AT, STEPS, Runs, Whole, random_faults, run_faults
+from titanlite.verify.whole_runs import AT, STEPS, Runs, TrainingRun, random_faults, run_faults
 
 HERE = "tests.end_to_end.test_check_model_loop"
 
@@ -40,10 +40,10 @@ def test_a_state_that_no_checkpoint_holds_is_told_by_the_loss_after_the_resume(p
     assert "what the model keeps outside of parameters and buffers" in fault
 
 
-def whole(drawn: list[list[float]] | None = None, samples: int = 16, step: int = 3, **changes: float) -> Whole:
+def whole(drawn: list[list[float]] | None = None, samples: int = 16, step: int = 3, **changes: float) -> TrainingRun:
     reports = {number: {"lr": 0.1, "loss": 2.0, "grad_norm": 1.0} for number in range(1, STEPS + 1)}
     reports[step] |= changes
-    return Whole(reports, drawn or [[0.1, 0.2, 0.3, 0.4]], samples)
+    return TrainingRun(reports, drawn or [[0.1, 0.2, 0.3, 0.4]], samples)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.hostile.judge import Case
 from tests.hostile.unforeseen import run_command
 from titanlite.__main__ import COMMANDS
 from titanlite.tools import options
-from titanlite.tools.options import Real, Whole, existing_folder, existing_path, new_path, nonempty
+from titanlite.tools.options import Real, WholeNumber, existing_folder, existing_path, new_path, nonempty
 
 _NO_NUMBERS = ("", " ", "nan", "inf", "-1", "-0", "x", "0x10", "1_0", "+1", "\u0663", "1e", "e3", "1e400", "1e-320", "9" * 5000)
 _NO_TEXT = ("", " ", "a\0b", "x" * 5000)
@@ -81,7 +81,7 @@ def arguments(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def wrong(kind: Any) -> tuple[str, ...]:
-    if isinstance(kind, Whole):
+    if isinstance(kind, WholeNumber):
         below = (str(kind.least - 1),) if kind.least else ()
         return (*_NO_NUMBERS, *below, "1.5", "01", str(kind.most + 1), f"1e{len(str(kind.most))}")
     if isinstance(kind, Real):
@@ -143,7 +143,7 @@ def cases(seed: int) -> Iterator[Case]:
         for action in arguments(parser):
             # a float, an int or a path without bounds is no kind
             assert action.type is str or wrong(action.type), f"{' '.join(before)}: {action.dest} has no kind"
-            kind = type(action.type) if isinstance(action.type, Whole | Real) else action.type
+            kind = type(action.type) if isinstance(action.type, WholeNumber | Real) else action.type
             label = action.option_strings[0] if action.option_strings else action.dest
             values = [(value, re.escape(label)) for value in drawn(kind, wrong(action.type))]
             values += [(value, "") for value in (drawn(f"texts of {kind}", TEXTS) if kind in (nonempty, str) else ())]

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests.hostile.judge import Case
 from tests.token_files import write_jsonl
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.manifest import Contents, Manifest
+from titanlite.checkpoint.manifest import FileDigest, Manifest
 from titanlite.checkpoint.storage import METADATA
 from titanlite.checkpoint.whole import Stored
 from titanlite.config.read import read_config
@@ -253,7 +253,7 @@ def _write_checkpoint(folder: Path) -> None:
 def _commit(folder: Path, metadata: Metadata) -> None:
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     names = (METADATA, _DATA)
-    files = {name: Contents((folder / name).stat().st_size, manifest.checksum(folder / name)) for name in names}
+    files = {name: FileDigest((folder / name).stat().st_size, manifest.checksum(folder / name)) for name in names}
     manifest.write(folder, Manifest(_NUMBERS, files))
 
 

@@ -44,7 +44,7 @@ def make(folder: Path, *steps: int) -> None:
         step_folder(folder, step).mkdir(parents=True)
         for name in (".metadata", "__0_0.distcp"):
             (step_folder(folder, step) / name).write_text(str(step))
-        files = {name: manifest.Contents(len(str(step)), "0" * 32) for name in (".metadata", "__0_0.distcp")}
+        files = {name: manifest.FileDigest(len(str(step)), "0" * 32) for name in (".metadata", "__0_0.distcp")}
         manifest.write(step_folder(folder, step), manifest.Manifest({"step": step, **NUMBERS}, files))
 
 

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
+from titanlite.checkpoint.manifest import Damaged, FileDigest, Manifest
 from titanlite.ground.errors import UserError
 from titanlite.tools.checkpoint import verify
 
@@ -20,7 +20,7 @@ NUMBERS: dict[str, Any] = {
     "config": {"training": {"max_norm": math.inf}},
     "architecture": {"dim": 64},
 }
-FILES = {".metadata": Contents(5310, "8f" * 16), "__0_0.distcp": Contents(0, "a0" * 16)}
+FILES = {".metadata": FileDigest(5310, "8f" * 16), "__0_0.distcp": FileDigest(0, "a0" * 16)}
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_run_that_cannot_be_continued_is_refused_by_the_entry(tmp_path, number
 def test_a_file_is_compared_by_size_and_checksum(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 20_000)  # more than one read's worth
-    contents = Contents(5_120_000, xxhash.xxh3_128_hexdigest(path.read_bytes()))
+    contents = FileDigest(5_120_000, xxhash.xxh3_128_hexdigest(path.read_bytes()))
     assert manifest.fault(tmp_path, "file", contents) == ""
     assert manifest.fault(tmp_path, "file", contents._replace(bytes=5_120_001)) == (
         f"{path}: is damaged: it has 5,120,000 bytes, and 5,120,001 were written"

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.checkpoint import load, manifest, storage
-from titanlite.checkpoint.manifest import Contents, Damaged, Manifest
+from titanlite.checkpoint.manifest import Damaged, FileDigest, Manifest
 from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
 from titanlite.config.operation import Checkpoint
@@ -76,7 +76,7 @@ def put(source: Path, name: str, contents: bytes, forged: bool = True) -> None:
     found = manifest.read(source)
     (source / name).write_bytes(contents)
     if forged and name != manifest.FILE:
-        here = Contents(len(contents), manifest.checksum(source / name))
+        here = FileDigest(len(contents), manifest.checksum(source / name))
         manifest.write(source, Manifest(found.numbers, found.files | {name: here}))
 
 
@@ -271,7 +271,7 @@ def test_metadata_that_lies_is_refused_before_any_tensor_is_read(source, lie):
 def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(source, listed):
     found, lying = manifest.read(source), metadata_of(source)
     size = (source / listed).stat().st_size
-    files = found.files | {listed: Contents(size, manifest.checksum(source / listed))}
+    files = found.files | {listed: FileDigest(size, manifest.checksum(source / listed))}
     change(relative_path=listed, offset=0, length=size)(lying, source)
     manifest.write(source, Manifest(found.numbers, files))
     (source / METADATA).write_bytes(pickle.dumps(lying))
@@ -284,7 +284,7 @@ def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(sou
 @pytest.mark.parametrize("name", ["/dev/zero", "a/b", "..", "", "a\0b"])
 def test_a_manifest_that_lists_what_is_no_file_of_a_checkpoint_is_refused_before_it_is_opened(source, name):
     found = manifest.read(source)
-    manifest.write(source, Manifest(found.numbers, found.files | {name: Contents(0, "")}))
+    manifest.write(source, Manifest(found.numbers, found.files | {name: FileDigest(0, "")}))
     with pytest.raises(Damaged, match="is not the name of a file in this folder"):
         load.verified(source)
 
@@ -297,7 +297,7 @@ def test_dcp_syncs_all_of_every_file(tmp_path, monkeypatch):
         synced[Path(os.readlink(f"/proc/self/fd/{handle}")).name] = os.fstat(handle).st_size
 
     monkeypatch.setattr(os, "fsync", note)
-    files: dict[str, Contents] = {}
+    files: dict[str, FileDigest] = {}
     writer = storage.Writer(tmp_path / "written", "step-00000001", files.update)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is one process

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests import tiny
-from titanlite.config.effects import FILE, OPTION, Layer
+from titanlite.config.effects import FILE, OPTION, ConfigLayer
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
@@ -58,7 +58,7 @@ def configuration(keys: dict[str, Any]) -> Config:
     return Config.model_validate(tables)
 
 
-def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None, layer: Layer = FILE) -> list[str]:
+def faults(keys: dict[str, Any], ranks: int = 1, local_ranks: int | None = None, layer: ConfigLayer = FILE) -> list[str]:
     config = configuration({DATASET: "file.txt"} | keys)
     vars(config)["layers"] = dict.fromkeys(config.layers, layer)
     try:

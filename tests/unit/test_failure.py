@@ -15,7 +15,7 @@ import pytest
 from titanlite.config.schema import Config
 from titanlite.ground import errors
 from titanlite.ground.errors import at, phase
-from titanlite.ground.untrusted import Contents, read_json
+from titanlite.ground.untrusted import FileSchema, read_json
 from titanlite.launch import failure
 from titanlite.loop.metrics import Reporter
 
@@ -60,7 +60,7 @@ def test_a_report_names_phase_error_place_file_and_the_file_with_the_traceback(t
     monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(KeyError) as caught, phase("opening the data"):
-        _ = read_json(tmp_path / "manifest.json", Contents, 10)["shards"]
+        _ = read_json(tmp_path / "manifest.json", FileSchema, 10)["shards"]
     line, *frames = failure.report(caught.value, "titanlite verify").splitlines()
     assert line.startswith(
         "titanlite verify, starting, opening the data: KeyError: 'shards' (tests/unit/test_failure.py, line "

@@ -10,18 +10,18 @@ from titanlite.config.schema import Config
 from titanlite.data.timeline import Rollback
 from titanlite.ground.errors import UserError
 from titanlite.ground.run_files import INCIDENTS, read_entries
-from titanlite.loop.divergence import Incidents, Spikes, Step, decide, is_bad, rollbacks
+from titanlite.loop.divergence import Incidents, Spikes, StepRecord, decide, is_bad, rollbacks
 
 NAN, INF = math.nan, math.inf
 BATCH = 8
 
 
-def good(*numbers: int) -> list[Step]:
-    return [Step(n, (n - 1) * BATCH, 3.0 + 0.01 * (n % 7), 1.0) for n in numbers]
+def good(*numbers: int) -> list[StepRecord]:
+    return [StepRecord(n, (n - 1) * BATCH, 3.0 + 0.01 * (n % 7), 1.0) for n in numbers]
 
 
-def bad(*numbers: int, loss: float = NAN, norm: float = NAN) -> list[Step]:
-    return [Step(n, (n - 1) * BATCH, loss, norm) for n in numbers]
+def bad(*numbers: int, loss: float = NAN, norm: float = NAN) -> list[StepRecord]:
+    return [StepRecord(n, (n - 1) * BATCH, loss, norm) for n in numbers]
 
 
 def incidents_of(folder: Path, policy: str, first_step: int = 1, **sections) -> Incidents:
@@ -42,7 +42,7 @@ def entries_of(folder: Path) -> list[tuple]:
     (3.0, 1.0, False, False), (3.0, INF, True, False), (3.0, NAN, True, False), (NAN, NAN, True, True), (INF, 1.0, True, True),
 ])  # fmt: skip
 def test_with_a_loss_scale_only_the_loss_counts(loss, norm, plain, scaled):
-    step = Step(1, 0, loss, norm)
+    step = StepRecord(1, 0, loss, norm)
     assert (is_bad(step, False), is_bad(step, True)) == (plain, scaled)
 
 
@@ -193,10 +193,10 @@ def test_a_line_that_is_not_ours_is_named(tmp_path, line):
 # -------------------------------------------------------------------------------------------------------------- spikes
 
 
-def falling(steps: int, seed: int = 0) -> list[Step]:
+def falling(steps: int, seed: int = 0) -> list[StepRecord]:
     """Losses as of a real run: from 11 down to 3, with noise."""
     noise = random.Random(seed)
-    return [Step(n, 0, 3 + 8 * math.exp(-n / 50) + noise.gauss(0, 0.05), 1.0) for n in range(steps)]
+    return [StepRecord(n, 0, 3 + 8 * math.exp(-n / 50) + noise.gauss(0, 0.05), 1.0) for n in range(steps)]
 
 
 def test_a_jump_is_found_and_a_falling_loss_is_none():
@@ -210,13 +210,13 @@ def test_a_jump_is_found_and_a_falling_loss_is_none():
 
 
 def test_what_is_not_finite_is_no_spike_and_not_in_the_window():
-    steps = falling(200) + bad(*range(200, 280)) + [Step(300, 0, 9.0, 1.0)]
+    steps = falling(200) + bad(*range(200, 280)) + [StepRecord(300, 0, 9.0, 1.0)]
     assert [step.number for step, _ in Spikes(100, 10.0).find(steps)] == [300]
 
 
 def test_a_spike_is_written_with_its_samples_and_the_run_goes_on(tmp_path):
     incidents = incidents_of(tmp_path, "stop", metrics={"spike_window": 20})
-    assert incidents.judge([*good(*range(1, 21)), Step(21, 160, 9.0, 30.0)], None) is None
+    assert incidents.judge([*good(*range(1, 21)), StepRecord(21, 160, 9.0, 30.0)], None) is None
     (entry,) = read_entries(tmp_path / INCIDENTS)
     assert [entry[key] for key in ("kind", "step", "loss", "grad_norm", "samples")] == ["spike", 21, 9.0, 30.0, [160, 168]]
     assert "deviations above 3.0300, the median before" in entry["text"]

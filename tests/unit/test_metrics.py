@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from models.blocks import Flops
 from titanlite.config.schema import Config
 from titanlite.data.timeline import Timeline
-from titanlite.loop.divergence import Step
+from titanlite.loop.divergence import StepRecord
 from titanlite.loop.metrics import Clock, Reporter, console_line, peak_flops, peak_memory_gib, speed
 from titanlite.loop.resume import Progress
 
@@ -162,7 +162,7 @@ BEGINNING = Progress(0, Timeline([]))
 
 def test_the_mean_loss_is_over_the_finite_losses_since_the_last_multiple_wherever_readings_fall():
     losses = [5.0, 4.0, math.nan, 3.0, 2.5, math.inf, math.nan, math.nan, 2.0, 1.0]
-    steps = [Step(number, 0, loss, 1.0) for number, loss in enumerate(losses, 1)]
+    steps = [StepRecord(number, 0, loss, 1.0) for number, loss in enumerate(losses, 1)]
     expected = {1: 5.0, 2: 4.5, 3: 4.5, 4: 4.0, 5: 2.5, 8: 2.5, 9: 2.0, 10: 1.5}
     for step, mean in expected.items():
         for cut in range(step + 1):

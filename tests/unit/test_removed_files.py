@@ -15,7 +15,7 @@ from titanlite.config.operation import Checkpoint, Job, Metrics
 from titanlite.config.schema import Config
 from titanlite.launch import stacks
 from titanlite.launch.run_folder import RunLock, record_start, written
-from titanlite.loop.divergence import Incidents, Step
+from titanlite.loop.divergence import Incidents, StepRecord
 from titanlite.loop.metrics import Reporter
 
 STEPS = 60
@@ -54,7 +54,7 @@ def _training(config: Config) -> Iterator[Callable[[int], None]]:
     reporter, incidents = Reporter(config, 1, active=True), Incidents(config, 1, 1, active=True)
 
     def report(step: int) -> None:
-        incidents.judge([Step(step, step, 50.0 if step % _BAD == 0 else 1.0 + step % 3, 1.0)], None)
+        incidents.judge([StepRecord(step, step, 50.0 if step % _BAD == 0 else 1.0 + step % 3, 1.0)], None)
         for keep in kept:
             keep()
         reporter.report(step, {"loss": float(step)})

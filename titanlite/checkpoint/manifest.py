@@ -28,7 +28,7 @@ _CHUNK = 2**22
 _LIMIT = 64 * MIB  # of a run on 10,000 ranks: 1 MiB
 
 
-class _Source(untrusted.Contents):
+class _Source(untrusted.FileSchema):
     name: str
     documents: Count
     tokens: Count
@@ -36,23 +36,23 @@ class _Source(untrusted.Contents):
     share: Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class _Data(untrusted.Contents):
+class _Data(untrusted.FileSchema):
     sources: list[_Source] = Field(default=[])  # imported weights have none
 
 
-class _Module(untrusted.Contents):
+class _Module(untrusted.FileSchema):
     hash: str
     text: str
 
 
-class Contents(NamedTuple):
+class FileDigest(NamedTuple):
     """Size and checksum of a file."""
 
     bytes: Count
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 
-class _Numbers(untrusted.Contents):
+class _ManifestSchema(untrusted.FileSchema):
     """What a manifest must hold."""
 
     step: Count
@@ -63,25 +63,25 @@ class _Numbers(untrusted.Contents):
     architecture: dict[str, Any]
     model_source: dict[str, _Module] = Field(default={})  # imported weights have none
     run: str = ""  # imported weights, and runs of titanlite 0.2, have none
-    files: dict[FileName, Contents]
+    files: dict[FileName, FileDigest]
 
 
-class _RunData(untrusted.Contents):
+class _RunData(untrusted.FileSchema):
     tokenizer: str
     beginning: str
     sources: list[_Source]
 
 
-class _Schedule(untrusted.Contents):
+class _Schedule(untrusted.FileSchema):
     total_steps: Positive  # all else is in the configuration
 
 
-class _Sections(untrusted.Contents):
+class _Sections(untrusted.FileSchema):
     checkpoint: dict[str, Any]
     training: dict[str, Any]
 
 
-class _Run(untrusted.Contents):
+class _Run(untrusted.FileSchema):
     """What the manifest of a run must hold too, beside its timeline; that of imported weights does not."""
 
     samples: Count
@@ -98,7 +98,7 @@ class Manifest(NamedTuple):
     """The numbers of a run at a step, and the files with its tensors: name in the folder -> contents."""
 
     numbers: dict[str, Any]
-    files: dict[str, Contents]
+    files: dict[str, FileDigest]
 
 
 class Damaged(UserError):
@@ -148,7 +148,7 @@ def read(folder: Path) -> Manifest:
     if values.get("format") != _FORMAT:
         raise UserError(f"{path}: is of format {values.get('format')}; this version reads format {_FORMAT}")
     with damage(path):
-        files = untrusted.validated(_Numbers, values, f"{path}: is damaged").files
+        files = untrusted.validated(_ManifestSchema, values, f"{path}: is damaged").files
     return Manifest({name: value for name, value in values.items() if name not in ("format", "files")}, files)
 
 
@@ -167,7 +167,7 @@ def check_run(folder: Path, manifest: Manifest) -> None:
     untrusted.validated(_Run, manifest.numbers, f"{folder}: its manifest is sound, but does not describe a run of titanlite")
 
 
-def fault(folder: Path, name: str, contents: Contents) -> str:
+def fault(folder: Path, name: str, contents: FileDigest) -> str:
     """The damage of a checkpoint's file, or "". Raises Unread."""
     path = folder / name
     try:

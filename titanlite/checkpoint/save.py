@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import list_steps, retire, step_folder, unfinished_folder
-from titanlite.checkpoint.manifest import Contents, Manifest
+from titanlite.checkpoint.manifest import FileDigest, Manifest
 from titanlite.checkpoint.storage import Writer
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
@@ -50,7 +50,7 @@ class Saver:
         self.wait()
         unfinished, final = unfinished_folder(self._folder, step), step_folder(self._folder, step)
 
-        def commit(files: dict[str, Contents]) -> None:
+        def commit(files: dict[str, FileDigest]) -> None:
             """Gives the checkpoint its final name, which no folder has (see folder.clean_up)."""
             manifest.commit(unfinished, final, Manifest({"step": step, **numbers}, files))
             retire(self._folder, self._cfg, numbers.get("run", ""))

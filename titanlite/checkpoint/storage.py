@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint import opcodes
-from titanlite.checkpoint.manifest import Contents, Damaged, damage, fault
+from titanlite.checkpoint.manifest import Damaged, FileDigest, damage, fault
 from titanlite.ground.torch_private import StorageInfo
 from titanlite.ground.untrusted import MIB, read_bytes
 from titanlite.launch.failure import ran_out
@@ -80,7 +80,7 @@ class _CheckedFiles(FileSystem):
     """DCP's file system; `written` has size and checksum of every file by name."""
 
     def __init__(self) -> None:
-        self.written: dict[str, Contents] = {}
+        self.written: dict[str, FileDigest] = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
@@ -91,14 +91,14 @@ class _CheckedFiles(FileSystem):
             except Exception as error:  # torch.save may replace the error of the disk: "unexpected pos 704 vs 598"
                 raise file.failure or error from None
         name = Path(path).name.removesuffix(".tmp")  # DCP renames .metadata.tmp at the end
-        self.written[name] = Contents(file.size, file.digest.hexdigest())
+        self.written[name] = FileDigest(file.size, file.digest.hexdigest())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):
     """The result that a rank sends to the coordinator: the location of a shard, and size and checksum of its files."""
 
-    files: dict[str, Contents] = dataclasses.field(default_factory=dict)
+    files: dict[str, FileDigest] = dataclasses.field(default_factory=dict)
 
 
 class Writer(FileSystemWriter):
@@ -110,7 +110,7 @@ class Writer(FileSystemWriter):
 
     fs: _CheckedFiles
 
-    def __init__(self, folder: Path, name: str, commit: Callable[[dict[str, Contents]], None], staged: bool = False):
+    def __init__(self, folder: Path, name: str, commit: Callable[[dict[str, FileDigest]], None], staged: bool = False):
         # Staged tensors need no copy from the GPU, which would open a context on GPU 0 in the saving thread of every rank.
         options: dict[str, Any] = {"per_thread_copy_ahead": 0} if staged else {}
         super().__init__(folder, sync_files=True, **options)
@@ -168,7 +168,7 @@ class _NamedFiles(FileSystem):
 class Reader(FileSystemReader):
     """Reads the tensors of a checkpoint with these `files`. Raises Damaged for metadata that titanlite cannot have written."""
 
-    def __init__(self, folder: Path, files: dict[str, Contents]):
+    def __init__(self, folder: Path, files: dict[str, FileDigest]):
         super().__init__(folder)
         self.fs = _NamedFiles()
         self._files = files
@@ -190,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it references {module}.{name}, which no titanlite checkpoint has")
 
 
-def read_metadata(folder: Path, files: dict[str, Contents]) -> Metadata:
+def read_metadata(folder: Path, files: dict[str, FileDigest]) -> Metadata:
     """The locations of a checkpoint's tensors. Raises Damaged if they are unreadable or outside of the checkpoint."""
     path = folder / METADATA
     with damage(path):
@@ -212,7 +212,7 @@ def tensor_entries(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _check_metadata(metadata: Any, files: dict[str, Contents]) -> None:
+def _check_metadata(metadata: Any, files: dict[str, FileDigest]) -> None:
     """Raises ValueError for anything but tensors whose elements are in these files.
 
     Damage is found by the checksums, and only whole tensors are written. The elements are counted, because DCP loads those that

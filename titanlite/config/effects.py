@@ -16,14 +16,14 @@ from pydantic.fields import FieldInfo
 from titanlite.ground.errors import MachineFault
 
 
-class Layer(NamedTuple):
+class ConfigLayer(NamedTuple):
     """What has set a key."""
 
     number: int  # bases have negative numbers, the file 0
     name: str = ""  # for messages
 
 
-FILE, OPTION, UNSET = Layer(0), Layer(1, "option"), Layer(-(2**63))
+FILE, OPTION, UNSET = ConfigLayer(0), ConfigLayer(1, "option"), ConfigLayer(-(2**63))
 
 
 class Hardware(NamedTuple):
@@ -101,8 +101,8 @@ class Idle(NamedTuple):
     value: Any
     default: Any
     condition: str  # that does not hold
-    layer: Layer  # that has set it
-    off: Layer  # that has switched it off
+    layer: ConfigLayer  # that has set it
+    off: ConfigLayer  # that has switched it off
 
     @property
     def refused(self) -> bool:
@@ -119,7 +119,7 @@ class Idle(NamedTuple):
         )
 
 
-def idle(config: BaseModel, hardware: Hardware, layers: dict[str, Layer]) -> Iterator[Idle]:
+def idle(config: BaseModel, hardware: Hardware, layers: dict[str, ConfigLayer]) -> Iterator[Idle]:
     """All keys without effect."""
     for section in type(config).model_fields:
         table = getattr(config, section)

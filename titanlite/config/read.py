@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from titanlite.config.effects import OPTION, Hardware, Layer
+from titanlite.config.effects import OPTION, ConfigLayer, Hardware
 from titanlite.config.schema import Config
 from titanlite.config.tables import Section
 from titanlite.ground.errors import HelpRequested, UserError, listed, phase
@@ -64,7 +64,7 @@ def read_config(path: str | Path | None, options: list[str]) -> Config:
 
     path: None for the options alone. Raises Faults that lists all faults of files and options; HelpRequested for `--help`.
     """
-    origins: dict[str, Layer] = {}  # "section.key" -> the file or option that has set it
+    origins: dict[str, ConfigLayer] = {}  # "section.key" -> the file or option that has set it
     values = _load_toml(Path(path), [], origins) if path else {}
     if "-h" in options or "--help" in options:
         raise HelpRequested(values)
@@ -88,7 +88,7 @@ def read_config(path: str | Path | None, options: list[str]) -> Config:
     return config
 
 
-def _if_of_torchtitan(path: str | Path | None, error: ValidationError, origins: dict[str, Layer]) -> str:
+def _if_of_torchtitan(path: str | Path | None, error: ValidationError, origins: dict[str, ConfigLayer]) -> str:
     """The command for a file with several names that titanlite does not have; a single one may be misspelt."""
     unknown = [".".join(map(str, entry["loc"])) for entry in error.errors() if entry["type"] == "extra_forbidden"]
     several = sum(origins.get(key, OPTION) != OPTION for key in unknown) > 1
@@ -143,7 +143,7 @@ def toml_key(name: str) -> str:
     return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)
 
 
-def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict[str, Any]:
+def _load_toml(path: Path, chain: list[Path], origins: dict[str, ConfigLayer]) -> dict[str, Any]:
     """The tables of a file merged over those of its `base`, whose path is relative to the file."""
     named_by = f" (named as base by {chain[-1]})" if chain else ""
     if "\0" in str(path):
@@ -166,11 +166,11 @@ def _load_toml(path: Path, chain: list[Path], origins: dict[str, Layer]) -> dict
     merged = _load_toml(path.parent / base, [*chain, path], origins) if base else {}
     _merge(merged, values)
     for name, value in values.items():
-        _note(origins, (name,), value, Layer(-len(chain), path.name))
+        _note(origins, (name,), value, ConfigLayer(-len(chain), path.name))
     return merged
 
 
-def _note(origins: dict[str, Layer], path: tuple[str, ...], value: Any, layer: Layer) -> None:
+def _note(origins: dict[str, ConfigLayer], path: tuple[str, ...], value: Any, layer: ConfigLayer) -> None:
     """Records what has set a key, and those of a table."""
     origins[".".join(path[:2])] = origins[".".join(path)] = layer
     for name, inside in value.items() if isinstance(value, dict) else ():
@@ -244,7 +244,7 @@ def entry_schema(annotation: Any) -> type[BaseModel] | None:
 # ------------------------------------------------------------------------------------------------------ validation
 
 
-def _describe(error: ValidationError, origins: dict[str, Layer]) -> list[str]:
+def _describe(error: ValidationError, origins: dict[str, ConfigLayer]) -> list[str]:
     """One sentence for each key, or entry of a list of tables, in which pydantic has found errors."""
     by_path: dict[tuple[Any, ...], list[Any]] = {}
     for entry in error.errors():
@@ -257,7 +257,7 @@ def _describe(error: ValidationError, origins: dict[str, Layer]) -> list[str]:
     ]
 
 
-def _sentence(section: str, name: str = "", *, origins: dict[str, Layer], errors: list[Any]) -> str:
+def _sentence(section: str, name: str = "", *, origins: dict[str, ConfigLayer], errors: list[Any]) -> str:
     """One line for the errors in one key: its origin, what is wrong, what is allowed."""
     kind, value = errors[0]["type"], errors[0]["input"]
     key = f"{section}.{name}" if name else section
@@ -289,11 +289,11 @@ def allowed(errors: list[Any]) -> str:
     return " or ".join(error["msg"].replace("Input should be ", "") for error in errors) + hint
 
 
-def _setting(key: str, value: Any, origin: Layer | None) -> str:
+def _setting(key: str, value: Any, origin: ConfigLayer | None) -> str:
     return f"{key} = {json.dumps(value, default=str)}" + (f" ({origin.name})" if origin else "")
 
 
-def _unknown_key(section: str, name: str, value: Any, origin: Layer | None) -> str:
+def _unknown_key(section: str, name: str, value: Any, origin: ConfigLayer | None) -> str:
     """A sentence for what the schema does not have: a key, or without a name a section or a key outside all sections."""
     key = f"{section}.{name}" if name else section
     is_section = not name and isinstance(value, dict)

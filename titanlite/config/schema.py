@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue
 
 from titanlite.config import bounds, effects
-from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, EffectiveWhen, Hardware, Layer
+from titanlite.config.effects import ACCUMULATION, ALWAYS, CUDA, DECAY, FILE, RANKS, ConfigLayer, EffectiveWhen, Hardware
 from titanlite.config.operation import Checkpoint, Comm, Job, Metrics, Profiling
-from titanlite.config.tables import MAY_CHANGE, OnResume, Section, Table
+from titanlite.config.tables import MAY_CHANGE, OnResume, Section, StrictModel
 
 _WITH_FSDP = EffectiveWhen(  # where titanlite/parallel/mesh.py applies it
     f"{RANKS} or parallelism.cpu_offload = true or parallelism.reduce_every_microbatch = false"
@@ -73,7 +73,7 @@ class Model(Section):
         return f"{self.name} {self.flavor}" + (f" with {changed}" if changed else "")
 
 
-class Source(Table):
+class Source(StrictModel):
     """One of several data sources."""
 
     path: bounds.Name
@@ -372,7 +372,7 @@ class Validation(Section):
     """Tokens of each continuation at most."""
 
 
-class Config(Table):
+class Config(StrictModel):
     """A whole run. Sections are TOML tables."""
 
     job: Job = Job()
@@ -394,7 +394,7 @@ class Config(Table):
     validation: Validation = Validation()
 
     @functools.cached_property
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, ConfigLayer]:
         """The layer that has set each key. `read.py` writes it; a configuration made in Python is one layer."""
         sections = type(self).model_fields
         return {f"{section}.{name}": FILE for section in sections for name in getattr(self, section).model_fields_set}

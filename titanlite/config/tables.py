@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 from titanlite.config import effects
 
 
-class Table(BaseModel):
+class StrictModel(BaseModel):
     """Of all tables: unknown keys are refused, types are not converted, values do not change after reading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
@@ -26,7 +26,7 @@ class OnResume(NamedTuple):
 MAY_CHANGE = OnResume()
 
 
-class Section(Table):
+class Section(StrictModel):
     """Of all sections: every key says when it has an effect."""
 
     ON_RESUME: ClassVar[OnResume | None] = None  # of keys that have no annotation of their own

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from titanlite.data.order import MIXTURE, drawn
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import Contents, Count, Positive, validated
+from titanlite.ground.untrusted import Count, FileSchema, Positive, validated
 
 Mixture = list[tuple[str, int]]  # fingerprint and share of each source, in the order of the configuration
 
@@ -140,11 +140,11 @@ def attempts_at(step: int, rollbacks: list[Rollback]) -> list[int]:
 # ----------------------------------------------------------------------------------------------------- what checkpoints hold
 
 
-class _Numbers(Contents):
+class _TimelineSchema(FileSchema):
     timeline: list[Segment]
 
 
-class _Mixture(Contents):
+class _Mixture(FileSchema):
     position: Count
     sources: list[SourceState]
 
@@ -154,7 +154,9 @@ def stored(numbers: dict[str, Any], place: str) -> Timeline:
 
     place: names the checkpoint. Raises UserError where its numbers do not fit together.
     """
-    timeline = Timeline(validated(_Numbers, numbers, place).timeline) if "timeline" in numbers else _of_0_2(numbers, place)
+    timeline = (
+        Timeline(validated(_TimelineSchema, numbers, place).timeline) if "timeline" in numbers else _of_0_2(numbers, place)
+    )
     steps, segments = [segment.first_step for segment in timeline.segments], timeline.segments
     sources = [source["fingerprint"] for source in numbers["data"]["sources"]]
     if (

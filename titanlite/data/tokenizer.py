@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import MIB, Absent, Contents, read_json, read_text, reading
+from titanlite.ground.untrusted import MIB, Absent, FileSchema, read_json, read_text, reading
 
 DEFAULT_VOCABULARY = 4096
 _LIMIT = 512 * MIB  # Gemma 3's tokenizer.json has 32 MiB
@@ -31,12 +31,12 @@ def _token_text(value: Any) -> Any:
 _Token = Annotated[str | None, BeforeValidator(_token_text)]
 
 
-class _Template(Contents):
+class _Template(FileSchema):
     name: str
     template: str
 
 
-class _Settings(Contents):
+class _Settings(FileSchema):
     """What tokenizer_config.json must hold."""
 
     eos_token: _Token = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import MIB, Absent, Contents, Count, Pair, Positive, Unread, read_json, read_lines
+from titanlite.ground.untrusted import MIB, Absent, Count, FileSchema, Pair, Positive, Unread, read_json, read_lines
 
 # Names in the folder of a run. Rank 0 writes them, but for stacks and traces: each rank, and the launcher, has a file there.
 LOCK = ".lock"  # the process that trains; also in the folder of checkpoints; both stay locked
@@ -24,7 +24,7 @@ COLLECTIVES = "comm_traces"  # NCCL's flight recorder
 _LIMIT = 2048 * MIB  # of provenance.json: a thousand starts, each with 100 KiB of changed code
 
 
-class _Report(Contents):
+class _Report(FileSchema):
     """What a line of metrics.jsonl must hold; null is a number that is not finite, or the loss of no labels."""
 
     step: Count
@@ -37,7 +37,7 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, _Report)
 
 
-class _Entry(Contents):
+class _Entry(FileSchema):
     """What a line of incidents.jsonl must hold."""
 
     kind: Literal["spike", "nonfinite"]
@@ -59,7 +59,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, Annotated[_Entry | _RollbackEntry, Field(discriminator="kind")])
 
 
-class _Start(Contents):
+class _Start(FileSchema):
     """What an entry of provenance.json must hold."""
 
     time: str

@@ -54,7 +54,7 @@ def _in_its_folder(name: str) -> str:
 FileName = Annotated[str, AfterValidator(_in_its_folder)]  # a file beside the one that names it
 
 
-class Contents(BaseModel):
+class FileSchema(BaseModel):
     """What a table of a file must hold. Entries that are not in the model are kept: a later version may write them."""
 
     model_config = ConfigDict(strict=True, extra="allow")

@@ -17,7 +17,7 @@ from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.config.schema import Config
 from titanlite.ground.errors import UserError, listed
-from titanlite.ground.untrusted import MIB, Absent, Contents, FileName, Unread, read_json, reading, size_of
+from titanlite.ground.untrusted import MIB, Absent, FileName, FileSchema, Unread, read_json, reading, size_of
 from titanlite.hf.entries import Entry, Stack, dequantize, part_of
 from titanlite.hf.part import TensorPart
 from titanlite.registry.description import Description, read_description
@@ -153,7 +153,7 @@ def _quantization(folder: Path) -> Description | None:
         return None
 
 
-class _Index(Contents):
+class _Index(FileSchema):
     """What the index of several safetensors files must hold."""
 
     weight_map: Annotated[dict[str, Annotated[FileName, Field(pattern=r"\.safetensors$")]], Field(min_length=1)]

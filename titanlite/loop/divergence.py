@@ -50,7 +50,7 @@ _LEAST_DEVIATION = 1e-3
 # ------------------------------------------------------------------------------------------------- the steps since a reading
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """One step's numbers, on the host."""
 
     number: int
@@ -71,7 +71,7 @@ class Steps:
         labels = torch.ones_like(loss.share) if loss.labels is None else loss.labels
         self.waiting.append((number, first_sample, loss.share, labels, norm))
 
-    def read(self) -> list[Step]:
+    def read(self) -> list[StepRecord]:
         """All steps since the last reading, in order: one all-reduce and one transfer. Every rank gets the same numbers.
 
         A float32 sum depends on the order of the ranks, and a collective chooses that order by the position in the vector, so
@@ -87,7 +87,7 @@ class Steps:
         # cpu_offload has the norms on the CPU
         values = torch.stack([losses, torch.stack(labels), torch.stack(norms).to(losses.device)])
         rows = zip(numbers, samples, *values.tolist(), strict=True)
-        return [Step(number, sample, loss if labels else None, norm) for number, sample, loss, labels, norm in rows]
+        return [StepRecord(number, sample, loss if labels else None, norm) for number, sample, loss, labels, norm in rows]
 
 
 # ------------------------------------------------------------------------------------------------------- nonfinite steps
@@ -96,18 +96,22 @@ class Steps:
 class Decision(NamedTuple):
     """What to do about the steps of one reading."""
 
-    bad: list[Step]  # under "skip" all of them, else the first: it may have caused the later ones. "stop" is about the last
+    bad: list[
+        StepRecord
+    ]  # under "skip" all of them, else the first: it may have caused the later ones. "stop" is about the last
     action: str  # "": none was bad; "stop", "skip" or "rollback"
     reason: str  # why the run stops, unless `training.on_nonfinite` is the reason
     streak: int  # steps in a row that were not finite, up to the last one
 
 
-def is_bad(step: Step, scaled: bool) -> bool:
+def is_bad(step: StepRecord, scaled: bool) -> bool:
     """Whether a step is an incident. scaled: float16 with a loss scale, where gradients overflow now and then."""
     return (step.loss is not None and not math.isfinite(step.loss)) or not (scaled or math.isfinite(step.norm))
 
 
-def decide(steps: list[Step], policy: str, scale: float | None, streak: int, newest: int | None, rollbacks: int) -> Decision:
+def decide(
+    steps: list[StepRecord], policy: str, scale: float | None, streak: int, newest: int | None, rollbacks: int
+) -> Decision:
     """What to do about the bad steps among `steps`.
 
     policy: training.on_nonfinite. scale: the loss scale after the steps, None without one. streak: steps in a row before these
@@ -132,7 +136,7 @@ def decide(steps: list[Step], policy: str, scale: float | None, streak: int, new
     return Decision(bad if policy == "skip" else bad[:1], "stop" if reason else policy, reason, streak)
 
 
-def _hopeless(steps: list[Step], policy: str, scale: float | None, streak: int) -> tuple[Step | None, str, int]:
+def _hopeless(steps: list[StepRecord], policy: str, scale: float | None, streak: int) -> tuple[StepRecord | None, str, int]:
     """(the step that shows that skipping does not help, why, steps in a row that were not finite up to the last one).
 
     With a loss scale, steps are skipped under every policy: the loss may be finite for ever beside gradients that never are.
@@ -166,7 +170,7 @@ class Spikes:
         self.losses: deque[float] = deque(maxlen=window)
         self.row: list[float] = []  # the latest consecutive spikes
 
-    def find(self, steps: list[Step]) -> list[tuple[Step, str]]:
+    def find(self, steps: list[StepRecord]) -> list[tuple[StepRecord, str]]:
         """The spikes among the next steps, each with a phrase for its height."""
         found = []
         for step in steps:
@@ -241,11 +245,11 @@ class Incidents:
         if self.entries:
             self._save([])
 
-    def are_bad(self, steps: list[Step]) -> bool:
+    def are_bad(self, steps: list[StepRecord]) -> bool:
         """Whether one of these steps is not finite, so that `judge` may end the run or roll back."""
         return any(is_bad(step, self.scaled) for step in steps)
 
-    def judge(self, steps: list[Step], newest: int | None, scale: float | None = None) -> Step | None:
+    def judge(self, steps: list[StepRecord], newest: int | None, scale: float | None = None) -> StepRecord | None:
         """Reports the incidents of one reading; returns the bad step before which the run must go back, or None to continue.
 
         newest: the step of this run's newest checkpoint, None where there is none. scale: the loss scale after the steps.
@@ -275,7 +279,7 @@ class Incidents:
             raise UserError(f"{self._text(step)}: training has diverged; {why}. {self._hint(step.number)}")
         return decision.bad[0] if decision.action == "rollback" else None
 
-    def went_back(self, bad: Step, found_at: int, to_step: int) -> Rollback:
+    def went_back(self, bad: StepRecord, found_at: int, to_step: int) -> Rollback:
         """Records a rollback from step `found_at` to the checkpoint of step `to_step`: the batch after the bad one is next."""
         self.rollbacks = self.rollbacks + 1 if to_step == self.last_target else 1
         self.last_target, self.streak = to_step, 0
@@ -285,7 +289,7 @@ class Incidents:
         self._save([entry | rollback._asdict()])
         return rollback
 
-    def _fate(self, decision: Decision, step: Step) -> tuple[str, str]:
+    def _fate(self, decision: Decision, step: StepRecord) -> tuple[str, str]:
         """(action, phrase) of a bad step."""
         if self.policy != "skip":
             return decision.action, "the run stops" if decision.action == "stop" else "the run rolls back"
@@ -293,7 +297,7 @@ class Incidents:
             return "taken", "taken, since its gradient is finite"
         return "skipped", "skipped"
 
-    def _entry(self, kind: str, step: Step, action: str, phrase: str) -> dict[str, Any]:
+    def _entry(self, kind: str, step: StepRecord, action: str, phrase: str) -> dict[str, Any]:
         return {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "kind": kind,
@@ -311,7 +315,7 @@ class Incidents:
         """The number of this attempt at a step, counting from 1; later attempts follow rollbacks."""
         return len(attempts_at(step, rollbacks(self.entries)))
 
-    def _text(self, step: Step) -> str:
+    def _text(self, step: StepRecord) -> str:
         samples = f"samples {step.first_sample} to {step.first_sample + self.global_batch - 1}"
         loss = "n/a" if step.loss is None else f"{step.loss:.4f}"
         return f"step {step.number}: loss {loss}, gradient norm {step.norm:.4f}, {samples}"

@@ -30,7 +30,7 @@ from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.errors import UserError, listed
 from titanlite.hf.folder import find_weights
 from titanlite.hf.load import load_weights
-from titanlite.loop.divergence import Step
+from titanlite.loop.divergence import StepRecord
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.lr_schedule import Schedule, build_schedule
 from titanlite.optim.state import run_tensors
@@ -76,7 +76,7 @@ class Progress(NamedTuple):
         """The mean of these losses; None where there are none."""
         return self.loss_sum / self.loss_count if self.loss_count else None
 
-    def with_losses(self, steps: list[Step], log_freq: int) -> "Progress":
+    def with_losses(self, steps: list[StepRecord], log_freq: int) -> "Progress":
         """Adds the losses of the next steps; the step after a multiple of log_freq begins a new mean."""
         total, count = self.loss_sum, self.loss_count
         for step in steps:

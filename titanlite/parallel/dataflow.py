@@ -46,7 +46,7 @@ class Slot:
     number: int
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of the embedding, a block or the head."""
 
     name: str  # "embed", "layers.3", "head"
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 class Flow(NamedTuple):
     """The calls of a forward pass, and the tensors that they return, by number."""
 
-    calls: list[Call]  # the last one is the head's
+    calls: list[ModuleCall]  # the last one is the head's
     tensors: list[Tensor]  # on the meta device; what counts are shape, dtype and requires_grad
     makers: list[int]  # the call that returned each
     hidden: Tensor = torch.empty(0, device="meta")  # what the head reads
@@ -145,7 +145,7 @@ class _Tracer(TorchDispatchMode):
         self._begin(_BETWEEN, "code between the blocks", ())
 
     def _begin(self, number: int, name: str, usable: Iterable[Tensor]) -> None:
-        self.number, self.call = number, Call(name, None, set(), [])
+        self.number, self.call = number, ModuleCall(name, None, set(), [])
         self.usable = {storage_of(tensor) for tensor in usable}  # arguments, parameters and buffers
 
     def run(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from titanlite.plan.layers import Layers
 from titanlite.plan.memory import unsharded
 from titanlite.plan.record import Channel, Traffic, Work, combine
 from titanlite.plan.step import (
-    Held,
+    MicrobatchMemory,
     ScopeWork,
     Setup,
     Update,
@@ -44,7 +44,7 @@ from titanlite.transforms.meta import on_meta
 from titanlite.transforms.shards import local_part
 
 
-class Memory(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes that rank 0 holds when it holds the most."""
 
     masters: int
@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
     """What rank 0 keeps and does."""
 
     parameters: int  # of the whole model
-    memory: Memory
+    memory: MemoryEstimate
     work: Work  # of one step
     host: int  # bytes in the host's memory: inputs of blocks that activation_checkpoint.offload keeps there
     pipeline: str = ""  # which rank of a pipeline this is, and how long it waits
@@ -118,7 +118,7 @@ def predict(
     # Activations are gone when the optimizer begins.
     working = max(working, update.working - activations)
     work = added(passes, update.work)
-    return Prediction(parameters, Memory(*states, activations, working), work, host)
+    return Prediction(parameters, MemoryEstimate(*states, activations, working), work, host)
 
 
 class Measured(NamedTuple):
@@ -127,7 +127,7 @@ class Measured(NamedTuple):
     model: Decoder  # parallelized
     layers: Layers  # for memory
     run: Layers  # for work
-    held: Held  # of a microbatch
+    held: MicrobatchMemory  # of a microbatch
     update: Update
     microbatches: int
 
@@ -220,7 +220,9 @@ def bytes_between(model: Decoder, blocks: list[str], with_head: bool, hidden: in
     return hidden * numbers // dim + (4 * rows * dim // tp if with_head and output.requires_grad else 0)
 
 
-def memory_of(share: StageAssignment, config: Config, whole: Decoder, measured: Measured, received: int, kept: int) -> Memory:
+def memory_of(
+    share: StageAssignment, config: Config, whole: Decoder, measured: Measured, received: int, kept: int
+) -> MemoryEstimate:
     """What a rank of a pipeline holds. whole: the model on the meta device. kept: by its stages, for backward passes."""
     training, part = config.training, measured.part_of(share)
     masters = sum(local_bytes(p) for name, p in measured.model.named_parameters() if share.untied().has(name))
@@ -229,7 +231,7 @@ def memory_of(share: StageAssignment, config: Config, whole: Decoder, measured: 
     activations = kept + gathered + 2 * received  # what arrives and leaves meanwhile
     _, working = whole_memory(part_of(measured.layers, share), measured.held, with_head=share.head)
     working = max(working, round(measured.update.working * part) - activations)
-    return Memory(masters, gradients, round(measured.update.state * part), activations, working)
+    return MemoryEstimate(masters, gradients, round(measured.update.state * part), activations, working)
 
 
 def work_of(
@@ -274,12 +276,14 @@ def as_measured(config: Config) -> Config:
     )
 
 
-def offloaded(held: Held) -> Held:
+def offloaded(held: MicrobatchMemory) -> MicrobatchMemory:
     """The same where the host keeps the inputs of blocks: on the device are those of the block that runs, and of the next."""
-    return Held(dict.fromkeys(held.kept, 0), {scope: peak + max(held.kept.values()) for scope, peak in held.peaks.items()})
+    return MicrobatchMemory(
+        dict.fromkeys(held.kept, 0), {scope: peak + max(held.kept.values()) for scope, peak in held.peaks.items()}
+    )
 
 
-def whole_memory(layers: Layers, held: Held, with_head: bool = True) -> tuple[int, int]:
+def whole_memory(layers: Layers, held: MicrobatchMemory, with_head: bool = True) -> tuple[int, int]:
     """(bytes that all layers keep for the backward pass, bytes beside these at the peak), from those of a few layers.
 
     Where a layer runs, the layers before it keep what they keep: the last layer of a kind comes on top of the most.

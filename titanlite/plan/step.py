@@ -56,14 +56,14 @@ class Setup(NamedTuple):
     routing: dict[str, Routing]  # of each MoE layer, for what is computed and sent; memory is for the worst
 
 
-class Held(NamedTuple):
+class MicrobatchMemory(NamedTuple):
     """Bytes of one microbatch, on top of masters and gradients."""
 
     kept: dict[str, int]  # what each layer keeps from its forward pass for its backward pass
     peaks: dict[str, int]  # the most bytes while a layer or the head runs, forward or backward
 
 
-def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
+def measure_memory(setup: Setup, layers: Sequence[str]) -> MicrobatchMemory:
     """What a model of these layers holds. The second of two steps is measured: gradients are there already."""
     model, allocations = _some_layers(setup, layers), Allocations()
     held: Counter[str] = Counter()  # when the head begins
@@ -78,7 +78,7 @@ def measure_memory(setup: Setup, layers: Sequence[str]) -> Held:
         allocations.begin()
         allocations.enter("between steps")
         _forward_backward(model, setup, 1)
-    return Held({name: held[name] for name in layers}, allocations.peaks)
+    return MicrobatchMemory({name: held[name] for name in layers}, allocations.peaks)
 
 
 class ScopeWork(NamedTuple):

@@ -11,19 +11,19 @@ from models.decoder import Decoder
 from models.moe import Router, routers_of
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.run_files import ROUTING
-from titanlite.ground.untrusted import MIB, Contents, Count, Positive, read_json
+from titanlite.ground.untrusted import MIB, Count, FileSchema, Positive, read_json
 
 _LIMIT = 64 * MIB  # 58 MoE layers of 256 experts take 0.1 MiB
 
 
-class RecordedLayer(Contents):
+class RecordedLayer(FileSchema):
     """One MoE layer of the model, from the first block on."""
 
     top_k: Positive
     counts: Annotated[list[Count], Field(min_length=1, max_length=2**16)]  # rows of each expert
 
 
-class Trace(Contents):
+class Trace(FileSchema):
     """The routing.json of a run (optim/balance.py: routing)."""
 
     step: Count

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict, create_model, model_validator
 
 from titanlite.config import bounds
-from titanlite.ground.untrusted import MIB, Contents, Number, Positive, read_json
+from titanlite.ground.untrusted import MIB, FileSchema, Number, Positive, read_json
 
 _LIMIT = 16 * MIB  # one with a million labels
 # Keys that change no logits, by the sources of transformers 5.23: what the files are, and defaults of training and generation.
@@ -52,7 +52,7 @@ _Factors = Annotated[list[_Positive], Field(max_length=2**21)]  # of a head of t
 _UNSET: Any = None  # of a key that may be absent, and not null
 
 
-class _Rope(Contents):
+class _Rope(FileSchema):
     """A table of RoPE, or such tables by kind of layer."""
 
     rope_type: str | None = None
@@ -119,7 +119,7 @@ class _Quantization(BaseModel):
         return self
 
 
-class _Dimensions(Contents):
+class _Dimensions(FileSchema):
     """What the keys of a model must be together."""
 
     model_type: str

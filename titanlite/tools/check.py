@@ -13,13 +13,13 @@ from titanlite.config.effects import Hardware
 from titanlite.config.read import Faults, to_toml
 from titanlite.config.schema import Config
 from titanlite.ground.errors import listed
-from titanlite.tools.options import Whole, config_parser, read_command
+from titanlite.tools.options import WholeNumber, config_parser, read_command
 
 
 def main() -> None:
     """Exit code 0 for a valid configuration, 2 for one with faults."""
     parser = config_parser("check")
-    parser.add_argument("--local-ranks", type=Whole(1, 1024))
+    parser.add_argument("--local-ranks", type=WholeNumber(1, 1024))
     options = parser.parse_known_args()[0]
     _, path, config = read_command(parser)
     import torch  # not before: a fault of the file needs no torch

@@ -34,7 +34,7 @@ from titanlite.loop import divergence
 from titanlite.loop.checks import check
 from titanlite.parallel.mesh import part_of_rank, parts_of, resolve_degrees
 from titanlite.registry.family import vocabulary_of
-from titanlite.tools.options import RANKS, STEPS, Whole, command_parser, config_parser, read_command
+from titanlite.tools.options import RANKS, STEPS, WholeNumber, command_parser, config_parser, read_command
 
 _AT_ONCE = 2**22  # tokens
 _BAR = 40  # characters of the longest bar of a histogram
@@ -91,7 +91,7 @@ def _timeline(config: Config, data: Data, step: int, size: int) -> Timeline:
 def _show(words: list[str]) -> Iterator[str]:
     parser = config_parser("data show")
     parser.add_argument("--step", type=STEPS)
-    parser.add_argument("--rank", type=Whole(0, RANKS.most - 1))
+    parser.add_argument("--rank", type=WholeNumber(0, RANKS.most - 1))
     options, config, degrees = _open(parser, words)
     data_ranks, ranks = parts_of(degrees), math.prod(degrees.values())
     if options.step is None or not 1 <= options.step <= config.training.steps:

@@ -22,7 +22,7 @@ from titanlite.ground.files import replace_file
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.tools.generate import inference_parser, model_source
 from titanlite.tools.open_model import open_model
-from titanlite.tools.options import TOKENS, Whole, existing_folder, new_path, nonempty
+from titanlite.tools.options import TOKENS, WholeNumber, existing_folder, new_path, nonempty
 
 
 def main() -> None:
@@ -40,9 +40,9 @@ def _parse() -> argparse.Namespace:
     parser = inference_parser("eval", __doc__)
     parser.add_argument("--tasks", type=nonempty, required=True)
     parser.add_argument("--include-path", type=existing_folder)
-    parser.add_argument("--num-fewshot", type=Whole(0, 1000))
-    parser.add_argument("--limit", type=Whole(1, 10**9))
-    parser.add_argument("--batch-size", type=Whole(1, 2**16), default=8)
+    parser.add_argument("--num-fewshot", type=WholeNumber(0, 1000))
+    parser.add_argument("--limit", type=WholeNumber(1, 10**9))
+    parser.add_argument("--batch-size", type=WholeNumber(1, 2**16), default=8)
     parser.add_argument("--max-length", type=TOKENS)
     parser.add_argument("--output", type=new_path)
     options = parser.parse_args()

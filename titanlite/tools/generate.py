@@ -20,7 +20,7 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.registry.limits import no_generation
 from titanlite.tools.checkpoint import checkpoints
 from titanlite.tools.open_model import family_at, is_hf_folder, open_model
-from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, Whole, command_parser, existing_folder, nonempty
+from titanlite.tools.options import LOCAL_RANKS, SEED, TOKENS, Real, WholeNumber, command_parser, existing_folder, nonempty
 from titanlite.transforms.dtypes import DTYPES
 
 
@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=str, action="append", required=True)
     parser.add_argument("--max-new-tokens", type=TOKENS, default=128)
     parser.add_argument("--temperature", type=Real(1e-6, 1e6, zero=True), default=Sampling().temperature)
-    parser.add_argument("--top-k", type=Whole(0, 2**24), default=Sampling().top_k)
+    parser.add_argument("--top-k", type=WholeNumber(0, 2**24), default=Sampling().top_k)
     parser.add_argument("--top-p", type=Real(1e-6, 1), default=Sampling().top_p)
     parser.add_argument("--seed", type=SEED, default=Sampling().seed)
     options = parser.parse_args()

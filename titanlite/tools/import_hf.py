@@ -36,13 +36,13 @@ from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop.metrics import peak_memory_gib
 from titanlite.loop.resume import imported_numbers
 from titanlite.tools.open_model import Recognized, recognize
-from titanlite.tools.options import LOCAL_RANKS, SEED, Whole, command_parser, existing_folder, new_path, nonempty
+from titanlite.tools.options import LOCAL_RANKS, SEED, WholeNumber, command_parser, existing_folder, new_path, nonempty
 from titanlite.tools.upcycle import Upcycled, Upcycling, copied, fill_routers, moe_of
 
 _TIMEOUT = datetime.timedelta(hours=2)  # for a rank that reads and writes longer than the others
 
 
-class Held(NamedTuple):
+class RankMemory(NamedTuple):
     """Memory of a rank, in GiB."""
 
     slices: float
@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--output", type=new_path, required=True, help="the new checkpoint; must not exist yet")
     parser.add_argument("--model", type=nonempty, help="family or dotted module name (default: by config.json)")
     parser.add_argument("--ranks", type=LOCAL_RANKS, default=1, metavar="N", help="processes (default: 1)")
-    parser.add_argument("--upcycle-experts", type=Whole(2, 2**14), metavar="N", help="make an MoE model of N experts")
+    parser.add_argument("--upcycle-experts", type=WholeNumber(2, 2**14), metavar="N", help="make an MoE model of N experts")
     parser.add_argument(
-        "--top-k", type=Whole(1, 2**14), metavar="K", help="experts of a token (default: 2); with --upcycle-experts"
+        "--top-k", type=WholeNumber(1, 2**14), metavar="K", help="experts of a token (default: 2); with --upcycle-experts"
     )
     parser.add_argument("--seed", type=SEED, metavar="S", help="of the routers (default: 0); with --upcycle-experts")
     options = parser.parse_args()
@@ -97,7 +97,9 @@ def model_section(model: Recognized | Upcycled, source: Path) -> dict[str, Any]:
     return {**section, "overrides": model.overrides} if isinstance(model, Upcycled) else section
 
 
-def import_hf(source: Path, output: Path, model: str = "", ranks: int = 1, upcycling: Upcycling | None = None) -> list[Held]:
+def import_hf(
+    source: Path, output: Path, model: str = "", ranks: int = 1, upcycling: Upcycling | None = None
+) -> list[RankMemory]:
     """Writes the checkpoint with so many processes, complete or not at all; -> memory of each rank. Raises UserError."""
     target_of(source, model, upcycling)
     family = recognize(source, model).family
@@ -107,7 +109,7 @@ def import_hf(source: Path, output: Path, model: str = "", ranks: int = 1, upcyc
 
 def _import(
     _: torch.device, source: Path, output: Path, unfinished: Path, model: str, upcycling: Upcycling | None = None
-) -> list[Held]:
+) -> list[RankMemory]:
     """One of the processes. Tensors are in CPU memory, split along their first dimension."""
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -133,6 +135,6 @@ def _import(
     except (CheckpointException, OSError) as error:
         raise UserError(f"{output}: cannot be written: {cause(error)}") from None
     local = sum(tensor.to_local().nbytes for tensor in tensors.values())
-    held: list[Held] = [Held(0, 0)] * dist.get_world_size()
-    dist.all_gather_object(held, Held(local / 2**30, peak_memory_gib(torch.device("cpu"))), group=group)
+    held: list[RankMemory] = [RankMemory(0, 0)] * dist.get_world_size()
+    dist.all_gather_object(held, RankMemory(local / 2**30, peak_memory_gib(torch.device("cpu"))), group=group)
     return held

@@ -19,7 +19,7 @@ from titanlite.launch.layout import shown, whole_number
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeNumber:
     """The argparse type of a whole number within bounds, such as 1000 or 1e9."""
 
     least: int
@@ -97,9 +97,9 @@ def _wrong(word: str, why: str | None) -> argparse.ArgumentTypeError:
 
 
 # Bounds of what several commands take. A prediction takes about 2 ms for each rank.
-RANKS, PREDICTED = Whole(1, 2**20), Whole(1, 2**14)
-LOCAL_RANKS = Whole(1, bounds.MOST_LOCAL_RANKS)
-STEPS, TOKENS, SEED = Whole(1, bounds.MOST_STEPS), Whole(1, 2**24), Whole(0, 2**63 - 1)
+RANKS, PREDICTED = WholeNumber(1, 2**20), WholeNumber(1, 2**14)
+LOCAL_RANKS = WholeNumber(1, bounds.MOST_LOCAL_RANKS)
+STEPS, TOKENS, SEED = WholeNumber(1, bounds.MOST_STEPS), WholeNumber(1, 2**24), WholeNumber(0, 2**63 - 1)
 
 # ------------------------------------------------------------------------------------------------------------------- parsers
 
@@ -122,7 +122,7 @@ def command_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     return _Parser(f"titanlite {command}", usage, description, allow_abbrev=False, formatter_class=formatter)
 
 
-def config_parser(command: str, ranks: Whole = RANKS) -> argparse.ArgumentParser:
+def config_parser(command: str, ranks: WholeNumber = RANKS) -> argparse.ArgumentParser:
     """A parser for `read_command`."""
     parser = _Parser(f"titanlite {command}", allow_abbrev=False, add_help=False)
     parser.add_argument("--ranks", type=ranks, default=1)

@@ -40,7 +40,7 @@ from titanlite.launch.layout import share_threads
 from titanlite.launch.local_ranks import on_ranks
 from titanlite.loop import divergence
 from titanlite.loop.checks import check
-from titanlite.loop.divergence import Step
+from titanlite.loop.divergence import StepRecord
 from titanlite.loop.resume import Progress, RunIdentity, load_run, of_other_stages, restore
 from titanlite.optim.build import replication_factor
 from titanlite.optim.lr_schedule import Schedule
@@ -165,7 +165,7 @@ def check_setting(config: Config, run: Path, ranks: int) -> None:
 # ----------------------------------------------------------------------------------------------------------------- the step
 
 
-class Layer(NamedTuple):
+class Norms(NamedTuple):
     """L2 norms over all parameters of a layer."""
 
     gradient: float  # before clipping
@@ -176,9 +176,9 @@ class Layer(NamedTuple):
 class Replayed(NamedTuple):
     """A repeated step."""
 
-    step: Step
+    step: StepRecord
     start: str  # what the replay started from, in words
-    layers: dict[str, Layer]
+    layers: dict[str, Norms]
 
 
 def replay(
@@ -214,7 +214,7 @@ def replay(
             before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     weights = layer_norms(run, before.items())
     updates = layer_norms(run, ((name, p.detach() - before[name]) for name, p in run.model.named_parameters()))
-    layers = {name: Layer(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
+    layers = {name: Norms(gradients.get(name, 0.0), weights[name], updates[name]) for name in weights}
     return Replayed(run.steps.read()[-1]._replace(first_sample=timeline.at(step)[1]), start, layers)
 
 

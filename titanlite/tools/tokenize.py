@@ -18,7 +18,7 @@ from titanlite.data.prepare.readers import BadDocument, describe_location
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.ground.untrusted import read_lines
-from titanlite.tools.options import Whole, command_parser, existing_folder, new_path, nonempty
+from titanlite.tools.options import WholeNumber, command_parser, existing_folder, new_path, nonempty
 
 _SHOWN = 10  # skipped entries that the terminal shows
 
@@ -45,16 +45,28 @@ def _parse() -> argparse.Namespace:
              ".tsv and .parquet hold one document per line, entry or row, a file of text or source code is one")  # fmt: skip
     add("--output", required=True, type=new_path, metavar="DIR", help="a new folder")
     add("--tokenizer", required=True, type=existing_folder, metavar="PATH", help="a folder with tokenizer.json")
-    add("--workers", type=Whole(1, 1024), default=_processors(), metavar="N", help="processes (default: one per processor)")
+    add(
+        "--workers",
+        type=WholeNumber(1, 1024),
+        default=_processors(),
+        metavar="N",
+        help="processes (default: one per processor)",
+    )
     add("--text-key", type=nonempty, default="text",
         help='the key or column of the text (default: "text", or "messages" for a chat)')  # fmt: skip
     add("--add-bos", action=argparse.BooleanOptionalAction, help="begin each document with the beginning-of-text token of the "
         "tokenizer, as training.add_bos (default: as the tokenizer does it by itself)")  # fmt: skip
     add("--append-eos", action="store_true", help="append the end-of-text id to each text")
-    add("--shard-tokens", type=Whole(1, 10**12), default=10**9, metavar="N", help="tokens per shard at most (default: 1e9)")
+    add(
+        "--shard-tokens",
+        type=WholeNumber(1, 10**12),
+        default=10**9,
+        metavar="N",
+        help="tokens per shard at most (default: 1e9)",
+    )
     add("--on-error", choices=("fail", "skip"), default="fail",
         help="what to do with an entry that is not a document (default: fail); skipped ones are listed")  # fmt: skip
-    add("--best-fit", type=Whole(2, 2**24), metavar="SEQ_LEN", help="also pack each shard for samples of this length")
+    add("--best-fit", type=WholeNumber(2, 2**24), metavar="SEQ_LEN", help="also pack each shard for samples of this length")
     return parser.parse_args()
 
 

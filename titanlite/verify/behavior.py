@@ -67,7 +67,7 @@ def _refusable(what: str) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- results of all modules
 
 
-class Call(NamedTuple):
+class ForwardPass(NamedTuple):
     """One forward pass."""
 
     seq: SeqInfo
@@ -75,12 +75,12 @@ class Call(NamedTuple):
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module) -> Iterator[list[Call]]:
+def recording(model: nn.Module) -> Iterator[list[ForwardPass]]:
     """Records the forward passes of a model. The hidden states are the result of the module HIDDEN."""
-    calls: list[Call] = []
+    calls: list[ForwardPass] = []
 
     def begin(_module: nn.Module, arguments: Any) -> None:
-        calls.append(Call(arguments[1], {}))
+        calls.append(ForwardPass(arguments[1], {}))
 
     def keep(name: str, value: Any) -> None:
         # the head runs after the model, and is a part of the last call
@@ -251,7 +251,7 @@ def generation_faults(family: Family) -> list[str]:
     return []
 
 
-def _wrong_of_calls(calls: Sequence[Call], expected: dict[str, Tensor], texts: Sequence[Sequence[int]]) -> Wrong | None:
+def _wrong_of_calls(calls: Sequence[ForwardPass], expected: dict[str, Tensor], texts: Sequence[Sequence[int]]) -> Wrong | None:
     """The first wrong result of several forward passes with a cache, each for some positions of all texts."""
     lengths = torch.tensor([len(text) - 1 for text in texts])  # the last token is chosen, and not read
     where = torch.arange(SEQ_LEN) < lengths[:, None]

@@ -37,7 +37,7 @@ STEPS, AT = 4, 2  # of a run; the step from which it is resumed
 _DOCUMENTS, _LONGEST = 60, 40
 
 
-class Whole(NamedTuple):
+class TrainingRun(NamedTuple):
     """What a run of the training loop left."""
 
     reports: dict[int, dict[str, Any]]  # by step
@@ -48,9 +48,9 @@ class Whole(NamedTuple):
 class Runs(NamedTuple):
     """Three runs that must be one."""
 
-    plain: Whole  # saves and validates nothing
-    full: Whole  # saves in the background and validates after each step
-    resumed: Whole  # full, from step AT
+    plain: TrainingRun  # saves and validates nothing
+    full: TrainingRun  # saves in the background and validates after each step
+    resumed: TrainingRun  # full, from step AT
 
 
 def run_loops(device: torch.device, model: Model, degrees: dict[str, int], folder: Path) -> Runs:
@@ -79,7 +79,7 @@ def _config(model: Model, degrees: dict[str, int], folder: Path) -> Config:
     return replaced(config, lr_scheduler={"total_steps": STEPS})
 
 
-def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: Path) -> Whole:
+def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: Path) -> TrainingRun:
     mesh = build_mesh({key: degrees.get(key, 1) for key in DIMENSIONS}, device.type)
     dump = Path(config.job.dump_folder)
     if dist.get_rank() == 0:
@@ -92,7 +92,7 @@ def _run(config: Config, degrees: dict[str, int], device: torch.device, folder: 
     dist.barrier()
     reports = {line["step"]: line for line in read_reports(dump / METRICS)}
     last = step_folder(dump / config.checkpoint.folder, STEPS)
-    return Whole(reports, drawn, manifest.read(last).numbers["samples"] if config.checkpoint.enable else 0)
+    return TrainingRun(reports, drawn, manifest.read(last).numbers["samples"] if config.checkpoint.enable else 0)
 
 
 def open_random(prefix: Path, config: Config) -> Data:
@@ -164,7 +164,7 @@ _MEANING = {
 }
 
 
-def _first_difference(run: Whole, expected: Whole, steps: range) -> str:
+def _first_difference(run: TrainingRun, expected: TrainingRun, steps: range) -> str:
     if any(own != other[-len(own) :] for own, other in zip(run.drawn, expected.drawn, strict=True)):
         return "forward passes draw other random numbers, so dropout drops other values"
     for step in steps:

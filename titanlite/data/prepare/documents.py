@@ -15,7 +15,7 @@ from titanlite.data.prepare.open_files import is_url, need, open_bytes, packing_
 from titanlite.data.prepare.readers import HUB, InputRange, kind_of, known_kinds, open_dataset, open_hub
 from titanlite.ground.errors import UserError, listed
 from titanlite.ground.files import split
-from titanlite.ground.untrusted import MIB, Contents, read_json, size_of
+from titanlite.ground.untrusted import MIB, FileSchema, read_json, size_of
 
 STDLIB = "stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -185,7 +185,7 @@ def _is_dataset(folder: str) -> bool:
     return all(os.path.isfile(os.path.join(folder, name)) for name in ("state.json", "dataset_info.json"))
 
 
-class _State(Contents):
+class _State(FileSchema):
     """What state.json of a saved dataset must hold."""
 
     fingerprint: str = Field(alias="_fingerprint")

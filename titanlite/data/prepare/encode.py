@@ -23,7 +23,7 @@ from titanlite.data.prepare.shards import TokenWriter
 from titanlite.data.tokenizer import encode_texts
 from titanlite.ground.errors import UserError
 from titanlite.ground.files import sync, sync_contents
-from titanlite.ground.untrusted import MIB, Contents, Count, read_json
+from titanlite.ground.untrusted import MIB, Count, FileSchema, read_json
 from titanlite.launch import children
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _LIMIT = 1024 * MIB  # of a record: as many skipped entries as lines
 _CHARACTERS, _DOCUMENTS = 2**16, 256  # what the tokenizer encodes in one call
 
 
-class Job(NamedTuple):
+class EncodeJob(NamedTuple):
     """The parameters that all units share."""
 
     folder: Path  # of the finished units
@@ -55,7 +55,7 @@ class Unit(NamedTuple):
     parts: list[InputRange]
 
 
-class Skipped(Contents):
+class Skipped(FileSchema):
     """An entry of record.json and of skipped.jsonl."""
 
     file: str
@@ -63,7 +63,7 @@ class Skipped(Contents):
     reason: str
 
 
-class _Stored(Contents):
+class _Stored(FileSchema):
     """What record.json must hold."""
 
     model_config = ConfigDict(extra="forbid")
@@ -88,7 +88,7 @@ def open_record(folder: Path) -> Record:
     return Record(**read_json(folder / "record.json", _Stored, _LIMIT))
 
 
-def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
+def encode_all(job: EncodeJob, units: list[Unit], workers: int) -> Iterator[tuple[Unit, Record]]:
     """Tokenizes units, and yields each when it is finished; with several workers in any order.
 
     Raises UserError for a unit that fails (BadDocument for its contents), and for a worker that was killed.
@@ -127,7 +127,7 @@ def encode_all(job: Job, units: list[Unit], workers: int) -> Iterator[tuple[Unit
 class _Worker:
     """A process that tokenizes units."""
 
-    def __init__(self, job: Job, unit: Unit):
+    def __init__(self, job: EncodeJob, unit: Unit):
         """unit: the first one."""
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -155,7 +155,7 @@ class _Worker:
         self.process.join()
 
 
-def _work(job: Job, pipe: connection.Connection) -> None:
+def _work(job: EncodeJob, pipe: connection.Connection) -> None:
     """A worker: answers each unit with (unit, record) or with an exception."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -174,7 +174,7 @@ def _work(job: Job, pipe: connection.Connection) -> None:
             pipe.send(answer)
 
 
-def _tokenizer(job: Job) -> Tokenizer:
+def _tokenizer(job: EncodeJob) -> Tokenizer:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers counts processes of one thread
     tokenizer = Tokenizer.from_str(job.tokenizer)
     tokenizer.encode_special_tokens = True  # as `describe` sets it, which is not part of the JSON
@@ -198,7 +198,7 @@ def _chunks(entries: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]
 class _Encoder:
     """Encodes the documents of a unit, in order, into its token file."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, unit: Unit):
+    def __init__(self, job: EncodeJob, tokenizer: Tokenizer, unit: Unit):
         self.job, self.tokenizer, self.unit = job, tokenizer, unit
         self.record = Record([0] * len(unit.parts), [0] * len(unit.parts), False, [])
 

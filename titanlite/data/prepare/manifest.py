@@ -9,14 +9,14 @@ from pydantic import Field, model_validator
 
 from titanlite.data.blocks import BLOCK
 from titanlite.ground.errors import UserError
-from titanlite.ground.untrusted import MIB, Contents, Count, FileName, read_json, validated
+from titanlite.ground.untrusted import MIB, Count, FileName, FileSchema, read_json, validated
 
 MANIFEST = "manifest.json"
 SEAL = "xxh3_128"  # the entry that has the checksum of all others
 _LIMIT = 1024 * MIB  # with a million inputs: 100 MiB
 
 
-class _Shard(Contents):
+class _Shard(FileSchema):
     name: FileName
     documents: Count
     tokens: Count
@@ -25,14 +25,14 @@ class _Shard(Contents):
     loss: str | None
 
 
-class _Input(Contents):
+class _Input(FileSchema):
     path: str
     bytes: Count | None
     documents: Count
     tokens: Count
 
 
-class _Manifest(Contents):
+class _Manifest(FileSchema):
     format: Literal[1]
     tokenizer: str
     largest_id: Annotated[int, Field(ge=-1, lt=2**31)]
@@ -57,7 +57,7 @@ class _Manifest(Contents):
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a folder of token files. Raises UserError."""
     path = folder / MANIFEST
-    manifest = read_json(path, Contents, _LIMIT)
+    manifest = read_json(path, FileSchema, _LIMIT)
     if SEAL not in manifest:
         raise UserError(f"{path}: titanlite 0.1 wrote it, or it is damaged: it has no checksum; tokenize the text again")
     if manifest[SEAL] != _seal(manifest):

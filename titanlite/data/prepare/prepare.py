@@ -26,7 +26,7 @@ from pydantic import Strict
 from tqdm import tqdm
 
 from titanlite.data.prepare.documents import Input, group, list_inputs
-from titanlite.data.prepare.encode import KEPT, Job, Record, Unit, encode_all, open_record
+from titanlite.data.prepare.encode import KEPT, EncodeJob, Record, Unit, encode_all, open_record
 from titanlite.data.prepare.manifest import MANIFEST, read_manifest, sealed
 from titanlite.data.prepare.packing import pack_file
 from titanlite.data.prepare.readers import BadDocument, describe_location
@@ -34,7 +34,7 @@ from titanlite.data.prepare.shards import smallest_type, write_shards
 from titanlite.data.tokenizer import LoadedTokenizer, digest, tokenizer_digest
 from titanlite.ground.errors import UserError, phase
 from titanlite.ground.files import replace_file, sync, sync_contents
-from titanlite.ground.untrusted import MIB, Absent, Contents, read_json
+from titanlite.ground.untrusted import MIB, Absent, FileSchema, read_json
 
 if TYPE_CHECKING:
     from titanlite.data.prepare.chat import ChatTemplate
@@ -47,7 +47,7 @@ _LIMIT = 1024 * MIB  # of the plan of a million inputs: 100 MiB
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
 
 
-class _Plan(Contents):
+class _Plan(FileSchema):
     """What plan.json must hold to be compared with another plan."""
 
     inputs: list[Annotated[tuple[str, int | None, str, list[Any]], Strict(False)]]
@@ -154,8 +154,8 @@ def _refuse_changed(plan: dict[str, Any], inputs: list[Input]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- work
 
 
-def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: bool, chat: "ChatTemplate | None") -> Job:
-    return Job(
+def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: bool, chat: "ChatTemplate | None") -> EncodeJob:
+    return EncodeJob(
         folder=work / "units",
         tokenizer=tokenizer.tokenizer.to_str(),
         beginning=plan["beginning of text"],
@@ -167,7 +167,7 @@ def _job(plan: dict[str, Any], work: Path, tokenizer: LoadedTokenizer, skip: boo
     )
 
 
-def _encode(inputs: list[Input], work: Path, job: Job, workers: int) -> dict[str, Record]:
+def _encode(inputs: list[Input], work: Path, job: EncodeJob, workers: int) -> dict[str, Record]:
     """Tokenizes the units that are not finished; -> the record of each unit by name, in order."""
     grouped = group([part for entry in inputs for part in entry.parts])
     units = [Unit(f"{number:05d}", parts) for number, parts in enumerate(grouped)]
