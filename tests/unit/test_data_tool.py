@@ -89,7 +89,7 @@ def test_stats_counts_tokens_documents_lengths_epochs_and_waste(config, capsys, 
     assert "documents   8, " in text
     assert f"samples     {samples} an epoch" in text
     assert f"epochs      {20 / samples:.3f}" in text
-    assert f"0.00% of the places are padding, {1 - samples * 16 / sum(lengths):.2%} of the tokens" in text
+    assert f"0.00% of the positions are padding, {1 - samples * 16 / sum(lengths):.2%} of the tokens" in text
     bars = [line.split() for line in text.splitlines() if " to " in line and line.rstrip().endswith(("#", "0"))]
     counted = {int(low): int(count) for low, _, _, count, *_ in bars}
     assert counted == {low: sum(low <= length < 2 * low for length in lengths) for low in counted}

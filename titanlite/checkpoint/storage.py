@@ -221,16 +221,16 @@ def _check_metadata(metadata: Any, files: dict[str, FileDigest]) -> None:
     tensors, storage = getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(tensors, dict) or not isinstance(storage, dict):
         raise ValueError("it is not the metadata of a checkpoint")
-    for index, place in storage.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(place, StorageInfo):
+    for index, info in storage.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
             raise ValueError(f"{index!r} has no location")
-        if place.relative_path not in files:  # whose names have no path
-            raise ValueError(f"{index.fqn} is in {place.relative_path!r}, which the manifest does not list")
-        first, last, size = place.offset, place.offset + place.length, files[place.relative_path].bytes
+        if info.relative_path not in files:  # whose names have no path
+            raise ValueError(f"{index.fqn} is in {info.relative_path!r}, which the manifest does not list")
+        first, last, size = info.offset, info.offset + info.length, files[info.relative_path].bytes
         if not 0 <= first <= last <= size:
-            raise ValueError(f"{index.fqn} is in bytes {first} to {last} of {place.relative_path!r}, which has {size} bytes")
-        if place.transform_descriptors:
-            raise ValueError(f"{index.fqn} is transformed by {place.transform_descriptors}")
+            raise ValueError(f"{index.fqn} is in bytes {first} to {last} of {info.relative_path!r}, which has {size} bytes")
+        if info.transform_descriptors:
+            raise ValueError(f"{index.fqn} is transformed by {info.transform_descriptors}")
     for name, entry in tensors.items():
         if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{name!r} is not a tensor")

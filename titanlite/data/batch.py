@@ -15,7 +15,7 @@ from titanlite.data.samples import Arrays
 class Batch(NamedTuple):
     """One rank's part of a batch, (microbatches, local_batch, ...), or one microbatch of it, (local_batch, ...)."""
 
-    tokens: Tensor  # (..., seq + 1) int64: the inputs and, one place on, the labels
+    tokens: Tensor  # (..., seq + 1) int64: the inputs and, one position on, the labels
     counted: Tensor | None = None  # (..., seq + 1) bool, False where a token is no label; None: all are
     documents: Tensor | None = None  # (..., seq) int32, each input's document, where attention stays inside documents
 

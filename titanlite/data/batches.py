@@ -51,7 +51,7 @@ class StepDataset(Dataset[Batch | UserError]):
         self.share = global_batch // degree
         self.cfg, self.seed, self.local_batch = config.dataloader, config.training.seed, config.training.local_batch_size
         assert self.share * degree == global_batch and self.share % self.local_batch == 0
-        self.places = rank * self.share + np.arange(self.share)  # in each global batch
+        self.positions = rank * self.share + np.arange(self.share)  # in each global batch
         self.steps = max(1, _LOCATED_AT_ONCE // self.share)
         # for each step that may be read at once, its number and the row that was begun last
         ahead = self.cfg.workers * self.cfg.prefetch
@@ -83,7 +83,7 @@ class StepDataset(Dataset[Batch | UserError]):
             begin = self.first_step + block * self.steps
             firsts = np.array([self.timeline.at(number)[1] for number in range(begin, begin + self.steps)])
             segment, _ = self.timeline.at(begin)
-            self._located = self.data.locate((firsts[:, None] + self.places).ravel(), self.seed, segment)
+            self._located = self.data.locate((firsts[:, None] + self.positions).ravel(), self.seed, segment)
             self._block = block
         here = slice(inside * self.share, (inside + 1) * self.share)
         return self._located[0][here], self._located[1][here]

@@ -70,8 +70,8 @@ class BlockFile:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: block {number}: {error.strerror}") from None
         if xxhash.xxh3_64_intdigest(content) != self._sums[number]:
-            place = f"block {number}, bytes {begin:,} to {end:,}"
-            raise UserError(f"{self.path}: is damaged: {place}: its checksum is not the one that was written; {_REMEDY}")
+            where = f"block {number}, bytes {begin:,} to {end:,}"
+            raise UserError(f"{self.path}: is damaged: {where}: its checksum is not the one that was written; {_REMEDY}")
 
     @cached_property
     def _sums(self) -> np.ndarray:

@@ -148,12 +148,12 @@ class Data:
 
     def _refuse_ids(self, tokens: np.ndarray, sources: np.ndarray, samples: np.ndarray) -> None:
         """Raises UserError for the first id that is not in the vocabulary."""
-        at, place = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
+        at, position = (int(indices[0]) for indices in np.nonzero((tokens < 0) | (tokens >= self._vocabulary)))
         rows, row = self.sources[sources[at]].locate(int(samples[at]))
         held = itertools.chain.from_iterable(range(first, first + length) for first, length in rows.pieces(row))
         raise UserError(
-            f"{rows.file.prefix}.bin: holds the id {tokens[at, place]} in sample {row}, at token "
-            f"{next(itertools.islice(held, place, None)):,}, and the model's vocabulary is {self._vocabulary}: made with "
+            f"{rows.file.prefix}.bin: holds the id {tokens[at, position]} in sample {row}, at token "
+            f"{next(itertools.islice(held, position, None)):,}, and the model's vocabulary is {self._vocabulary}: made with "
             "another tokenizer?"
         )
 

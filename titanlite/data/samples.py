@@ -74,26 +74,26 @@ class Arrays(NamedTuple):
 
 def fill(batch: Arrays, at: int, rows: Rows, row: int) -> None:
     """Writes all of row `at` of a batch: one row of a file, then padding, with token 0 and no labels."""
-    file, place, number = rows.file, 0, 0
+    file, start, number = rows.file, 0, 0
     tokens, counted, documents = (None if array is None else array[at] for array in batch)
     assert tokens is not None
     ids, loss = file.ids.checked(), None if counted is None or file.loss is None else file.loss.checked()
     for number, (first, length) in enumerate(rows.pieces(row), 1):
-        end = place + length
-        tokens[place:end] = ids[first : first + length]
+        end = start + length
+        tokens[start:end] = ids[first : first + length]
         if counted is not None:
-            counted[place:end] = True if loss is None else loss[first : first + length]
+            counted[start:end] = True if loss is None else loss[first : first + length]
         if documents is not None:
-            documents[place:end] = number
+            documents[start:end] = number
             if counted is not None:
-                counted[place] = False
-        place = end
+                counted[start] = False
+        start = end
     if documents is not None:
-        documents[place:] = number + 1
-    if place < len(tokens):
-        tokens[place:] = 0
+        documents[start:] = number + 1
+    if start < len(tokens):
+        tokens[start:] = 0
         if counted is not None:
-            counted[place:] = False
+            counted[start:] = False
 
 
 def fill_with_padding(batch: Arrays, at: int) -> None:

@@ -111,17 +111,17 @@ def key_of(config: Config, section: str) -> str:
 
 def find(path: str, key: str) -> list[Path] | None:
     """The token files at a path, without suffixes, or None for text. Raises UserError for anything else."""
-    place = Path(path).absolute()
-    if place.suffix in (".bin", ".idx") and not place.is_dir():
-        place = place.with_suffix("")
-    if place.name and (path_of(place, "idx").is_file() or path_of(place, "bin").is_file()):  # "/" has no name
-        return [place]
-    if os.path.lexists(place / MANIFEST):
-        return [place / shard["name"] for shard in read_manifest(place)["shards"]]
-    if place.is_dir() and any(place.glob("*.idx")):
+    base = Path(path).absolute()
+    if base.suffix in (".bin", ".idx") and not base.is_dir():
+        base = base.with_suffix("")
+    if base.name and (path_of(base, "idx").is_file() or path_of(base, "bin").is_file()):  # "/" has no name
+        return [base]
+    if os.path.lexists(base / MANIFEST):
+        return [base / shard["name"] for shard in read_manifest(base)["shards"]]
+    if base.is_dir() and any(base.glob("*.idx")):
         # a .bin whose .idx is missing is an error later, not left out here
-        return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in place.glob(f"*.{suffix}")})
-    if (place / "plan.json").is_file() or (not place.exists() and place.with_name(f"{place.name}.unfinished").is_dir()):
+        return sorted({file.with_suffix("") for suffix in ("bin", "idx") for file in base.glob(f"*.{suffix}")})
+    if (base / "plan.json").is_file() or (not base.exists() and base.with_name(f"{base.name}.unfinished").is_dir()):
         raise UserError(f'{key} = "{path}": not finished: run the same `titanlite tokenize` command again, it continues')
     list_inputs([path], f"{key} =")
     return None

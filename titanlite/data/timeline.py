@@ -149,13 +149,13 @@ class _Mixture(FileSchema):
     sources: list[SourceState]
 
 
-def stored(numbers: dict[str, Any], place: str) -> Timeline:
+def stored(numbers: dict[str, Any], owner: str) -> Timeline:
     """The timeline in the numbers of a run's manifest, also of one that titanlite 0.2 has written.
 
-    place: names the checkpoint. Raises UserError where its numbers do not fit together.
+    owner: names the checkpoint. Raises UserError where its numbers do not fit together.
     """
     timeline = (
-        Timeline(validated(_TimelineSchema, numbers, place).timeline) if "timeline" in numbers else _of_0_2(numbers, place)
+        Timeline(validated(_TimelineSchema, numbers, owner).timeline) if "timeline" in numbers else _of_0_2(numbers, owner)
     )
     steps, segments = [segment.first_step for segment in timeline.segments], timeline.segments
     sources = [source["fingerprint"] for source in numbers["data"]["sources"]]
@@ -166,16 +166,16 @@ def stored(numbers: dict[str, Any], place: str) -> Timeline:
         or [fingerprint for fingerprint, _ in segments[-1].mixture] != sources
         or timeline.at(numbers["step"] + 1)[1] != numbers["samples"]
     ):
-        raise UserError(f"{place}: its timeline does not lead to its step, samples and data.sources")
+        raise UserError(f"{owner}: its timeline does not lead to its step, samples and data.sources")
     return timeline
 
 
-def _of_0_2(numbers: dict[str, Any], place: str) -> Timeline:
+def _of_0_2(numbers: dict[str, Any], owner: str) -> Timeline:
     """titanlite 0.2 stored where the mixture began: one segment from there, as if nothing had changed since.
 
     What follows the checkpoint is exact. Samples of earlier steps are not, where a rollback or another batch came between.
     """
-    mixture = validated(_Mixture, numbers["mixture"], f"{place}: mixture")
+    mixture = validated(_Mixture, numbers["mixture"], f"{owner}: mixture")
     size, step, samples = numbers["global_batch"], numbers["step"], numbers["samples"]
     steps = max(0, min(step, (samples - mixture.position) // size))
     # A float64 determines a fraction whose denominator is at most 2^20.

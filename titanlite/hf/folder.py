@@ -117,7 +117,7 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
     kinds: dict[str, str] = {}
     problems: list[str] = []
     listed = _listed(folder)
-    for path in sorted({folder / place for place in listed.values()}) or [folder / SINGLE]:
+    for path in sorted({folder / shard for shard in listed.values()}) or [folder / SINGLE]:
         try:
             size_of(path)  # the library would wait for a FIFO
             with reading(path), safe_open(str(path), "pt") as file:
@@ -135,7 +135,7 @@ def stored_tensors(folder: Path) -> tuple[dict[str, Entry], list[str]]:
         for name, (shape, kind) in found.items():
             kinds[name] = kind
             entries[name] = Entry(path, name, shape, known.get(kind, torch.float32))
-    others = [name for name, place in listed.items() if name in entries and entries[name].file.name != place]
+    others = [name for name, shard in listed.items() if name in entries and entries[name].file.name != shard]
     problems += [f"{name}: in {entries[name].file.name}, and {INDEX} says {listed[name]}" for name in others]
     problems += dequantize(entries, quantization) if (quantization := _quantization(folder)) else []
     for name, entry in entries.items():

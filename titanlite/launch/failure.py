@@ -43,15 +43,15 @@ def report(error: BaseException, who: str, dump: tuple[Path, int] | None = None,
     described it; frames are then left out.
     """
     trace = "".join(traceback.format_exception(error))
-    place = _write(
+    file = _write(
         f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {where(who)} (process {os.getpid()}): {first_line(error)}\n{trace}", dump
     )
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_users(frame.filename) and not words]
     parts = [f"{where(who)}: {words or _words(error) + _at(frames)}"]
     parts += [f"read last: {errors.last_file}"] if errors.last_file else []
-    parts += [f"traceback: {place}"] if place else ["no disk takes the traceback, which follows"]
-    return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if place else trace]).rstrip()
+    parts += [f"traceback: {file}"] if file else ["no disk takes the traceback, which follows"]
+    return "\n".join(["; ".join(parts), "".join(traceback.format_list(own)) if file else trace]).rstrip()
 
 
 def first_line(error: BaseException) -> str:

@@ -88,8 +88,8 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
             return addresses.serve(host, port, timeout)
         return addresses.join(host, port, _REACHED_WITHIN if of_launcher else timeout.total_seconds(), timeout)
     except ConnectionError as error:
-        place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
-        raise UserError(f"{place}: rank {rank} does not reach the store of rank 0 there: {error}; {OF_A_RANK}") from None
+        address = f"MASTER_ADDR={host}, MASTER_PORT={port}"
+        raise UserError(f"{address}: rank {rank} does not reach the store of rank 0 there: {error}; {OF_A_RANK}") from None
 
 
 def use_deterministic_algorithms() -> None:

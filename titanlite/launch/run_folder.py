@@ -172,10 +172,10 @@ def _owner(config: Config) -> str:
     """
     run, *folders = written(config)
     for folder in folders:
-        _, *places = _holder(folder)
+        _, *locations = _holder(folder)
         with contextlib.suppress(OSError, ValueError):
-            theirs, place = places
-            if os.path.samefile(place, folder) and not os.path.samefile(theirs, run):
+            theirs, location = locations
+            if os.path.samefile(location, folder) and not os.path.samefile(theirs, run):
                 return theirs
     return ""
 

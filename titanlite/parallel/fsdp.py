@@ -97,9 +97,9 @@ def apply_fsdp(
                 set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
     if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
         depth = parallelism.fsdp_prefetch
-        for place, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
-            block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+        for index, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
+            block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard:

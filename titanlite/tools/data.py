@@ -104,7 +104,7 @@ def _show(words: list[str]) -> Iterator[str]:
     parts = range(data_ranks) if options.rank is None else [part_of_rank(degrees, options.rank)]
     for part in parts:
         steps = StepDataset(config, data, (part, data_ranks), timeline, options.step)
-        first = timeline.at(options.step)[1] + int(steps.places[0])
+        first = timeline.at(options.step)[1] + int(steps.positions[0])
         for number, (source, sample) in enumerate(zip(*steps.located(0), strict=True), first):
             yield from _show_sample(data, data.sources[source], int(sample), number, part, tokenizer)
 
@@ -121,8 +121,8 @@ def _show_sample(
             here = slice(max(first, start), min(first + length, stop))
             if here.start >= here.stop:
                 continue
-            place = f"tokens {here.start - start:,} to {here.stop - start - 1:,} of {stop - start:,}"
-            yield f"--- document {document:,}{_origin(source, rows, document)}, {place}"
+            span = f"tokens {here.start - start:,} to {here.stop - start - 1:,} of {stop - start:,}"
+            yield f"--- document {document:,}{_origin(source, rows, document)}, {span}"
             yield tokenizer.decode(rows.file.ids[here].tolist(), skip_special_tokens=False)
 
 
@@ -159,7 +159,7 @@ def _stats(words: list[str]) -> Iterator[str]:
         yield f"  samples     {source.samples:,} an epoch"
         yield f"  in the run  {draws:,} samples, {draws / samples:.2%} of all"
         yield f"  epochs      {draws / source.samples:.3f}" + ("" if limit is None else f", allowed are {limit:g}")
-        yield f"  waste       {padding:.2%} of the places are padding, {unused:.2%} of the tokens are in no sample"
+        yield f"  waste       {padding:.2%} of the positions are padding, {unused:.2%} of the tokens are in no sample"
         yield "  length of documents in tokens"
         yield from _histogram(source)
 

@@ -94,7 +94,7 @@ def _first_call(order: list[str], name: str) -> int:
     path = own = name.rpartition(".")[0]
     while path and path not in order:
         path = path.rpartition(".")[0]
-    calls = [place for place, call in enumerate(order) if f"{call}.".startswith(f"{path}.")]
+    calls = [index for index, call in enumerate(order) if f"{call}.".startswith(f"{path}.")]
     return (calls or [0])[0 if path == own else -1]
 
 
