@@ -53,13 +53,15 @@ def visibility(documents: Tensor | None, window: int | None) -> Visible:
     return visible
 
 
-def with_mask(seq: SeqInfo, window: int | None = None) -> SeqInfo:
+def with_mask(seq: SeqInfo, window: int | None = None, plain: bool = True) -> SeqInfo:
     """Returns `seq` with the mask of its documents and a window, built once for all layers that have this window.
 
-    The mask stays None where plain causal attention is equivalent. On CUDA it is a BlockMask for FlexAttention, which skips
-    empty blocks. Elsewhere it is a bool tensor (batch or 1, 1, queries, keys) for scaled_dot_product_attention, because
-    FlexAttention has no backward pass on CPU. With a cache it is a bool tensor (batch, 1, seq, slots). Where keys are gathered
-    from the ranks that a sequence is split over, queries are this rank's positions, and CUDA always needs the mask.
+    plain: False for attention with a softcap or sinks, which on CUDA is FlexAttention's. The mask stays None where plain causal
+    attention is equivalent. On CUDA it is a BlockMask for FlexAttention, which skips empty blocks: without one, that would also
+    compute the scores of later tokens. Elsewhere it is a bool tensor (batch or 1, 1, queries, keys) for
+    scaled_dot_product_attention, because FlexAttention has no backward pass on CPU. With a cache it is a bool tensor
+    (batch, 1, seq, slots). Where keys are gathered from the ranks that a sequence is split over, queries are this rank's
+    positions, and CUDA always needs the mask.
     """
     if seq.cache is not None:
         assert seq.documents is None, "generation takes one document per row"
@@ -68,7 +70,8 @@ def with_mask(seq: SeqInfo, window: int | None = None) -> SeqInfo:
     documents, length = seq.documents, seq.positions.shape[1] if seq.split is None else seq.split.length
     positions = seq.split.positions if seq.split is not None and seq.split.method == "gather" else None
     if documents is None:
-        if (window is None or window >= length) and (positions is None or not positions.is_cuda):
+        unmasked = window is None or window >= length
+        if unmasked and not (seq.positions.is_cuda and (positions is not None or not plain)):
             return seq
         documents = seq.positions.new_zeros(1, length)  # each row is one document, so all rows share a mask
     if documents.is_cuda:
@@ -264,7 +267,7 @@ def _dense(mask: BlockMask) -> Tensor:
 
 
 def _modified(softcap: float | None, causal: bool) -> Callable[..., Tensor] | None:
-    """The softcap as a score_mod of FlexAttention, which without a block mask needs the causal mask here."""
+    """The softcap as a score_mod of FlexAttention, which without a block mask needs the causal mask here (see `with_mask`)."""
 
     def modify(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if softcap is not None:

@@ -168,7 +168,8 @@ class Model(Decoder):
         c = self.config
         x = self.embed(x)
         x = x * x.new_full((), c.dim**0.5)  # the factor has x's precision, as in the training of the published weights
-        local_seq, global_seq = with_mask(seq, c.window), with_mask(seq)
+        plain = c.attention_softcap is None
+        local_seq, global_seq = with_mask(seq, c.window, plain), with_mask(seq, plain=plain)
         local_rope = rotation(seq, c.head_dim, c.local_rope_theta)
         global_rope = rotation(seq, c.head_dim, c.rope_theta, c.global_scaling)
         for number, layer in self.layers.items():

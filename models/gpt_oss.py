@@ -104,7 +104,7 @@ class Model(Decoder):
         """Hidden states (batch, seq, dim) for the head. x: tokens (batch, seq)."""
         c = self.config
         x = self.embed(x)
-        local_seq, global_seq = with_mask(seq, c.window), with_mask(seq)
+        local_seq, global_seq = with_mask(seq, c.window, plain=False), with_mask(seq, plain=False)
         rope = rotation(seq, c.head_dim, c.rope_theta, c.rope_scaling)
         for number, layer in self.layers.items():
             x = layer(x, rope, global_seq if c.window_of(int(number)) is None else local_seq)

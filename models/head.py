@@ -24,10 +24,11 @@ class Sizes(NamedTuple):
 SIZES = {
     # Larger chunks are slightly faster, but use proportionally more memory (benchmarks/NOTES.md).
     "cpu": Sizes(logits=2**26, product=2**23),
-    # Not measured yet (benchmarks/head_chunks.py). Each chunk reads and writes the weight's gradient: for 8B, as long as the
-    # products of 250 tokens. PyTorch for CUDA adds 16-bit products to a float32 matrix since 2.10 (its pull request 167931).
-    "cuda": Sizes(logits=2**28, product=None),
-    "meta": Sizes(logits=2**28, product=None),
+    # 1 GiB in bfloat16, not measured yet (benchmarks/head_chunks.py). A chunk reads and writes the gradient of the weight: for
+    # 8B, as long as the matmuls of 250 of its 4,186 tokens. PyTorch for CUDA adds 16-bit products to a float32 matrix since
+    # 2.10 (its pull request 167931).
+    "cuda": Sizes(logits=2**29, product=None),
+    "meta": Sizes(logits=2**29, product=None),
 }
 
 
@@ -67,26 +68,30 @@ class Head(nn.Module):
             logits = F.linear(hidden, weight.to(hidden.dtype))
             logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-        first, group = 0, None
+        first, group, rows = 0, None, self.vocab_size
         if isinstance(weight, DTensor):
             assert isinstance(hidden, DTensor), "head.norm must gather the sequence: its sharding style is 'sequence'"
             mesh = weight.device_mesh
             group = mesh.get_group()
-            first = mesh.get_local_rank() * -(-self.vocab_size // mesh.size())  # Shard gives all ranks but the last ones this
+            rows = -(-self.vocab_size // mesh.size())  # Shard gives all ranks but the last ones this
+            first = mesh.get_local_rank() * rows
             # The hidden states' gradient is the sum over ranks, each of which has the part of its own vocabulary rows.
             hidden = hidden.to_local(grad_placements=[Partial()])
             weight = weight.to_local(grad_placements=[Shard(0)])
         sizes = self.sizes or SIZES[hidden.device.type]
-        chunk = chunk_of(labels.numel(), self.vocab_size, sizes)
+        chunk = chunk_of(labels.numel(), rows, sizes)
         of_loss = self.softcap, self.z_loss, self.scale
         how = self.kernels, torch.is_grad_enabled(), self.split_backward
         options = _Options(first, group, chunk, sizes.product, *of_loss, *how)
         return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, labels.flatten(), options)
 
 
-def chunk_of(tokens: int, vocab_size: int, sizes: Sizes) -> int:
-    """Tokens per chunk: as many as `sizes` allows, or somewhat fewer if that makes all chunks equal."""
-    most = max(1, sizes.logits // vocab_size)
+def chunk_of(tokens: int, rows: int, sizes: Sizes) -> int:
+    """Tokens per chunk: as many as `sizes` allows, or somewhat fewer if that makes all chunks equal.
+
+    rows: of the vocabulary, on the rank that has the most.
+    """
+    most = max(1, sizes.logits // rows)
     fewest = -(-tokens // most)
     # a last chunk of another size would be compiled separately
     count = next((count for count in range(fewest, 2 * fewest) if tokens % count == 0), fewest)

@@ -71,17 +71,25 @@ def test_replicas_reduce_each_gradient_once_more_between_them(pools):
     assert counts == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}
 
 
-def prefetched(depth: int) -> list[tuple[int, int]]:
-    """How many blocks each block gathers ahead, in the forward and in the backward pass."""
-    config = config_of({"dp_shard": 2}, "deep", parallelism={"fsdp_prefetch": depth})
-    model = build_model(load_family("tests.tiny", "deep"), config, mesh_of({"dp_shard": 2}), CPU)
-    states = [block._get_fsdp_state() for block in model.layers.values()]
+def prefetched(depth: int, degrees: dict[str, int], family: tuple[str, str] = ("tests.tiny", "deep")) -> list[tuple[int, int]]:
+    """How many units embedding and blocks gather ahead, in the forward and in the backward pass."""
+    model_of = {"name": family[0], "flavor": family[1]}
+    config = config_of(degrees, model=model_of, parallelism={"fsdp_prefetch": depth})
+    model = build_model(load_family(*family), config, mesh_of(degrees), CPU)
+    states = [unit._get_fsdp_state() for unit in (model.embed, *model.layers.values())]
     return [(len(state._states_to_forward_prefetch), len(state._states_to_backward_prefetch)) for state in states]
 
 
 def test_blocks_gather_as_far_ahead_as_asked(pools):
-    assert pools[2].run(f"{HERE}:prefetched", depth=2)[0] == [(2, 0), (2, 1), (1, 2), (0, 2)]
-    assert pools[2].run(f"{HERE}:prefetched", depth=1)[0] == [(0, 0)] * 4  # FSDP2's own way, which says nothing of it
+    shards = {"dp_shard": 2}
+    assert pools[2].run(f"{HERE}:prefetched", depth=2, degrees=shards)[0] == [(2, 0), (2, 0), (2, 1), (1, 2), (0, 2)]
+    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees=shards)[0] == [(0, 0)] * 5  # FSDP2's own way, which says nothing
+
+
+def test_where_the_host_waits_for_routing_each_block_gathers_the_next_before_that(pools):
+    wanted = [(1, 0)] * 2 + [(0, 0)]
+    moe = ("tests.tiny_moe", "plain")
+    assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees={"dp_shard": 2, "ep": 2}, family=moe)[0] == wanted
 
 
 class Reductions(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.attention import flex_attention as flex
 
 from models import attention as their
 from models import llama3
-from models.attention import block_mask, dense_mask
+from models.attention import SeqInfo, block_mask, dense_mask
 from tests.tiny import FLAVORS
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import sequence_of, summed_loss
@@ -196,3 +197,26 @@ def test_flex_attentions_gradients_are_those_of_the_dense_mask_in_every_mode(mon
             # once a layer; only checkpointing of whole blocks computes attention again
             assert len(forwards) == 2 * (2 if mode == "full" else 1)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "masked"),
+    [("tests.tiny_gpt_oss", "plain", 2), ("tests.tiny_gemma3", "two", 4), ("tests.tiny", "plain", 0)],
+)
+def test_on_a_gpu_attention_that_only_flex_computes_skips_the_blocks_of_later_tokens(monkeypatch, family, flavor, masked):
+    module, seq, seen = importlib.import_module(family), 300, []
+    model = module.Model(module.FLAVORS[flavor])
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, mask: Any, *_: Any) -> Tensor:
+        seen.append(mask)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(their, "attend", attended)
+    monkeypatch.setattr(their, "_compiled_create_block_mask", lambda: flex.create_block_mask)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    model(torch.zeros(1, seq, dtype=torch.int64), SeqInfo(torch.arange(seq)[None]))
+    masks = [mask for mask in seen if mask is not None]
+    assert len(masks) == masked
+    for mask in masks:
+        blocks = (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().tolist()
+        assert blocks[0] == 1 and max(blocks) <= 3 and sum(blocks) <= 1 + 2 + 3

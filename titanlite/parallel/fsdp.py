@@ -6,6 +6,7 @@ are used instead (transforms/cast.py), which costs less.
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ def apply_fsdp(
         for experts in experts_of(model):
             fully_shard(experts, reshard_after_forward=of_block, **options | {"mesh": of_experts, "shard_placement_fn": split})
     options_of_blocks = options | {"shard_placement_fn": placement_fn}
-    blocks = [fully_shard(block, reshard_after_forward=of_block, **options_of_blocks) for block in model.layers.values()]
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=of_block, **options_of_blocks)
     embed, head = model.embed, model.head
     if embed is not None and head is not None and _tied(model):
         # one parameter belongs to one unit, gathered before the first layer and freed after the loss
@@ -95,11 +97,25 @@ def apply_fsdp(
         for unit in waiting_units(model):
             for group in fsdp_groups(unit):
                 set_reduce_scatter(group, _WholeReduceScatter(type(unit).__name__.removeprefix("FSDP"), group))
-    if parallelism.fsdp_prefetch > 1:  # FSDP2 itself prefetches one
-        depth = parallelism.fsdp_prefetch
-        for index, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
-            block.set_modules_to_backward_prefetch(blocks[max(0, index - depth) : index][::-1])
+    _gather_ahead(model, config)
+
+
+def _gather_ahead(model: Decoder, config: Config) -> None:
+    """Says which units are gathered while another one computes, where FSDP2 itself would not do it.
+
+    FSDP2 gathers the next unit of the forward pass when the host comes to it. With expert parallelism the host waits in each
+    layer for the counts of its tokens, and comes too late.
+    """
+    depth, waits = config.parallelism.fsdp_prefetch, config.parallelism.expert_parallel_degree > 1
+    blocks = [[module for module in block.modules() if isinstance(module, FSDPModule)] for block in model.layers.values()]
+    embed: list[Any] = [[model.embed]] if isinstance(model.embed, FSDPModule) else []
+    order = [*embed, *blocks]
+    for index, (unit, *_) in enumerate(order):
+        if depth > 1 or waits:
+            unit.set_modules_to_forward_prefetch(list(itertools.chain(*order[index + 1 : index + 1 + depth])))
+    for index, (unit, *_) in enumerate(blocks):
+        if depth > 1:
+            unit.set_modules_to_backward_prefetch(list(itertools.chain(*blocks[max(0, index - depth) : index]))[::-1])
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard:
