@@ -6,6 +6,7 @@ the loop {global batch -> loss -> backward -> clip -> step -> report -> checkpoi
     torchrun ... -m titanlite train CONFIG.toml [--section.key value ...]     (run_train.sh does this)
 """
 
+import contextlib
 import functools
 import gc
 import logging
@@ -89,8 +90,9 @@ def train(
         try_out(saves)
         saver = Saver(saves, config.checkpoint, config.comm.save_timeout_seconds)
     stop = Stop(config.job.time_limit_minutes)
-    set_timeout = functools.partial(process.set_timeout, but=saver.group if saver else None)  # which has its own
-    set_timeout(config.comm.init_timeout_seconds)
+    with_own = saver.group if saver else None  # a group that keeps its timeout
+    longer_than_a_step = functools.partial(process.longer_than_a_step, config.comm, with_own)
+    process.set_timeout(config.comm.init_timeout_seconds, with_own)
     with clock.phase(0, "building the model"):
         model, optimizer, loss_scale = begin_training(family, config, mesh, device)
     memory.model, memory.optimizer = model, optimizer
@@ -127,7 +129,7 @@ def train(
     tokenizer = open_tokenizer(config.model.hf_assets_path, training.add_bos) if config.validation.sample_prompts else None
     clock.add_pause("startup", time.perf_counter() - started)
     gc.disable()  # otherwise each rank collects at a time of its own, and all others wait for it
-    stopping = None
+    stopping, validated = None, False
     while progress.step < training.steps and not stopping:
         step, sample = progress.step + 1, progress.samples
         last = step == training.steps
@@ -161,12 +163,10 @@ def train(
                 newest = saver.newest() if saver and incidents.are_bad(steps) else None  # waits for an unfinished save
                 bad = incidents.judge(steps, newest, loss_scale.scale.item() if loss_scale else None)
             if bad:
-                set_timeout(config.comm.init_timeout_seconds)  # loading takes longer than a step
-                with clock.phase(step, "going back"):
+                with clock.phase(step, "going back"), longer_than_a_step():
                     progress = go_back(bad, step, load()[0], setting, model, incidents, reporter, saves)
                     batches.close()
                     batches = batches_from(progress)
-                set_timeout(config.comm.train_timeout_seconds)
                 clock.restart()
                 continue
             progress = progress.with_losses(steps, config.metrics.log_freq)
@@ -174,11 +174,13 @@ def train(
                 keep()
         measured: dict[str, float | None] = {}
         if validation and validating:
-            with clock.phase(step, "validation"):
-                measured = validate(model, validation, config, mesh, device)
-            if tokenizer:
-                with clock.phase(step, "writing samples"):
-                    reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
+            with contextlib.nullcontext() if validated else longer_than_a_step():  # the first time compiles
+                with clock.phase(step, "validation"):
+                    measured = validate(model, validation, config, mesh, device)
+                if tokenizer:
+                    with clock.phase(step, "writing samples"):
+                        reporter.samples(step, sample_texts(model, config, tokenizer, mesh))
+            validated = True
         if reporting:
             values = {"loss_mean": progress.loss_mean, "loss": steps[-1].loss, "grad_norm": steps[-1].norm}
             values |= {"lr": schedule.at(step), **measured, **expert_load(model, config.parallelism.expert_parallel_degree)}
@@ -195,7 +197,7 @@ def train(
         elif saver:
             saver.poll()
         if step == first:
-            set_timeout(config.comm.train_timeout_seconds)
+            process.set_timeout(config.comm.train_timeout_seconds, with_own)
         if step <= first + 1 or validating:  # graphs of the first step, of warm state, of a pass without gradients
             recompilations.settle()
         elif reporting:

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 
 from models.attention import SeqInfo
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, config_of, learnable_data, learnable_ids, mesh_of
+from tests.distributed.scenarios import CPU, config_of, full_run, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of, mix_of
 from titanlite.loop.step import begin_training, build_model
 from titanlite.loop.validation import pass_length, validate
 from titanlite.registry.family import family_of, load_family
+from titanlite.verify.compare import replaced
 
 HERE = "tests.distributed.test_validation"
 MESHES = [
@@ -50,6 +51,23 @@ def test_every_mesh_measures_the_same_though_ranks_have_unequal_counts(pools, tm
         pairs = [(a[key], b[key]) for a, b in zip(found, reference, strict=True) if key in b]
         assert len(pairs) == 2
         assert all(abs(a / b - 1) < 1e-5 for a, b in pairs)
+
+
+def patience_of_run(folder: Path) -> list[int | str]:
+    """Each timeout that a run of 4 steps sets, and "validation" for each pass."""
+    config = config_of({}, job={"dump_folder": str(folder)}, training={"steps": 4, "seq_len": 128}, validation=ALL)
+    config = replaced(config, comm={"init_timeout_seconds": 99, "train_timeout_seconds": 9})
+    events: list[int | str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titanlite.launch.process.set_timeout", lambda seconds, but: events.append(seconds))
+        patch.setattr("titanlite.train.validate", lambda *_: events.append("validation") or {})
+        full_run({}, config)
+    return events
+
+
+def test_the_first_pass_which_compiles_has_the_patience_of_the_start(pools, tmp_path):
+    [events] = pools[1].run(f"{HERE}:patience_of_run", folder=tmp_path)
+    assert events == [99, 9, 99, "validation", 9, "validation"]
 
 
 def parameters_that_the_optimizer_lacks(degrees: dict[str, int], flavor: str) -> list[str]:

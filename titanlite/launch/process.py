@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from titanlite.config.operation import Comm
 from titanlite.config.schema import Config
 from titanlite.ground import torch_private
 from titanlite.ground.errors import UserError
@@ -102,6 +103,14 @@ def set_timeout(seconds: int, but: dist.ProcessGroup | None = None) -> None:
     """The timeout of every process group from now on, except one that has its own."""
     for group in [group for group in torch_private.all_groups if group is not but]:
         torch_private.set_group_timeout(datetime.timedelta(seconds=seconds), group)
+
+
+@contextlib.contextmanager
+def longer_than_a_step(comm: Comm, but: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what loads or compiles: `set_timeout` to that of the start, and back to that of a step."""
+    set_timeout(comm.init_timeout_seconds, but)
+    yield
+    set_timeout(comm.train_timeout_seconds, but)
 
 
 def seed_step(seed: int, step: int, part: int) -> None:

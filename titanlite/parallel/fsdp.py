@@ -107,7 +107,9 @@ def _gather_ahead(model: Decoder, config: Config) -> None:
     layer for the counts of its tokens, and comes too late.
     """
     depth, waits = config.parallelism.fsdp_prefetch, config.parallelism.expert_parallel_degree > 1
-    blocks = [[module for module in block.modules() if isinstance(module, FSDPModule)] for block in model.layers.values()]
+    blocks: list[list[Any]] = [
+        [module for module in block.modules() if isinstance(module, FSDPModule)] for block in model.layers.values()
+    ]
     embed: list[Any] = [[model.embed]] if isinstance(model.embed, FSDPModule) else []
     order = [*embed, *blocks]
     for index, (unit, *_) in enumerate(order):
