@@ -123,7 +123,3 @@ def remove(*names: str) -> Callable[[Path], None]:
 def replace(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     """What changes one tensor of a folder."""
     return lambda folder: change(folder, name, lambda tensors: tensors.update({name: how(tensors[name])}))
-
-
-def one_file(folder: Path) -> Path:
-    return sorted(folder.glob("*.safetensors"))[0]

@@ -41,13 +41,6 @@ def test_every_epoch_holds_every_sample_once():
     assert len({row.tobytes() for row in order}) == 5
 
 
-def test_any_slice_equals_that_part_of_the_whole_run():
-    samples = 97
-    whole = sample_at(np.arange(4 * samples), samples, seed=3)
-    for first, count in ((0, 1), (90, 20), (96, 2), (97, 97), (50, 300)):
-        assert np.array_equal(sample_at(np.arange(first, first + count), samples, seed=3), whole[first : first + count])
-
-
 @pytest.mark.parametrize("samples", [7, 1_000_003, 2**41 + 5])
 def test_far_positions_are_answered_at_once(samples):
     begin = time.process_time()

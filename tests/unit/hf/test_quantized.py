@@ -15,14 +15,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.attention import SeqInfo
 from tests import quantized_files
-from tests.hf_folders import change_json, of_files, read, tensors_of
+from tests.hf_folders import change_json, read, tensors_of, their_model
 from tests.quantized_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
 from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
-from titanlite.hf.folder import stored_tensors
+from titanlite.hf.folder import find_weights, stored_tensors
 from titanlite.registry.family import load_family
 from titanlite.tools.open_model import recognize
-from titanlite.verify.facts import stored_tensors_of
 
 
 def random_box(generator: random.Random, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -78,14 +77,6 @@ def float8(sources, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     return folder, write_float8(folder, sources(DEEPSEEK, "plain"))
 
 
-def test_a_float8_folder_is_read_as_its_values(float8, monkeypatch):
-    monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads a tensor, which begin within blocks
-    folder, values = float8
-    module = load_family(DEEPSEEK, "plain").module
-    for name, parameter in stored_tensors_of(read(folder, DEEPSEEK, "plain")).items():
-        assert torch.equal(parameter, of_files(module, name, parameter, values).float()), name
-
-
 def test_a_float8_folder_gives_the_logits_of_transformers(sources, tmp_path):
     """In blocks of 8 x 8: those of transformers must divide each matrix."""
     write_float8(tmp_path / "even", sources(DEEPSEEK, "plain"), (8, 8))
@@ -128,15 +119,60 @@ def test_the_layers_of_multi_token_prediction_are_left_out_in_float8_too(float8,
     read(tmp_path / "new", DEEPSEEK, "plain")
 
 
+# ---------------------------------------------------------------------------- gpt-oss: tensors are joined and transposed there
+
+GPT_OSS, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
+
+
+def in_mxfp4(source, folder) -> dict[str, Tensor]:
+    """Writes a folder like another, with random bytes as the experts' matrices -> the values of all of its tensors."""
+    generator, stored, values = torch.Generator().manual_seed(0), {}, {}
+    for name, tensor in tensors_of(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = values[name] = tensor.bfloat16()
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(119, 125, (experts, outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        values[name] = from_mxfp4(blocks, scales)
+    quantized_files.write(folder, source, stored, MXFP4)
+    return values
+
+
+def test_mxfp4_weights_are_their_values_and_give_transformers_logits(sources, tmp_path):
+    values = in_mxfp4(sources(GPT_OSS, "plain"), tmp_path / "mxfp4")
+    ours = read(tmp_path / "mxfp4", GPT_OSS, "plain")
+    there = "model.layers.1.mlp.experts"
+    both, down = values[f"{there}.gate_up_proj"], values[f"{there}.down_proj"]
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w1"), both[..., ::2].transpose(1, 2))
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w3"), both[..., 1::2].transpose(1, 2))
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w2"), down.transpose(1, 2))
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w3_bias"), values[f"{there}.gate_up_proj_bias"][:, 1::2].float())
+    theirs = their_model(load_family(GPT_OSS, "plain"))
+    theirs.load_state_dict({name: tensor.float() for name, tensor in values.items()})
+    tokens = torch.randint(512, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48))))
+        expected = theirs(tokens).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_any_slice_of_a_part_is_that_of_the_whole(sources):
+    family = load_family(GPT_OSS, "plain")
+    weights = find_weights(sources(GPT_OSS, "plain"), family, family.on_meta())
+    stored = tensors_of(sources(GPT_OSS, "plain"))
+    (entry,) = weights[f"model.{EXPERTS}.w3"]
+    whole = stored["model.layers.1.mlp.experts.gate_up_proj"][..., 1::2].transpose(1, 2)
+    for box in ((slice(0, 8), slice(0, 32), slice(0, 64)), (slice(3, 5), slice(7, 20), slice(1, 63)), (slice(7, 8),) * 3):
+        assert torch.equal(entry.read(box), whole[box])
+
+
 # -------------------------------------------------------------------------------------------------------------- what is wrong
 
 _Q = "model.layers.1.self_attn.q_a_proj.weight"
 _Q_SCALE = f"{_Q}_scale_inv"
 Tensors = dict[str, Tensor]
-
-
-def scale(value: float) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors[_Q_SCALE].view(-1)[-1:].fill_(value)
 
 
 FLOAT8_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
