@@ -1,17 +1,29 @@
 """Fixtures of several files of unit tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.token_files import TEXTS
 from titanlite.data.prepare import documents
+from titanlite.data.prepare.cache import train_tokenizer
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
     """Inputs of a few hundred bytes are split as large ones are."""
     monkeypatch.setattr(documents, "_SMALLEST", 1)
+
+
+@pytest.fixture
+def assets(tmp_path) -> Path:
+    """A folder with a tokenizer of TEXTS."""
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    train_tokenizer(TEXTS).save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture

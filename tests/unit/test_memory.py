@@ -61,10 +61,7 @@ NARROW, OFFLOAD = 'training.dtype = "bfloat16"', "parallelism.cpu_offload = true
         ({}, [f'{AC} = "selective"', f"{BATCH} = 4 with training.global_batch_size = 16", NARROW, OFFLOAD]),
         ({"activation_checkpoint": {"mode": "full"}}, [BATCH, CHUNKS, HOST, NARROW, SHARD]),
         ({"training": {"local_batch_size": 1, "dtype": "bfloat16"}}, [AC, SHARD]),
-        (
-            {"parallelism": {"data_parallel_replicate_degree": 2}},
-            [AC, BATCH, NARROW, "parallelism.data_parallel_replicate_degree = 1 with", SHARD],
-        ),
+        ({"parallelism": {"data_parallel_replicate_degree": 2}}, [AC, BATCH, NARROW, "replicate_degree = 1 with", SHARD]),
     ],
 )
 def test_remedies_name_only_what_is_not_in_use_yet(sections, expected):

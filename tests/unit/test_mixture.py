@@ -1,7 +1,6 @@
 """Several sources as one: how often each may be read, and what their mixture is."""
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +14,6 @@ from titanlite.ground.errors import UserError
 from titanlite.registry.family import vocabulary_of
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-@pytest.fixture
-def assets(tmp_path) -> Path:
-    folder = tmp_path / "assets"
-    folder.mkdir()
-    train_tokenizer(TEXTS).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 # --------------------------------------------------------------------------------------------------------------- epochs

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tests.token_files import write_jsonl
+from tests.token_files import documents_of, write_jsonl
 from titanlite.data.indexed import TokenFile
 from titanlite.data.prepare import documents, prepare, shards
 from titanlite.data.prepare.cache import train_tokenizer
@@ -60,13 +60,8 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 
 def _documents(output: Path) -> list[list[int]]:
-    found = []
-    for path in sorted(output.glob("*.bin")):
-        file = TokenFile(path.with_suffix(""))
-        file.document_lengths()
-        ends = np.cumsum(file.lengths[:])
-        found += [file.ids[end - length : end].tolist() for end, length in zip(ends, file.lengths[:], strict=True)]
-    return found
+    files = [TokenFile(path.with_suffix("")) for path in sorted(output.glob("*.bin"))]
+    return [document for file in files for document in documents_of(file)]
 
 
 def _expected(tokenizer: LoadedTokenizer, texts: list[str], end: bool = True) -> list[list[int]]:

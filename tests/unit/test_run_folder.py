@@ -133,16 +133,6 @@ def test_a_run_may_be_copied_with_its_checkpoints_moved_and_reached_by_other_nam
 # ---------------------------------------------------------------------------------------------------------------- the record
 
 
-def test_a_config_toml_that_no_run_has_written_is_not_replaced(tmp_path):
-    config = Config(job=Job(dump_folder=str(tmp_path)))
-    (tmp_path / "config.toml").write_text("# mine")
-    [fault] = faults(config)
-    assert f"{tmp_path / 'config.toml'} is not of a run" in fault
-    (tmp_path / "config.toml").unlink()
-    record_start(config, {})
-    assert list(faults(config)) == []
-
-
 def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp_path):
     first = Config(job=Job(dump_folder=str(tmp_path), description='a "quoted" name'), training=Training(steps=5))
     second = Config(job=Job(dump_folder=str(tmp_path)), training=Training(steps=7, seq_len=33))

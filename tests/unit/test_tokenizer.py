@@ -17,14 +17,6 @@ _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
-    folder = tmp_path / "assets"
-    folder.mkdir()
-    train_tokenizer(_TEXTS).save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture
 def default_files(tmp_path, monkeypatch, cache) -> list[Path]:
     """Three small files in place of the standard library."""
     files = [tmp_path / f"{number}.py" for number in range(3)]
@@ -55,36 +47,36 @@ def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
-def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(folder):
-    path = folder / "tokenizer.json"
+def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(assets):
+    path = assets / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["added_tokens"].append({**content["added_tokens"][0], "content": "<far>", "id": 5000})
     content["model"]["vocab"]["<far>"] = 5000
     path.write_text(json.dumps(content), encoding="utf-8")
-    assert load_tokenizer(str(folder)).vocabulary == 5001
+    assert load_tokenizer(str(assets)).vocabulary == 5001
 
 
 @pytest.mark.parametrize("end", ["Ġ", {"content": "Ġ", "lstrip": False}])
-def test_end_of_text_is_the_one_that_tokenizer_config_names(folder, end):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
-    loaded = load_tokenizer(str(folder))
+def test_end_of_text_is_the_one_that_tokenizer_config_names(assets, end):
+    (assets / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
+    loaded = load_tokenizer(str(assets))
     assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
 
 
-def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(folder):
-    path = folder / "tokenizer.json"
-    plain = load_tokenizer(str(folder)).tokenizer
+def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(assets):
+    path = assets / "tokenizer.json"
+    plain = load_tokenizer(str(assets)).tokenizer
     cutting = Tokenizer.from_file(str(path))
     cutting.enable_truncation(5)
     cutting.enable_padding()
     cutting.save(str(path))
-    loaded = load_tokenizer(str(folder)).tokenizer
+    loaded = load_tokenizer(str(assets)).tokenizer
     expected = [encoding.ids for encoding in plain.encode_batch(_TEXTS)]
     assert [encoding.ids for encoding in loaded.encode_batch(_TEXTS)] == expected
 
 
-def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_after_it_do_not(folder):
-    loaded = load_tokenizer(str(folder))
+def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_after_it_do_not(assets):
+    loaded = load_tokenizer(str(assets))
     text = "a<|endoftext|>"
     ids = loaded.encode(text)
     assert ids[-1] == loaded.end_of_text and loaded.decode(ids) == "a" and loaded.decode(ids, skip_special_tokens=False) == text
@@ -99,17 +91,17 @@ def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_aft
     ("settings", "expected"),
     [({}, None), ({"bos_token": None}, None), ({"bos_token": "a"}, "a"), ({"bos_token": {"content": "b"}}, "b")],
 )
-def test_the_begin_of_text_is_the_bos_token_of_the_settings(folder, settings, expected):
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    loaded = load_tokenizer(str(folder))
+def test_the_begin_of_text_is_the_bos_token_of_the_settings(assets, settings, expected):
+    (assets / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(str(assets))
     assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
 
 
-def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(folder, tmp_path):
-    digest = tokenizer_digest(load_tokenizer(str(folder)))
+def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(assets, tmp_path):
+    digest = tokenizer_digest(load_tokenizer(str(assets)))
     other = tmp_path / "other"
     other.mkdir()
-    Tokenizer.from_file(str(folder / "tokenizer.json")).save(str(other / "tokenizer.json"), pretty=True)
+    Tokenizer.from_file(str(assets / "tokenizer.json")).save(str(other / "tokenizer.json"), pretty=True)
     assert tokenizer_digest(load_tokenizer(str(other))) == digest
     train_tokenizer(["other other other"]).save(str(other / "tokenizer.json"))
     assert tokenizer_digest(load_tokenizer(str(other))) != digest

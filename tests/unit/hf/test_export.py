@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.attention import SeqInfo
 from tests import tiny
-from tests.hf_folders import CASES, NORM, change_json, read, replace, tensors_of
+from tests.hf_folders import CASES, NORM, assert_logits_agree, change_json, read, replace, tensors_of
 from titanlite.checkpoint import manifest
 from titanlite.ground.errors import UserError
 from titanlite.hf import export as exporting
@@ -42,18 +41,10 @@ def test_import_and_export_give_back_every_tensor_bit_for_bit(sources, imported,
 
 @pytest.mark.parametrize("shard", [10**9, 100_000], ids=["one file", "several files"])
 @pytest.mark.parametrize(("name", "flavor"), CASES)
-def test_transformers_loads_the_export_as_it_is_and_gives_our_logits(sources, imported, tmp_path, name, flavor, shard):
+def test_transformers_loads_the_export_as_it_is_and_gives_our_logits(imported, tmp_path, name, flavor, shard):
     export(imported(name, flavor), tmp_path / "out", shard_bytes=shard)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
-    ours = read(tmp_path / "out", name, flavor)
-    tokens = torch.randint(load_family(name, flavor).config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, found = theirs(tokens).logits, ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48))))
-        original = AutoModelForCausalLM.from_pretrained(sources(name, flavor)).float()(tokens).logits
-    assert torch.equal(expected, original) and expected.std() > 0.1
-    difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    print(f"{name} {flavor}: logits differ by {difference:.1e}")
-    assert difference < 1e-5
+    assert_logits_agree(read(tmp_path / "out", name, flavor), theirs, load_family(name, flavor).config.vocab_size)
 
 
 @pytest.mark.parametrize(("name", "flavor"), CASES)

@@ -18,14 +18,8 @@ def case(words: str, *message: str) -> tuple[str, tuple[str, ...]]:
 
 
 COMMAND_FAULTS = {
-    "no source": case("import-hf --source nowhere --output new", "nowhere: no such folder"),
-    "output is there": case("import-hf --source source --output weights", "weights: already exists"),
     "damaged": case("import-hf --source damaged --output new", "model.norm.weight (model.head.norm.weight): is missing"),
     "export is there": case("export-hf --checkpoint weights --output source --model tests.tiny", "source: already exists"),
-    "no place": case(
-        "export-torch --checkpoint weights --output weights/manifest.json/new --model tests.tiny",
-        "new: cannot be created: Not a dir",
-    ),
 }
 HF = "checkpoint.enable=true checkpoint.initial_load_path=source checkpoint.initial_load_in_hf=true"
 RUN_FAULTS = {

@@ -34,11 +34,7 @@ def weights_of(checkpoint: Path, family: Family) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("top_k", [2, EXPERTS])
 @pytest.mark.parametrize(
     ("name", "flavor", "mixture"),
-    [
-        ("tests.tiny", "scaled", "mixtral"),
-        ("tests.tiny", "tied", "mixtral"),
-        ("tests.tiny_qwen3", "tied", "qwen3_moe"),
-    ],
+    [("tests.tiny", "scaled", "mixtral"), ("tests.tiny", "tied", "mixtral"), ("tests.tiny_qwen3", "tied", "qwen3_moe")],
 )
 def test_the_mixture_computes_what_the_dense_model_does_and_is_what_its_section_names(tmp_path, name, flavor, mixture, top_k):
     source = hf_folders.write(tmp_path / "source", name, flavor)
