@@ -1,6 +1,9 @@
 """Fixtures of several files of unit tests."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch.distributed as dist
 
 from titanlite.data.prepare import documents
 
@@ -15,3 +18,11 @@ def small_parts(monkeypatch):
 def hub_cache(tmp_path_factory, monkeypatch):
     """The package leaves locks in the user's cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

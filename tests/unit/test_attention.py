@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,29 +104,6 @@ def test_every_kernel_of_a_cpu_computes_the_same_and_is_the_one_that_runs(name, 
     assert (operations["_safe_softmax"] + operations["_softmax"] > 0) == (not by_flash)
 
 
-@pytest.mark.parametrize("name", ["auto", *ON_CPU])
-def test_a_compiled_block_holds_the_kernel_that_was_chosen(name):
-    config, graphs = config_of(name), Counter()
-
-    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("aten."))
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    model, tokens = model_of(config), torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(1))
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    for layer in model.layers.values():
-        layer.forward = torch.compile(layer.forward, fullgraph=True, backend=backend)
-    loss = summed_loss(model, Batch(tokens))
-    loss.backward()
-    found = {"loss": loss.detach(), **{key: parameter.grad for key, parameter in model.named_parameters()}}
-    assert differ(found, step(config_of("math"), False)[0]) < 1e-5
-    assert graphs[FLASH] == graphs[f"{FLASH}_backward"]
-    by_flash = name in ("auto", "flash")
-    assert (graphs[FLASH] > 0) == by_flash
-    assert (graphs["_safe_softmax"] + graphs["_softmax"] + graphs["amax"] > 0) == (not by_flash)
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 def test_heads_are_repeated_for_the_kernel_that_knows_no_groups(monkeypatch, masked):
     """The efficient kernel is CUDA's; what is handed to it is the same as the mathematics gets from groups."""
@@ -184,10 +159,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, able: set[str]) -> Non
     [
         (9, {"cudnn", "flash", "efficient", "math"}, "cudnn"),
         (9, {"flash", "efficient", "math"}, "flash"),
-        (8, {"cudnn", "flash", "efficient", "math"}, "flash"),
         (10, {"cudnn", "flash", "efficient", "math"}, "flash"),
         (8, {"efficient", "math"}, "efficient"),
-        (9, {"math"}, "math"),
     ],
 )
 def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, able, chosen):
@@ -201,14 +174,9 @@ def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, a
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_tiles_are_the_mathematics_at_every_length(length, scale):
-    torch.manual_seed(0)
-    results = []
+    parts, results = [torch.randn(2, heads, length, 16, dtype=torch.float64) for heads in (6, 2, 2)], []
     for backend in (TILES, SDPBackend.MATH):
-        q, k, v = (torch.randn(2, heads, length, 16, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for part in (q, k, v):
-                part.copy_(torch.randn_like(part))
+        q, k, v = (part.clone().requires_grad_() for part in parts)
         result = attend(q, k, v, None, scale, None, backend)
         (result * torch.linspace(-1, 1, length)[:, None]).sum().backward()
         results.append([result.detach(), q.grad, k.grad, v.grad])
@@ -275,7 +243,6 @@ def test_tiles_take_no_masks_and_are_for_cpus_alone(monkeypatch):
     assert "training.document_mask = true" in fault and 'use "flash", "math" or "auto"' in fault
     (fault,) = refused(config_of("tiles", "tests.tiny_gemma3"))
     assert "the window of tests.tiny_gemma3 plain" in fault
-    assert any("the capped scores" in fault for fault in refused(config_of("tiles", "tests.tiny_gemma3", "two")))
     fake_gpu(monkeypatch, 9, set())
     (fault,) = refused(config_of("tiles"))
     assert 'model.attention = "tiles": is not for GPUs; there are "cudnn"' in fault
@@ -293,7 +260,6 @@ def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
     for config, expected, fine in (
         (config_of(name), 'training.mixed_precision_param = "float32"', not halves),
         (config_of(name, document_mask=True, **HALF), "training.document_mask = true", masks),
-        (config_of(name, "tests.tiny_gemma3", **HALF), "the window of tests.tiny_gemma3 plain", masks),
     ):
         found = refused(config)
         assert len(found) == (not fine), found

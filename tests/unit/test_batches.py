@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.guard import marked
 from tests.token_files import mix_of, opened, write_file
 from tests.waiting import until
 from titanlite.config.schema import Config
@@ -266,20 +267,10 @@ def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_pa
         [sys.executable, tmp_path / "reading.py", mark], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
     assert rank.stdout.readline() == b"reading\n"
-
-    def left() -> list[str]:
-        return [entry.name for entry in Path("/proc").glob("[0-9]*") if marked(entry)]
-
-    def marked(entry: Path) -> bool:
-        try:
-            return f"THIS_RUN={tmp_path}\0".encode() in (entry / "environ").read_bytes()
-        except OSError:  # ended meanwhile, or another user's
-            return False
-
-    assert len(left()) >= 4  # rank, server, two workers
+    assert len(marked(str(tmp_path), "THIS_RUN")) >= 4  # rank, server, two workers
     rank.kill()
     rank.wait()
-    until(lambda: not left())
+    until(lambda: not marked(str(tmp_path), "THIS_RUN"))
 
 
 def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):

@@ -30,10 +30,6 @@ def written(tmp_path) -> bytes:
     return (tmp_path / manifest.FILE).read_bytes()
 
 
-def test_what_was_written_is_read(tmp_path, written):
-    assert manifest.read(tmp_path) == Manifest(NUMBERS, FILES)
-
-
 # ------------------------------------------------------------------------------------------------------------------- damage
 
 # Every single bit, pairs, a whole byte, and what makes of one line end the other kind.
@@ -56,14 +52,6 @@ def test_every_byte_that_is_not_what_was_written_is_seen(tmp_path, written):
     assert manifest.read(tmp_path) == Manifest(NUMBERS, FILES)
 
 
-def test_none_and_an_unreadable_one_are_told_apart(tmp_path):
-    with pytest.raises(Damaged, match=f"{tmp_path / manifest.FILE}: is missing"):
-        manifest.read(tmp_path)
-    (tmp_path / manifest.FILE).mkdir()
-    with pytest.raises(Damaged, match=r"cannot be read: .*a folder"):
-        manifest.read(tmp_path)
-
-
 # ------------------------------------------------------------------------------- whole, and not what this version has written
 
 
@@ -81,33 +69,6 @@ def test_a_manifest_without_a_number_that_a_run_needs_is_refused_by_its_name(tmp
     manifest.write(tmp_path, Manifest({key: value for key, value in NUMBERS.items() if key != name}, FILES))
     with pytest.raises(Damaged, match=f"has no {name}"):
         manifest.read(tmp_path)
-
-
-SOURCE = {"name": "a", "documents": 3, "tokens": 90, "fingerprint": "8f", "share": 1.0}
-RUN = NUMBERS | {
-    "data": {"tokenizer": "8f0e", "beginning": "no BOS", "sources": [SOURCE]},
-    "timeline": [],
-    "model_source": {"models.llama3": {"hash": "8f", "text": "import torch"}},
-    "loss_sum": 3,
-    "loss_count": 1,
-    "of a later version": [],
-}
-
-
-@pytest.mark.parametrize(
-    ("number", "value", "place"),
-    [
-        ("schedule", {"total_steps": 0}, r"schedule.total_steps = "),
-        ("loss_count", True, "loss_count = "),
-    ],
-)
-def test_a_run_that_cannot_be_continued_is_refused_by_the_entry(tmp_path, number, value, place):
-    run = RUN | {"schedule": {"total_steps": 20}, "config": {"checkpoint": {}, "training": {}}}
-    manifest.check_run(tmp_path, Manifest(run, FILES))
-    with pytest.raises(
-        UserError, match=f"{tmp_path}: its manifest is sound, but does not describe a run of titanlite: {place}"
-    ):
-        manifest.check_run(tmp_path, Manifest(run | {number: value}, FILES))
 
 
 # ---------------------------------------------------------------------------------------------------------------- a file

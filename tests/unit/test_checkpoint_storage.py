@@ -6,13 +6,12 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata
@@ -26,15 +25,9 @@ from titanlite.checkpoint.save import Saver
 from titanlite.checkpoint.storage import METADATA, Reader, read_metadata
 from titanlite.config.operation import Checkpoint
 
+pytestmark = pytest.mark.usefixtures("group_of_one")
 NUMBERS = {"samples": 8, "global_batch": 8, "data": {}, "config": {}, "architecture": {}}
 DATA = "__0_0.distcp"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sample() -> dict[str, Tensor]:
@@ -88,12 +81,6 @@ def saved(value: Any, zipped: bool = True) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
     return buffer.getvalue()
-
-
-def test_a_sound_checkpoint_gives_back_its_tensors(source):
-    found = read(source)
-    for name, tensor in sample().items():
-        assert torch.equal(found[name], tensor), name
 
 
 # --------------------------------------------------------------------------------------------------------- what is admitted
@@ -243,8 +230,6 @@ def entry(value: Any) -> Callable[[Metadata, Path], None]:
 # what is changed in sound metadata, and what is said of it
 LIES: dict[str, tuple[Callable[[Metadata, Path], Any], str]] = {
     "another checkpoint's file": (change(relative_path=f"../step-00000005/{DATA}"), "the manifest does not list"),
-    "absolute": (lambda found, source: change(relative_path=str(source / DATA))(found, source), "the manifest does not list"),
-    "not in the manifest": (change(relative_path="__1_0.distcp"), "the manifest does not list"),
     "beyond the end by one": (
         lambda found, source: change(length=(source / DATA).stat().st_size - weight(found).offset + 1)(found, source),
         "is in bytes",
@@ -267,21 +252,7 @@ def test_metadata_that_lies_is_refused_before_any_tensor_is_read(source, lie):
     assert str(raised.value).startswith(f"{source / METADATA}: is refused: ") and LIES[lie][1] in str(raised.value)
 
 
-@pytest.mark.parametrize("listed", [f"../step-00000005/{DATA}", "/etc/hostname"])
-def test_a_manifest_that_lists_files_outside_of_the_checkpoint_opens_no_door(source, listed):
-    found, lying = manifest.read(source), metadata_of(source)
-    size = (source / listed).stat().st_size
-    files = found.files | {listed: FileDigest(size, manifest.checksum(source / listed))}
-    change(relative_path=listed, offset=0, length=size)(lying, source)
-    manifest.write(source, Manifest(found.numbers, files))
-    (source / METADATA).write_bytes(pickle.dumps(lying))
-    with pytest.raises(Damaged, match="is not the name of a file in this folder"):
-        load.verified(source)
-    with pytest.raises(Damaged, match="the manifest does not list"):  # nor does the metadata get there by itself
-        storage.read_metadata(source, found.files)
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "a/b", "..", "", "a\0b"])
+@pytest.mark.parametrize("name", ["/dev/zero", f"../step-00000005/{DATA}", "a/b", "..", "", "a\0b"])
 def test_a_manifest_that_lists_what_is_no_file_of_a_checkpoint_is_refused_before_it_is_opened(source, name):
     found = manifest.read(source)
     manifest.write(source, Manifest(found.numbers, found.files | {name: FileDigest(0, "")}))

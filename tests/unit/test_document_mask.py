@@ -130,26 +130,6 @@ def test_a_token_sees_its_own_document_up_to_itself():
         assert mask[row, 0, query, key] == (key <= query and documents[row, query] == documents[row, key])
 
 
-@pytest.mark.parametrize("seq", [32, 200, 512])
-@pytest.mark.parametrize("documents", [random_documents, lambda seed, seq: torch.zeros(2, seq, dtype=torch.int32)])
-def test_flex_attentions_blocks_hold_the_dense_mask(documents, seq):
-    """Blocks that see all are full, those that see nothing are missing, for all others the function itself is asked."""
-    numbers = documents(1, seq)
-    dense, sparse = dense_mask(numbers), block_mask(numbers)
-    size = sparse.BLOCK_SIZE[0]
-    partial = flex.BlockMask.from_kv_blocks(sparse.kv_num_blocks, sparse.kv_indices).to_dense().bool()
-    full = flex.BlockMask.from_kv_blocks(sparse.full_kv_num_blocks, sparse.full_kv_indices).to_dense().bool()
-    assert torch.equal(flex.create_mask(sparse.mask_mod, 2, 1, seq, seq, "cpu"), dense)
-    for place in itertools.product(range(2), [0], range(partial.shape[-2]), range(partial.shape[-1])):
-        row, head, query, key = place
-        part = dense[row, head, query * size : (query + 1) * size, key * size : (key + 1) * size]
-        # a block that reaches beyond the row is never full: nothing is seen there
-        assert bool(full[place]) == (part.all().item() and part.numel() == size * size)
-        assert bool(partial[place]) == (part.any().item() and not full[place])
-    mask_of_blocks = (partial | full).repeat_interleave(size, -1).repeat_interleave(size, -2)[..., :seq, :seq]
-    assert not (dense & ~mask_of_blocks).any()
-
-
 def use_flex_attention(monkeypatch) -> None:
     monkeypatch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
 
