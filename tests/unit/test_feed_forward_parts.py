@@ -40,19 +40,6 @@ def test_there_are_as_many_parts_as_asked_for_unless_there_are_fewer_tokens(toke
     assert layer.lengths == lengths
 
 
-@pytest.mark.parametrize("shape", [(2, 10, DIM), (20, DIM)], ids=["a sequence", "tokens of all rows"])
-def test_the_result_and_gradients_are_those_of_the_whole(shape):
-    whole, parts = layer_of(), layer_of()
-    chunk_feed_forward(model_of(parts), 3)
-    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
-    results = [layer(x) for layer, x in zip((whole, parts), inputs, strict=True)]
-    torch.testing.assert_close(*results)
-    for result in results:
-        result.square().sum().backward()
-    for expected, found in zip((inputs[0], *whole.parameters()), (inputs[1], *parts.parameters()), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
-
-
 class Gained(SwiGLU):
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x * gain)

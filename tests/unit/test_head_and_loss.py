@@ -43,13 +43,17 @@ def _run(head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> tupl
     return loss.detach(), [hidden.grad, head.output.weight.grad, head.norm.weight.grad]
 
 
-def _reference(head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+def _reference(
+    head: Head, hidden: Tensor, labels: Tensor, scale: float = 1.0, softcap: float | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, list[Tensor]]:
     """The same in float64 by the textbook."""
     hidden = hidden.detach().double().requires_grad_()
     weight, norm = (p.detach().double().requires_grad_() for p in (head.output.weight, head.norm.weight))
     normed = hidden * (hidden.square().mean(-1, keepdim=True) + _EPS).rsqrt() * norm
-    logits = (normed @ weight.T).flatten(0, 1)
-    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=-100)
+    logits, labels = (normed @ weight.T).flatten(0, 1), labels.flatten()
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    of_all = logits.logsumexp(-1).square()[labels != IGNORE].sum()
+    loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) + z_loss * of_all
     (loss * scale).backward()
     return loss.detach(), [hidden.grad, weight.grad, norm.grad]
 
@@ -81,8 +85,7 @@ def test_loss_and_gradients_equal_cross_entropy(chunk, scale):
     head, (hidden, labels) = _head(chunk), _inputs()
     wanted = _reference(head, hidden, labels, scale)
     found = _run(head, hidden, labels, scale)
-    assert found[0].dtype == torch.float32
-    assert found[0].shape == ()
+    assert (found[0].dtype, found[0].shape) == (torch.float32, ())
     _assert_equal(found, wanted, tolerance=3e-6)
 
 
@@ -154,16 +157,8 @@ def test_z_loss_and_softcap_are_what_their_formulas_say_compiled_or_not(compiled
     head.softcap, head.z_loss = softcap, z_loss
     if compiled:
         head.kernels = type(head.kernels)(*(torch.compile(kernel, fullgraph=True) for kernel in head.kernels))
-    found = _run(head, hidden, labels)
-    wide = hidden.detach().double().requires_grad_()
-    weight, norm = (p.detach().double().requires_grad_() for p in (head.output.weight, head.norm.weight))
-    logits = (wide * (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt() * norm @ weight.T).flatten(0, 1)
-    if softcap is not None:
-        logits = softcap * (logits / softcap).tanh()
-    of_all = logits.logsumexp(-1).square()[labels.flatten() != IGNORE].sum()
-    loss = F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORE) + z_loss * of_all
-    loss.backward()
-    _assert_equal(found, (loss.detach(), [wide.grad, weight.grad, norm.grad]), tolerance=5e-6)
+    expected = _reference(head, hidden, labels, softcap=softcap, z_loss=z_loss)
+    _assert_equal(_run(head, hidden, labels), expected, tolerance=5e-6)
 
 
 def test_the_gradient_of_a_label_that_is_all_but_certain_keeps_its_digits_in_bfloat16():

@@ -86,20 +86,6 @@ def test_a_loss_scale_below_the_smallest_normal_number_ends_the_run_at_an_overfl
     assert decide(good(1, 2), "rollback", scale, 0, 2, 0).action == ""
 
 
-def test_overflows_without_end_stop_the_run_with_a_sentence_that_names_the_remedies(tmp_path):
-    incidents = incidents_of(tmp_path, "stop", training={"mixed_precision_param": "float16"})
-    for step in range(1, 21):
-        assert incidents.judge(bad(step, loss=3.0, norm=INF), None, 2.0 ** (10 - step)) is None
-    with pytest.raises(UserError) as caught:
-        incidents.judge(bad(21, loss=3.0, norm=INF), None, 2.0**-11)
-    text = str(caught.value)
-    assert text.startswith(
-        "step 21: loss 3.0000, gradient norm inf, samples 160 to 167: training has diverged; 21 steps in a row"
-    )
-    assert "checkpoint.load_step" in text and 'training.mixed_precision_param = "bfloat16" or "float32"' in text
-    assert entries_of(tmp_path) == [("nonfinite", 21, "stop", False)]
-
-
 def test_a_rollback_needs_a_checkpoint_and_is_tried_three_times():
     assert decide(bad(5), "rollback", None, 0, None, 0).reason == "there is no checkpoint yet to go back to"
     assert decide(bad(5), "rollback", None, 0, 4, 2).action == "rollback"
@@ -135,25 +121,6 @@ def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with
         assert [last[key] for key in keys] == ["rollback", 7, attempt, 4, 8, 56]
     incidents.went_back(incidents.judge(bad(9), 8), 9, 8)
     assert incidents.judge(bad(9), 8) is not None
-
-
-def test_the_fourth_rollback_to_one_checkpoint_is_not_made(tmp_path):
-    incidents = incidents_of(tmp_path, "rollback")
-    for _ in range(3):
-        incidents.went_back(incidents.judge(bad(7), 4), 7, 4)
-    with pytest.raises(UserError, match="--step 7 --attempt 4"):
-        incidents.judge(bad(7), 4)
-    assert entries_of(tmp_path)[-1] == ("nonfinite", 7, "stop", False)
-
-
-def test_other_ranks_decide_the_same_and_write_nothing(tmp_path):
-    config = Config.model_validate({"job": {"dump_folder": str(tmp_path)}, "training": {"on_nonfinite": "rollback"}})
-    ranks = [Incidents(config, BATCH, 1, active) for active in (True, False)]
-    found = [rank.judge(bad(7), 4) for rank in ranks]
-    assert repr(found[0]) == repr(found[1])  # by text: NaN is not equal to itself
-    written = (tmp_path / INCIDENTS).read_text()
-    ranks[1].went_back(found[1], 7, 4)
-    assert (tmp_path / INCIDENTS).read_text() == written
 
 
 # -------------------------------------------------------------------------------------------------------------- starts

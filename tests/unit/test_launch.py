@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.waiting import PATIENCE
 from titanlite.launch import launcher as launch
 from titanlite.launch import stop
-from titanlite.launch.launcher import Launcher, Ranks, describe, first_failure
+from titanlite.launch.launcher import Launcher, Ranks, first_failure
 
 KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGTERM
 
@@ -65,46 +65,11 @@ def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def test_a_failure_is_described_by_the_rank_its_process_and_its_end():
-    killed = "rank 1 (process 1001) was ended by SIGKILL, as when memory runs out"
-    assert describe(failures([(0, 1, 50), (1, KILL, 50)])) == killed
-    assert describe(failures([(3, 2, 50)])) == "rank 3 (process 1003) ended with exit code 2"
-
-
-def test_the_first_request_is_noted_and_the_second_ends_the_ranks_when_they_are_looked_at_next(launcher, capfd):
-    launcher.active = True
-    launcher.on_request(signal.SIGUSR1, None)
-    assert launcher.stop_requested and not launcher.end_now
-    assert capfd.readouterr().err == "SIGUSR1: the ranks finish their step, save and stop; a second signal ends them at once\n"
-    launcher.on_request(signal.SIGTERM, None)
-    assert launcher.end_now == signal.SIGTERM
-
-
-def test_a_request_while_no_rank_runs_but_some_would_be_started_leaves_at_once(launcher):
-    with pytest.raises(SystemExit) as left:
-        launcher.on_request(signal.SIGTERM, None)
-    assert left.value.code == 75
-
-
-def test_ctrl_c_ends_the_ranks_at_the_next_poll_and_otherwise_the_launcher(launcher):
-    with pytest.raises(SignalException):
-        launcher.on_ending(signal.SIGINT, None)
-    launcher.active = True
-    launcher.on_ending(signal.SIGHUP, None)
-    assert launcher.end_now == signal.SIGHUP
-
-
 def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_second_one_does_not(launcher):
     launcher.over = True
     launcher.on_request(signal.SIGTERM, None)
     with pytest.raises(SignalException):
         launcher.on_request(signal.SIGTERM, None)
-
-
-def test_the_last_line_names_the_folder_of_stacks_where_there_is_one(launcher, tmp_path):
-    assert launcher.stacks() == ""
-    (tmp_path / "stacks").mkdir()
-    assert launcher.stacks() == f"; stacks of all ranks: {tmp_path}/stacks"
 
 
 # ---------------------------------------------------------------------------------------------------- ranks of two lines
@@ -152,11 +117,6 @@ def end_of(ranks: Ranks) -> RunProcsResult:
         assert not ranks.running()
 
 
-def test_ranks_that_all_end_with_75_are_no_failure(launcher):
-    assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(0.5); exit(75)")).is_failed()
-    assert launcher.stopped and launcher.over
-
-
 def test_a_rank_that_stays_when_another_has_stopped_is_ended_and_no_failure(launcher, monkeypatch):
     monkeypatch.setattr(launch, "_LEAVING", 0.5)
     assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(60)")).is_failed()
@@ -186,14 +146,6 @@ def test_the_next_start_says_why_there_is_one(launcher, capfd):
     launcher.starts, launcher.failure = 1, "rank 5 (process 123) was ended by SIGKILL"
     assert not end_of(start_ranks(launcher, "")).is_failed()
     assert capfd.readouterr().err == "rank 5 (process 123) was ended by SIGKILL; start 2 of 4\n"
-
-
-def test_a_request_is_passed_on_to_all_ranks_even_if_they_do_not_listen_yet(launcher):
-    late = f"import time; time.sleep(0.5); {LISTENS}\nwhile not stop._received: time.sleep(0.05)\nsys.exit(75)"
-    ranks = start_ranks(launcher, late, late)
-    launcher.on_request(signal.SIGTERM, None)
-    assert not end_of(ranks).is_failed()
-    assert launcher.stopped
 
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(launcher):
