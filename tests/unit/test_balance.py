@@ -112,17 +112,6 @@ def test_reports_say_how_uneven_the_load_is():
     assert balance.load(layer, 1)["expert_entropy"] == 1.0
 
 
-def test_the_routing_of_the_latest_microbatch_is_recorded():
-    layer = mixture()
-    router = start_counting(layer)
-    for seed in range(2):
-        x = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(seed))
-        layer(x)
-        expected = F.one_hot(router(x)[1], EXPERTS).sum((0, 1))
-    assert balance.routing(layer) == [{"top_k": TOP_K, "counts": expected.tolist()}]
-    assert balance.routing(torch.nn.Linear(2, 2)) == []
-
-
 @pytest.mark.parametrize(
     ("model", "key", "precision", "word"),
     [

@@ -18,7 +18,6 @@ from tests.guard import marked
 from tests.token_files import mix_of, opened, write_file
 from tests.waiting import until
 from titanlite.config.schema import Config
-from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.packing import pack_file
@@ -54,29 +53,18 @@ def sources(tmp_path_factory) -> list:
     ]
 
 
-def global_batches(data: Data, config: Config, ranks: int, steps: int, first: int = 1) -> list[Batch]:
-    """Steps as all ranks together read them, (sequences, ...) each."""
+def global_batches(data: Data, config: Config, ranks: int, steps: int, first: int = 1) -> list[list[torch.Tensor]]:
+    """Steps as all ranks together read them: the tensors of a Batch, (sequences, ...) each."""
     parts = [Batches(StepDataset(config, data, (rank, ranks), first_step=first)) for rank in range(ranks)]
-    found = [[next(part) for part in parts] for _ in range(steps)]
+    found = [zip(*(next(part) for part in parts), strict=True) for _ in range(steps)]
     for part in parts:
         part.close()
-    return [
-        Batch(
-            *(
-                None if tensors[0] is None else torch.cat([t.flatten(0, 1) for t in tensors])
-                for tensors in zip(*step, strict=True)
-            )
-        )
-        for step in found
-    ]
+    return [[torch.cat([t.flatten(0, 1) for t in tensors]) for tensors in step if tensors[0] is not None] for step in found]
 
 
-def same(found: list[Batch], expected: list[Batch]) -> bool:
-    return len(found) == len(expected) and all(
-        (a is None and b is None) or torch.equal(a, b)
-        for x, y in zip(found, expected, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
+def same(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> bool:
+    pairs = [pair for steps in zip(found, expected, strict=True) for pair in zip(*steps, strict=True)]
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -85,7 +73,7 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_with_accumulation_an
     keys, steps = POLICIES[policy], 9  # more than an epoch of the second source
     data = mix_of(sources, config_of(**keys))
     reference = global_batches(data, config_of(local=GLOBAL, **keys), 1, steps)
-    assert len({batch.tokens.numpy().tobytes() for batch in reference}) == steps
+    assert len({tokens.numpy().tobytes() for tokens, *_ in reference}) == steps
     for ranks in (1, 2, 3, 4):
         for local in (1, GLOBAL // ranks):
             assert same(global_batches(data, config_of(local=local, **keys), ranks, steps), reference)
@@ -105,7 +93,7 @@ def test_two_workers_read_what_none_reads_on_any_number_of_ranks_and_after_resum
 def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
     """One source says which of its tokens count, the other does not: a step may hold samples of one alone."""
     data = mix_of(sources, config_of())
-    shapes = {tuple((t.shape, t.dtype) for t in batch if t is not None) for batch in global_batches(data, config_of(), 4, 30)}
+    shapes = {tuple((t.shape, t.dtype) for t in batch) for batch in global_batches(data, config_of(), 4, 30)}
     assert len(shapes) == 1
 
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,7 +94,9 @@ def test_without_handles_for_retention_a_save_has_not_failed(tmp_path, monkeypat
     saver.save(5, {"a": torch.ones(2)}, NUMBERS)
     saver.wait()
     with monkeypatch.context() as patched:
-        patched.setattr("titanlite.checkpoint.folder.list_steps", raising(OSError(errno.EMFILE, "Too many open files")))
+        patched.setattr(
+            "titanlite.checkpoint.folder.list_steps", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+        )
         saver.save(10, {"a": torch.ones(2)}, NUMBERS)
         saver.finish()
     assert list_steps(tmp_path) == [5, 10] and "old checkpoints are not deleted: " in caplog.text
@@ -102,28 +105,16 @@ def test_without_handles_for_retention_a_save_has_not_failed(tmp_path, monkeypat
     assert list_steps(tmp_path) == [15]
 
 
-def raising(error: Exception) -> Any:
-    def fail(*words: Any) -> Any:
-        raise error
-
-    return fail
-
-
-def stop_deleting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deleting fails after the manifest, as when a run is killed or a disk fails in the middle of it."""
-
-    def half(path: Path) -> None:
-        (path / manifest.FILE).unlink(missing_ok=True)
-        raise OSError("killed")
-
-    monkeypatch.setattr(shutil, "rmtree", half)
-
-
 def test_a_deletion_that_is_interrupted_leaves_no_half_checkpoint_and_is_ended_later(tmp_path, monkeypatch, caplog):
     make(tmp_path, 5, 10, 15)
     keys = Checkpoint(enable=True, keep_latest_k=2)
+
+    def killed(path: Path) -> None:
+        (path / manifest.FILE).unlink()
+        raise OSError("killed")
+
     with monkeypatch.context() as patched:
-        stop_deleting(patched)
+        patched.setattr(shutil, "rmtree", killed)
         retire(tmp_path, keys, RUN)
     assert found(tmp_path) == [".step-00000005.retired", *names(10, 15)]
     assert list_steps(tmp_path) == [10, 15]
