@@ -94,9 +94,7 @@ def test_without_handles_for_retention_a_save_has_not_failed(tmp_path, monkeypat
     saver.save(5, {"a": torch.ones(2)}, NUMBERS)
     saver.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "titanlite.checkpoint.folder.list_steps", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-        )
+        patched.setattr("titanlite.checkpoint.folder.list_steps", Mock(side_effect=OSError(errno.EMFILE, "Too many files")))
         saver.save(10, {"a": torch.ones(2)}, NUMBERS)
         saver.finish()
     assert list_steps(tmp_path) == [5, 10] and "old checkpoints are not deleted: " in caplog.text
