@@ -13,15 +13,7 @@ import torch
 
 from tests.limited import disk
 from titanlite.checkpoint import load, manifest
-from titanlite.checkpoint.folder import (
-    clean_up,
-    list_steps,
-    retire,
-    room_faults,
-    step_folder,
-    superfluous,
-    try_out,
-)
+from titanlite.checkpoint.folder import clean_up, list_steps, retire, room_faults, step_folder, superfluous, try_out
 from titanlite.checkpoint.save import Saver
 from titanlite.config.operation import Checkpoint
 from titanlite.ground.errors import UserError
@@ -164,8 +156,7 @@ def test_before_a_run_goes_on_what_is_unfinished_goes_and_what_is_later_is_set_a
 
 
 @pytest.mark.parametrize(
-    ("keep", "have", "needed"),
-    [(10, 0, 2), (10, 9, 2), (10, 10, 1), (10, 12, 1), (1, 0, 2), (1, 1, 1), (0, 50, 2)],
+    ("keep", "have", "needed"), [(10, 0, 2), (10, 9, 2), (10, 10, 1), (10, 12, 1), (1, 0, 2), (1, 1, 1), (0, 50, 2)]
 )
 def test_there_must_be_room_for_two_checkpoints_or_for_one_where_an_old_one_goes(tmp_path, monkeypatch, keep, have, needed):
     """While one is written, those that it replaces are still there."""

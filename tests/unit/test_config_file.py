@@ -98,10 +98,7 @@ def test_a_missing_base_is_named_with_the_file_that_names_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("base = 3\n", "base = 3: must be the name of a TOML file"),
-        ("training = 3\n", "training = 3: must be a table"),
-    ],
+    [("base = 3\n", "base = 3: must be the name of a TOML file"), ("training = 3\n", "training = 3: must be a table")],
 )
 def test_a_file_of_the_wrong_form_is_refused(tmp_path, text, expected):
     assert expected in refusal(write(tmp_path, text))

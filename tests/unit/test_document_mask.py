@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as flex
 
 from models import attention as their
 from models import llama3
-from models.attention import block_mask, dense_mask
+from models.attention import block_mask
 from tests.tiny import FLAVORS
 from titanlite.data.batch import Batch
 from titanlite.loop.loss import sequence_of, summed_loss
@@ -113,26 +113,7 @@ def test_a_model_that_does_not_make_the_mask_is_told_so(monkeypatch):
         summed_loss(tiny(), packed(*ROWS["several"]))
 
 
-# ------------------------------------------------------------------------------------------------------------------- masks
-
-
-def random_documents(seed: int, seq: int, rows: int = 2) -> Tensor:
-    """Rising numbers that change every 30 tokens or so."""
-    random = torch.Generator().manual_seed(seed)
-    return (torch.rand(rows, seq, generator=random) < 1 / 30).cumsum(1).int()
-
-
-def test_a_token_sees_its_own_document_up_to_itself():
-    documents = random_documents(0, 50)
-    mask = dense_mask(documents)
-    assert mask.shape == (2, 1, 50, 50) and mask.dtype == torch.bool
-    for row, query, key in itertools.product(range(2), range(50), range(50)):
-        assert mask[row, 0, query, key] == (key <= query and documents[row, query] == documents[row, key])
-
-
-def use_flex_attention(monkeypatch) -> None:
-    monkeypatch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
-
+# ---------------------------------------------------------------------------------------------------------- FlexAttention
 
 MODES = [*itertools.product(["none", "full", "per operation"], [False, True]), ("budget", True)]
 
@@ -153,7 +134,7 @@ def test_flex_attentions_gradients_are_those_of_the_dense_mask_in_every_mode(mon
     eager = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, backend="aot_eager")
     batches = [packed(*ROWS[name], seed=7) for name in ("several", "padding")]
     expected = [loss_and_gradients(tiny(), [batch]) for batch in batches]
-    use_flex_attention(monkeypatch)
+    monkeypatch.setattr(llama3, "with_mask", lambda seq: seq._replace(mask=block_mask(seq.documents)))
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(their, "_compiled_flex_attention", lambda: eager)
     monkeypatch.setattr(implementation, "math_attention", counted)

@@ -144,12 +144,7 @@ class _Toy(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
 
-_TOY_TABLE = {
-    "linear.weight": Normal(0.5),
-    "linear.bias": Constant(0.0),
-    "count": Constant(3),
-    "s*": Constant(0.25),
-}
+_TOY_TABLE = {"linear.weight": Normal(0.5), "linear.bias": Constant(0.0), "count": Constant(3), "s*": Constant(0.25)}
 
 
 def _toy(table: dict) -> tuple[nn.Module, Family]:
