@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention as their
 from models.attention import TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
+from tests.distributed import scenarios
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
@@ -27,13 +28,11 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 LENGTHS = torch.tensor([[5, 11, 16], [1, 30, 1]])
 
 
-def config_of(name: str = "auto", model: str = "tests.tiny", flavor: str = "plain", **training: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": model, "flavor": flavor, "attention": name},
-            "training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "float32", **training},
-        }
-    )
+def config_of(
+    name: str = "auto", model: str = "tests.tiny", flavor: str = "plain", sections: Any = None, **training: Any
+) -> Config:
+    keys = {"model": {"name": model, "attention": name}, "training": training, **(sections or {})}
+    return scenarios.config_of({}, flavor, **keys)
 
 
 def model_of(config: Config) -> nn.Module:
@@ -183,30 +182,27 @@ def test_tiles_are_the_mathematics_at_every_length(length, scale):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
 
 
-def compiled_on_cpu(seq_len: int, precision: str, **keys: Any) -> Config:
-    config = config_of(seq_len=seq_len, mixed_precision_param=precision)
-    return config.model_copy(update={"compile": config.compile.model_copy(update={"enable": True} | keys)})
-
-
-def split(config: Config, method: str) -> Config:
-    """The same, with sequences split over two ranks."""
-    parallelism = config.parallelism.model_copy(update={"context_parallel_degree": 2, "context_parallel_method": method})
-    return config.model_copy(update={"parallelism": parallelism})
+COMPILED = {"compile": {"enable": True}}
+OVER_RANKS = {
+    method: COMPILED | {"parallelism": {"context_parallel_degree": 2, "context_parallel_method": method}}
+    for method in ("ulysses", "gather")
+}
 
 
 @pytest.mark.parametrize(
-    ("config", "backend"),
+    ("seq_len", "precision", "sections", "backend"),
     [
-        (compiled_on_cpu(512, "bfloat16"), TILES),
-        (split(compiled_on_cpu(512, "bfloat16"), "ulysses"), TILES),
-        (split(compiled_on_cpu(512, "bfloat16"), "gather"), None),  # tiles take no mask
-        (compiled_on_cpu(513, "bfloat16"), None),
-        (compiled_on_cpu(512, "float32"), None),
-        (compiled_on_cpu(512, "bfloat16", enable=False), None),
-        (compiled_on_cpu(512, "bfloat16", backend="eager"), None),
+        (512, "bfloat16", COMPILED, TILES),
+        (512, "bfloat16", OVER_RANKS["ulysses"], TILES),
+        (512, "bfloat16", OVER_RANKS["gather"], None),  # tiles take no mask
+        (513, "bfloat16", COMPILED, None),
+        (512, "float32", COMPILED, None),
+        (512, "bfloat16", {}, None),
+        (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, None),
     ],
 )
-def test_a_cpu_takes_tiles_where_they_are_faster(config, backend):
+def test_a_cpu_takes_tiles_where_they_are_faster(seq_len, precision, sections, backend):
+    config = config_of(sections=sections, seq_len=seq_len, mixed_precision_param=precision)
     model = model_of(config)
     assert all(layer.attention.backends == (backend, None) for layer in model.layers.values())
     assert attention_sentence(model, config) == (backend or "flash")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.distributed import scenarios
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
@@ -24,14 +25,7 @@ RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 def config_of(keys: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "tests.tiny", "flavor": "plain"},
-            "training": HALF | {"mixed_precision_param": "float32"},
-            "float8": {"enable": True, "emulate": True, **(keys or {})},
-            **sections,
-        }
-    )
+    return scenarios.config_of({}, float8={"enable": True, "emulate": True, **(keys or {})}, **sections)
 
 
 def layer_of(recipe: str) -> nn.Linear:
@@ -110,7 +104,7 @@ def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
 # ------------------------------------------------------------------------------------------------------------- what is refused
 
 ALL_GATHER, RECIPE = "enable_fsdp_float8_all_gather", "recipe_name"
-CHUNKED = {"activation_checkpoint": {"mode": "full", "sequence_chunks": 3}}
+CHUNKED = {"activation_checkpoint": {"mode": "full", "sequence_chunks": 3}, "training": {"local_batch_size": 2}}
 FAULTS = [
     ({"emulate": False}, {"training": HALF}, ["compute capability 8.9", "float8.emulate = true"]),
     ({"emulate": False, RECIPE: "rowwise"}, {"training": HALF}, ["compute capability 9.0"]),

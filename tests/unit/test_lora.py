@@ -10,6 +10,7 @@ from torch import nn
 
 from models.attention import SeqInfo
 from tests import tiny, tiny_biased
+from tests.distributed.scenarios import config_of
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
@@ -29,13 +30,7 @@ FAMILY = Family(tiny, tiny.FLAVORS["plain"])
 
 
 def configuration(precision: str = "float32", **keys: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "tests.tiny", "flavor": "plain"},
-            "training": {"mixed_precision_param": precision, "seq_len": 32},
-            "lora": {"enable": True, "rank": 4, **keys},
-        }
-    )
+    return config_of({}, training={"mixed_precision_param": precision}, lora={"enable": True, "rank": 4, **keys})
 
 
 def adapted(family: Family = FAMILY, precision: str = "float32", moved: float = 0.0, **keys: Any) -> nn.Module:
