@@ -10,7 +10,7 @@ import pytest
 
 from models import llama3
 from models.decoder import Limits
-from titanlite.__main__ import COMMANDS
+from titanlite.__main__ import COMMANDS, main
 from titanlite.config.schema import Config
 from titanlite.parallel.tensor import STYLES
 
@@ -107,6 +107,16 @@ def test_the_readme_shows_the_layers_that_lint_enforces():
 def test_the_readme_shows_every_package():
     folders = {folder.name for folder in (ROOT / "titanlite").iterdir() if (folder / "__init__.py").exists()}
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_one_and_with_all(monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["titanlite", "chek", "run.toml"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    found = capsys.readouterr().err
+    assert found.startswith("titanlite chek: no such command; did you mean check?\n")
+    assert [command for command in COMMANDS if f"\n  {command} " not in found] == []
 
 
 # --------------------------------------------------------------------------------------------------- what forks rely on
