@@ -183,14 +183,6 @@ def test_what_a_killed_run_has_left_half_written_counts_as_room_since_it_is_dele
 # -------------------------------------------------------------------------------------------------------------- trying it out
 
 
-def test_a_folder_that_can_be_used_is_left_as_it_was(tmp_path):
-    make(tmp_path, 5)
-    try_out(tmp_path)
-    assert found(tmp_path) == names(5)
-    try_out(tmp_path / "new/one")
-    assert found(tmp_path / "new/one") == []
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     with disk(tmp_path / "only", "ro") as folder, pytest.raises(UserError, match="only: checkpoints cannot be written: "):
         try_out(folder)
