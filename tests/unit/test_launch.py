@@ -219,6 +219,19 @@ while os.path.exists(path) and open(path).read():
     assert run(then)[0] == 0
 
 
+def test_signals_are_held_back_until_a_process_listens():
+    then = """
+child = server.start(sleep)
+os.read(says[0], 1)
+os.kill(child.pid, signal.SIGTERM)
+(pending,) = (line for line in open(f"/proc/{child.pid}/status") if line.startswith("ShdPnd"))
+assert int(pending.split()[1], 16) >> signal.SIGTERM - 1 & 1
+assert child.poll() is None
+os.kill(child.pid, signal.SIGKILL)
+"""
+    assert run(then)[0] == 0
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_no_process_outlives_the_launcher(end):
     process = subprocess.Popen(
