@@ -65,6 +65,11 @@ def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
+def test_a_request_while_no_rank_runs_but_some_would_be_started_leaves_at_once(launcher):
+    with pytest.raises(SystemExit, match="75"):
+        launcher.on_request(signal.SIGTERM, None)
+
+
 def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_second_one_does_not(launcher):
     launcher.over = True
     launcher.on_request(signal.SIGTERM, None)
