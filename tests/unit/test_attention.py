@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,6 +103,29 @@ def test_every_kernel_of_a_cpu_computes_the_same_and_is_the_one_that_runs(name, 
     assert operations[FLASH] == flashes
     assert operations[f"{FLASH}_backward"] == (layers if by_flash else 0)
     assert (operations["_safe_softmax"] + operations["_softmax"] > 0) == (not by_flash)
+
+
+@pytest.mark.parametrize("name", ["auto", *ON_CPU])
+def test_a_compiled_block_holds_the_kernel_that_was_chosen(name):
+    config, graphs = config_of(name), Counter()
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.update(str(node.target).split(".")[1] for node in graph.graph.nodes if str(node.target).startswith("aten."))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    model, tokens = model_of(config), torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(1))
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    for layer in model.layers.values():
+        layer.forward = torch.compile(layer.forward, fullgraph=True, backend=backend)
+    loss = summed_loss(model, Batch(tokens))
+    loss.backward()
+    found = {"loss": loss.detach(), **{key: parameter.grad for key, parameter in model.named_parameters()}}
+    assert differ(found, step(config_of("math"), False)[0]) < 1e-5
+    assert graphs[FLASH] == graphs[f"{FLASH}_backward"]
+    by_flash = name in ("auto", "flash")
+    assert (graphs[FLASH] > 0) == by_flash
+    assert (graphs["_safe_softmax"] + graphs["_softmax"] + graphs["amax"] > 0) == (not by_flash)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
