@@ -183,6 +183,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, able: set[str]) -> Non
     [
         (9, {"cudnn", "flash", "efficient", "math"}, "cudnn"),
         (9, {"flash", "efficient", "math"}, "flash"),
+        (8, {"cudnn", "flash", "efficient", "math"}, "flash"),
         (10, {"cudnn", "flash", "efficient", "math"}, "flash"),
         (8, {"efficient", "math"}, "efficient"),
     ],

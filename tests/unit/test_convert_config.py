@@ -93,6 +93,7 @@ def test_a_converted_file_runs_with_paths_of_this_machine(tmp_path, name):
     ("theirs", "line"),
     [
         ('model.converters = ["float8"]', "enable = true"),
+        ('model.converters = "quantize.linear.float8"', "enable = true"),
         ('model.converters = ["mx"]', '# converters = ["mx"]  (use float8.enable'),
         ("training.compile = true", "enable = true"),
         ("debug.seed = -1", "# seed = -1  (must be greater than or equal to 0)"),

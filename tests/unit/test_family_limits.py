@@ -74,6 +74,7 @@ def test_a_start_is_refused_exactly_where_it_asks_for_what_the_family_declares_o
     [
         ({"generate": False}, "LIMITS has no 'generate'; did you mean generates?"),
         ({"stages": 0}, r"LIMITS\['stages'\] = 0: must be True or False"),
+        ({"tensor_parallel": 0}, r"LIMITS\['tensor_parallel'\] = 0: must be a whole number of ranks, at least 1"),
         ({"tensor_parallel": True}, "must be a whole number of ranks"),
         (("generates",), r"LIMITS = \('generates',\): must be a dict"),
     ],

@@ -184,6 +184,7 @@ def test_flags_of_the_loss_for_another_number_of_tokens_are_refused(pair):
         (_pointer(3), 2**40),  # past the end
         (_pointer(3), 4),  # before the document before it
         (_first_sequence(2), 6),
+        (_first_sequence(2), -1),  # must not be counted from the end
         (_first_sequence(2), -(10**9)),
     ],
 )
