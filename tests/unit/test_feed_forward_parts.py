@@ -31,12 +31,16 @@ class Noted(SwiGLU):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("tokens", "lengths"), [(12, [4, 4, 4]), (4, [2, 1, 1]), (3, [1, 1, 1]), (1, [1])])
-def test_there_are_as_many_parts_as_asked_for_unless_there_are_fewer_tokens(tokens, lengths):
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [((2, 12), [4, 4, 4]), ((12,), [4, 4, 4]), ((2, 4), [2, 1, 1]), ((2, 3), [1, 1, 1]), ((2, 1), [1])],
+)
+def test_there_are_as_many_parts_as_asked_for_unless_there_are_fewer_tokens(shape, lengths):
+    """Of a sequence, or of the tokens of all rows."""
     layer = layer_of(Noted)
     chunk_feed_forward(model_of(layer), 3)
     with torch.no_grad():
-        layer(torch.randn(2, tokens, DIM))
+        assert layer(torch.randn(*shape, DIM)).shape == (*shape, DIM)
     assert layer.lengths == lengths
 
 
