@@ -109,7 +109,7 @@ def test_the_routing_that_rank_0_records_is_what_its_experts_exchange(pools):
     """Of a microbatch, over the two of four ranks that have rank 0's experts between them; without a split, over all ranks."""
     for ep, together in ((2, 2), (1, 4)):
         degrees = {"dp_shard": 4, "ep": ep}
-        config = config_of_cell(degrees, {}, 1)
+        config = config_of_cell(degrees, {}, 2)
         ranks = pools[4].run(f"{HERE}:recorded", degrees=degrees, config=config)
         sums = torch.tensor([counts for _, counts in ranks[:together]]).sum(0).tolist()
         assert ranks[0][0] == [{"top_k": 2, "counts": counts} for counts in sums]
