@@ -69,6 +69,10 @@ class Sent(TorchDispatchMode):
             self.bytes[channel] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
+    def kinds(self) -> Counter[str]:
+        """How many collectives of each kind there were, in groups of several ranks."""
+        return sum((Counter({kind: calls}) for (kind, ranks), calls in self.calls.items() if len(ranks) > 1), Counter())
+
 
 def _ranks_of(operation: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """The ranks of the group that an operation was given, as an object or by its name."""

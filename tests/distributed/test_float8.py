@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.scenarios import config_of
+from titanlite.parallel.mesh import ranks_of
 from titanlite.verify.compare import Trajectory, compare
 
 pytest.importorskip("torchao", reason="needs torchao")
@@ -21,15 +22,8 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def run(pools, degrees: dict[str, int], keys: dict[str, Any]) -> Trajectory:
-    ranks = 1
-    for degree in degrees.values():
-        ranks *= degree
-    config = config_of(
-        degrees,
-        training={"steps": 3},
-        float8={"enable": True, "emulate": True, **keys},
-    )
-    return pools[ranks].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+    config = config_of(degrees, training={"steps": 3}, float8={"enable": True, "emulate": True, **keys})
+    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
 
 
 # test_cover.py allows for a value that flips to the one beside it; here none does

@@ -1,18 +1,14 @@
-"""Steps that are not finite, on meshes: all ranks skip the same one, nobody waits for the device, and a run goes on."""
+"""Steps that are not finite, on meshes: all ranks skip the same one, and a run goes on. test_cuda_shim.py sees what waits."""
 
 import json
 import math
-import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
@@ -31,7 +27,7 @@ from titanlite.loop.step import build_model, forward_backward, update
 from titanlite.optim.build import build_optimizer
 from titanlite.optim.lr_schedule import build_schedule
 from titanlite.optim.state import named_state
-from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, sum_over
+from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, ranks_of, sum_over
 from titanlite.registry.family import load_family
 from titanlite.train import train
 
@@ -41,10 +37,6 @@ HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 STAGES, STAGES_OF_SHARDS = {"pp": 2}, {"pp": 2, "dp_shard": 2}
 MESHES = [{}, TWO_BY_TWO, HYBRID]
 Degrees = dict[str, int]
-
-
-def ranks_of(degrees: Degrees) -> int:
-    return math.prod(degrees.values())
 
 
 def poisoned(config: Config, steps: dict[int, int]) -> Data:
@@ -105,90 +97,7 @@ def test_a_bad_microbatch_of_one_rank_is_skipped_by_all_and_leaves_no_trace(pool
         assert different == []
 
 
-def test_without_the_fused_optimizer_the_weights_would_be_lost(pools):
-    config = config_of({}, accumulation=2, optimizer={"implementation": "foreach"})
-    arguments = {"degrees": {}, "config": config, "token": tiny_poison.OF_GRADIENT}
-    ((_, different),) = pools[1].run(f"{HERE}:compare_states", **arguments)
-    assert any(name.endswith("exp_avg") for name in different)
-
-
-# ----------------------------------------------------------------------------------------------- nobody waits for numbers
-
-
-def _of_the_mesh() -> bool:
-    """Whether a DeviceMesh is at work, whose own table of ranks is on the CPU for good."""
-    return any(frame.filename.endswith("device_mesh.py") for frame in traceback.extract_stack(limit=12))
-
-
-class _Calls(TorchFunctionMode):
-    """Counts what hands numbers of a tensor to Python, as it is written in Python."""
-
-    WAITS = (
-        Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu,
-        Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-    )  # fmt: skip
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in self.WAITS and not _of_the_mesh():
-            self.found[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations that do, and collectives, also those inside of a DTensor's."""
-
-    WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # what it does to the tensors inside of it comes here again
-        name = function.overloadpacket._qualified_op_name
-        if name.startswith("c10d") or (name in self.WAITS and not _of_the_mesh()):
-            self.found[name] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
-    """(what waits in three steps, what happens when they are read)."""
-    mesh = mesh_of(degrees)
-    model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
-    optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
-    part = (data_rank(mesh), data_degree(mesh))
-    source = Batches(StepDataset(config, poisoned(config, {3: tiny_poison.OF_LOSS}), part))
-
-    def step(number: int) -> None:
-        loss = forward_backward(model, next(source), mesh)
-        steps.add(number, (number - 1) * GLOBAL_BATCH, loss, update(model, optimizer, 1e-3, 1.0))
-
-    step(1)  # sets up what is set up once
-    steps.read()
-    calls, operations = _Calls(), _Operations()
-    with operations, calls:
-        for number in (2, 3, 4):
-            step(number)
-    waiting = calls.found + Counter({name: n for name, n in operations.found.items() if not name.startswith("c10d")})
-    calls, operations = _Calls(), _Operations()
-    with operations, calls:
-        read = steps.read()
-    assert [math.isfinite(step.loss) for step in read] == [True, False, True]
-    assert steps.read() == []
-    return waiting, calls.found + operations.found
-
-
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_between_readings_no_number_is_asked_for_and_a_reading_is_one_collective_and_one_transfer(pools, degrees):
-    config = config_of(degrees, accumulation=2)
-    for waiting, reading in pools[ranks_of(degrees)].run(f"{HERE}:waits", degrees=degrees, config=config):
-        assert waiting == {}
-        assert reading == {"c10d::allreduce_": 1, "tolist": 1}
+# ------------------------------------------------------------------------------------------------------ losses of all ranks
 
 
 def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
@@ -204,7 +113,9 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
         for number in range(30):
             steps.add(number, number * 8, StepLoss(shares[number], None), norms[number])
             if (number + 1) % size == 0:
-                read += steps.read()
+                with CommDebugMode() as collectives:
+                    read += steps.read()
+                assert collectives.get_total_counts() == 1
         found.append(read)
     return [*found, sum_over(LOSS_DIMENSIONS, shares.clone(), mesh).tolist()]
 

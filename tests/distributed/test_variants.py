@@ -32,7 +32,16 @@ def rounded(rounding: str) -> dict[str, Any]:
     return {"training": training, "optimizer": {"rounding": rounding, "implementation": "for-loop"}}
 
 
+def odd(flavor: str) -> dict[str, Any]:
+    return {"model": {"name": "tests.tiny_odd", "flavor": flavor}}
+
+
 RESUMED: dict[str, tuple[Degrees, dict[str, Any]]] = {
+    "dropout": (ONE, {"model": {"name": "tests.tiny_dropout"}}),
+    "dropout, tp 2": (TP, {"model": {"name": "tests.tiny_dropout"}}),
+    "frozen parameters, tp 2": (TP, odd("frozen")),
+    "unused parameters, shard 2": (SHARD, odd("unused")),
+    "a buffer that counts, 2 x 2": (TWO_BY_TWO, odd("counting")),
     "Muon": (ONE, MUON),
     "Muon, shard 2": (SHARD, MUON),
     "stochastic rounding": (ONE, rounded("stochastic")),
@@ -44,11 +53,13 @@ RESUMED: dict[str, tuple[Degrees, dict[str, Any]]] = {
     "stages that draw random numbers": (STAGES, DROPOUT),
     "split experts, 2 x 2": (WIDE, MOE),
     "stages and shards that draw random numbers": (FSDP_STAGES, DROPOUT),
+    "frozen parameters": (ONE, odd("frozen")),
+    "unused parameters": (ONE, odd("unused")),
     "split experts and stages": ({**FSDP_STAGES, "ep": 2}, MOE | {"training": {"local_batch_size": 2}}),
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*RESUMED][:-3], RESUMED))
+@pytest.mark.parametrize("name", slow_but([*RESUMED][:-5], RESUMED))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, name):
     degrees, keys = RESUMED[name]
     if "float8" in name:
@@ -68,6 +79,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, nam
 
 # A run on one process, what it is, and where its parts run: until which step, with which other keys. rel: of the losses.
 MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str, Any]]]]] = {
+    "tied": (1e-5, {"flavor": "tied"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
+    "uneven": (1e-5, {"flavor": "uneven"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
     "Muon": (2e-5, MUON, [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), ({"dp_shard": 4}, STEPS, {})]),
     "compensated rounding": (5e-3, rounded("compensated"), [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), (TP, STEPS, {})]),
     "adapters": (1e-5, LORA, [(TWO_BY_TWO, 6, {}), (ONE, STEPS, {})]),
@@ -106,7 +119,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
     ),
     "uneven": (
         {"flavor": "uneven"},
-        [FSDP_STAGES, {"pp": 2, "tp": 2}, ONE, STAGES, {"dp_shard": 4}, {"pp": 2, "dp_replicate": 2}],
+        [FSDP_STAGES, {"pp": 2, "tp": 2}, ONE, STAGES, TP, {"dp_shard": 4}, TWO_BY_TWO, {"pp": 2, "dp_replicate": 2}],
     ),
     "experts": (
         {"flavor": "shared", "model": {"name": "tests.tiny_moe"}},
@@ -131,7 +144,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
 }
 
 
-@pytest.mark.parametrize("chain", slow_but(["tied", "experts"], CHAINS))
+@pytest.mark.parametrize("chain", slow_but(["tied", "uneven", "experts"], CHAINS))
 def test_between_meshes_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, chain):
     keys, (first, *meshes) = CHAINS[chain]
     local, before = {"training": {"local_batch_size": 2}}, tmp_path / "0"
