@@ -94,18 +94,15 @@ def test_an_unfinished_checkpoint_does_not_exist_for_resuming(pools, tmp_path):
     assert [start["resumed_step"] for start in json.loads((tmp_path / "provenance.json").read_text())] == [0, 5]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"training": {"seed": 1}}, r"training.seed = 1, was 0\n.*--checkpoint.allow_changes training.seed"),
-        ({"training": {"seq_len": 16}}, "cannot be resumed with\n  training.seq_len = 16, was 32: a position"),
-        ({"flavor": "uneven"}, r"another architecture than tests.tiny uneven:\n.*vocab_size = 515, was 512"),
-    ],
-)
-def test_a_checkpoint_of_another_seed_length_or_model_is_refused(pools, tmp_path, change, message):
+def test_a_checkpoint_of_another_seed_or_model_is_refused(pools, tmp_path):
+    """The rules are those of tests/unit/test_resume.py."""
     run(pools, ONE, tmp_path, 5)
-    with pytest.raises(WorkerFailure, match=f"(?s){message}"):
-        run(pools, ONE, tmp_path, 10, **change)
+    for change, message in (
+        ({"training": {"seed": 1}}, r"training.seed = 1, was 0"),
+        ({"flavor": "uneven"}, "vocab_size = 515"),
+    ):
+        with pytest.raises(WorkerFailure, match=message):
+            run(pools, ONE, tmp_path, 10, **change)
 
 
 def mixed_run(degrees: Degrees, config: Config, data: Data) -> list[tuple[str, int]]:

@@ -2,6 +2,7 @@
 loads its checkpoint. test_resume.py has what is common to all runs."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch
 from tests import hf_folders
 from tests.distributed.checkpoint_runs import HERE as RUNS
 from tests.distributed.checkpoint_runs import train
+from tests.distributed.scenarios import CPU
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, Degrees, losses, reports, run, run_config, stored
 from tests.hf_folders import of_files, tensors_of
 from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.hf import export as exporting
+from titanlite.loop import metrics
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import load_family
 
@@ -191,3 +194,32 @@ def test_a_run_begins_from_a_hugging_face_folder_and_its_export_is_the_checkpoin
     exported = tensors_of(tmp_path / "out")
     assert exported.keys() == there.keys()
     assert all(torch.equal(exported[key], there[key].float()) for key in there)
+
+
+# ----------------------------------------------------------------------------------------------------------------- reports
+
+
+def test_reports_are_those_of_one_process(pools, tmp_path):
+    """Loss, norm, rate, tokens, validation, the loads of all layers' experts; speed and memory are there too."""
+    keys = {"model": {"name": "tests.tiny_moe"}, "flavor": "shared", "moe": {"bias_update_speed": 0.01}}
+    more = {"training": {"local_batch_size": 2, "z_loss": 1e-3}, "validation": {"enable": True, "freq": 2, "steps": 2}}
+    for degrees in (ONE, STAGES):
+        run(pools, degrees, tmp_path / str(len(degrees)), 2, **keys, **more)
+    alone, split = (reports(tmp_path / name) for name in "01")
+    own = ("tokens_per_second", "tokens_per_second_per_device", "data_wait_fraction", "peak_memory_gib")
+    for expected, found in zip(alone, split, strict=True):
+        assert found.keys() == expected.keys() and {"expert_load/1", "loss_mean", "grad_norm"} <= found.keys()
+        same = [name for name in expected if name not in own and not name.endswith("_seconds")]
+        assert {name: found[name] for name in same} == pytest.approx({name: expected[name] for name in same}, rel=1e-5)
+        assert found["tokens_per_second_per_device"] == pytest.approx(found["tokens_per_second"] / 2)
+    assert "validation_loss" in split[-1]
+
+
+def memory_of_ranks() -> float:
+    rank = torch.distributed.get_rank()
+    with patch.object(metrics, "peak_memory_gib", lambda _: 1.0 + rank):
+        return metrics.largest_peak_gib(CPU)
+
+
+def test_the_memory_that_is_reported_is_that_of_the_rank_with_most(pools):
+    assert pools[2].run(f"{__name__}:memory_of_ranks") == [2.0, 2.0]
