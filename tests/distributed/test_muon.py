@@ -77,24 +77,22 @@ def test_the_compiled_one_does_so_too(pools):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("flavor", slow_but(["tied"], ["qwen", "gemma", "tied"]))
-def test_so_it_is_with_other_families_and_rows_that_ranks_do_not_divide(pools, flavor):
-    name = {"qwen": "tests.tiny_qwen3", "gemma": "tests.tiny_gemma3"}.get(flavor, "tests.tiny")
-    model = {"name": name, "flavor": "tied" if name == "tests.tiny" else "plain"}
-    expected, _ = expected_of(pools, optimizer=MUON, model=model)
-    for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
-        config = config_of(degrees, optimizer=MUON, model=model)
-        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:orthogonalized", degrees=degrees, config=config)[0]
-        assert_same(found, expected)
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": {"model": {"flavor": "tied"}},
+    "bfloat16": {"training": BFLOAT16},
+    "qwen": {"model": {"name": "tests.tiny_qwen3"}},
+    "gemma": {"model": {"name": "tests.tiny_gemma3"}},
+}
 
 
-def test_so_it_is_in_bfloat16(pools):
-    sections = {"training": BFLOAT16, "optimizer": MUON}
+@pytest.mark.parametrize("other", slow_but(["tied", "bfloat16"], OTHERS))
+def test_so_it_is_with_other_families_in_bfloat16_and_with_rows_that_ranks_do_not_divide(pools, other):
+    sections = {"optimizer": MUON, **OTHERS[other]}
     expected, _ = expected_of(pools, **sections)
-    for degrees in (TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}):
+    for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
         config = config_of(degrees, **sections)
         found, _ = pools[ranks_of(degrees)].run(f"{HERE}:orthogonalized", degrees=degrees, config=config)[0]
-        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+        assert_same(found, expected)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
