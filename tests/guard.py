@@ -26,12 +26,12 @@ def wait_for_the_end_of(parent: int) -> None:
         time.sleep(_EVERY)
 
 
-def marked(mark: str) -> list[int]:
+def marked(mark: str, variable: str = VARIABLE) -> list[int]:
     """The processes with this mark in their environment, without this one; zombies have no environment."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile, or is another user's
-            if f"{VARIABLE}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if f"{variable}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return [pid for pid in found if pid != os.getpid()]
 

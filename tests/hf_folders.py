@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from models import llama3
+from models.attention import SeqInfo
 from titanlite.checkpoint.tensors import model_tensors
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.hf.folder import INDEX, each_expert, find_weights, their_name
@@ -95,6 +96,15 @@ def read(folder: Path, name: str, flavor: str, exclude: list[str] | None = None)
     return model
 
 
+def assert_logits_agree(ours: nn.Module, theirs: nn.Module, vocabulary: int) -> None:
+    """A model of ours and one of transformers give the same logits."""
+    tokens = torch.randint(vocabulary, (2, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, expected = ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48)))), theirs(tokens).logits
+    assert expected.std() > 0.01
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def change(folder: Path, name: str, how: Callable[[dict], None]) -> None:
     """Changes the tensors of the file that holds `name`."""
     file = next(path for path in folder.glob("*.safetensors") if name in load_file(path))
@@ -123,7 +133,3 @@ def remove(*names: str) -> Callable[[Path], None]:
 def replace(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
     """What changes one tensor of a folder."""
     return lambda folder: change(folder, name, lambda tensors: tensors.update({name: how(tensors[name])}))
-
-
-def one_file(folder: Path) -> Path:
-    return sorted(folder.glob("*.safetensors"))[0]

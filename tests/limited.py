@@ -1,10 +1,14 @@
-"""Runs a function of the tests in a process of its own, with little memory and processor time."""
+"""Little memory, processor time or disk for what a test does."""
 
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +23,18 @@ def run_limited(module: str, call: str, folder: Path, seconds: int = 100) -> str
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
+
+
+@contextmanager
+def disk(folder: Path, options: str) -> Iterator[Path]:
+    """A disk of its own, with these options of tmpfs; skips the test where mounting one is not allowed."""
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("nobody but root mounts a disk, and some containers do not let root either")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
 def leave_memory(size: int) -> None:

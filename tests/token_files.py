@@ -59,6 +59,10 @@ def mix_of(sources: list[TokenSource], config: Config, vocabulary: int = 2**16, 
     return Data(sources, config.training, "no tokenizer", np.full(vocabulary, bytes_a_token), "training.sources")
 
 
+def documents_of(file: TokenFile) -> list[list[int]]:
+    return [file.ids[slice(*file.boundaries(number, number + 1))].tolist() for number in range(file.documents)]
+
+
 def write_jsonl(path: Path, texts: list[str] = TEXTS) -> Path:
     """A text a line; -> the file."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -1,6 +1,7 @@
-"""The keys and values of the 23 TOML files of torchtitan 0.2.2, but for job.description.
+"""The keys of the 23 TOML files of torchtitan 0.2.2, but for job.description, with values.
 
-A letter of FILES stands for a file; a line of SETTINGS is a key, the files that set it, and its value there.
+A letter of FILES stands for a file; a line of SETTINGS is a key, the files that set it, and its value there. Of numbers, paths
+and switches that are copied as they are, all files that set one have the value of the first.
 """
 
 import json
@@ -41,10 +42,7 @@ checkpoint.enable abcdefghijklmnopqrstuvw false
 checkpoint.export_dtype abcdefghijklmnopqrs "float32"
 checkpoint.export_dtype tuvw "float16"
 checkpoint.folder abcdefghijklmnopqrstuvw "checkpoint"
-checkpoint.interval abcdefhklpqw 10
-checkpoint.interval gmnorstv 500
-checkpoint.interval ij 1000
-checkpoint.interval u 50
+checkpoint.interval abcdefghijklmnopqrstuvw 10
 checkpoint.last_save_model_only abcdehklpqtuvw false
 checkpoint.last_save_model_only fgijmnors true
 comm.train_timeout_seconds p 15
@@ -56,8 +54,7 @@ data.max_images_per_batch d 64
 data.max_patches_per_image d 1024
 encoder.autoencoder_path hij "assets/hf/FLUX.1-dev/ae.safetensors"
 encoder.clip_encoder hij "openai/clip-vit-large-patch14"
-encoder.max_t5_encoding_len hj 256
-encoder.max_t5_encoding_len i 512
+encoder.max_t5_encoding_len hij 256
 encoder.t5_encoder hij "google/t5-v1_1-xxl"
 fault_tolerance.enable p true
 fault_tolerance.num_fragments p 2
@@ -69,32 +66,18 @@ hf_transformers.model bc "Qwen/Qwen3-4B-Instruct-2507"
 inference.local_batch_size h 2
 inference.prompts_path h "./torchtitan/models/flux/inference/prompts.txt"
 inference.save_img_folder h "inference_results"
-job.custom_config_module d "torchtitan.experiments.vlm.job_config"
-job.custom_config_module hij "torchtitan.models.flux.job_config"
-job.custom_config_module p "torchtitan.components.ft.config"
+job.custom_config_module dhijp "torchtitan.experiments.vlm.job_config"
 job.dump_folder abcdefghijklmnopqrstuvw "./outputs"
-job.print_config adefghklpq false
-job.print_config bc true
-lr_scheduler.decay_ratio abcdefgklpq 0.8
-lr_scheduler.decay_ratio hij 0.0
+job.print_config abcdefghklpq false
+lr_scheduler.decay_ratio abcdefghijklpq 0.8
 lr_scheduler.decay_type abcdeklpq "linear"
 lr_scheduler.decay_type fg "cosine"
-lr_scheduler.min_lr_factor abcdeklp 0.0
-lr_scheduler.min_lr_factor fgqrs 0.1
-lr_scheduler.warmup_steps abcdeklpqtw 2
-lr_scheduler.warmup_steps fno 200
-lr_scheduler.warmup_steps g 2000
-lr_scheduler.warmup_steps h 1
-lr_scheduler.warmup_steps ij 3000
-lr_scheduler.warmup_steps mrsv 600
-lr_scheduler.warmup_steps u 20
+lr_scheduler.min_lr_factor abcdefgklpqrs 0.0
+lr_scheduler.warmup_steps abcdefghijklmnopqrstuvw 2
 metrics.disable_color_printing abcdefghijklpq false
-metrics.enable_tensorboard abcdefghijklpqrstuvw false
-metrics.enable_tensorboard mno true
+metrics.enable_tensorboard abcdefghijklmnopqrstuvw false
 metrics.enable_wandb abcdefghijklpq false
-metrics.log_freq abcdehklpqtw 1
-metrics.log_freq fgmnorsuv 10
-metrics.log_freq ij 100
+metrics.log_freq abcdefghijklmnopqrstuvw 1
 metrics.save_tb_folder abcdefghijklmnopqrstuvw "tb"
 model.converters m ["float8"]
 model.flavor abdeklpq "debugmodel"
@@ -113,18 +96,7 @@ model.flavor t "0.6B"
 model.flavor u "1.7B"
 model.flavor v "32B"
 model.flavor w "debugmodel_moe"
-model.hf_assets_path abceklpqw "./tests/assets/tokenizer"
-model.hf_assets_path dh "tests/assets/tokenizer"
-model.hf_assets_path f "./assets/hf/deepseek-moe-16b-base"
-model.hf_assets_path g "./assets/hf/DeepSeek-V3.1-Base"
-model.hf_assets_path m "./assets/hf/Llama-3.1-405B"
-model.hf_assets_path n "./assets/hf/Llama-3.1-70B"
-model.hf_assets_path o "./assets/hf/Llama-3.1-8B"
-model.hf_assets_path r "./assets/hf/Llama-4-Maverick-17B-128E"
-model.hf_assets_path s "./assets/hf/Llama-4-Scout-17B-16E"
-model.hf_assets_path t "./assets/hf/Qwen3-0.6B"
-model.hf_assets_path u "./assets/hf/Qwen3-1.7B"
-model.hf_assets_path v "./assets/hf/Qwen3-32B"
+model.hf_assets_path abcdefghklmnopqrstuvw "./tests/assets/tokenizer"
 model.name almnop "llama3"
 model.name bc "transformers_modeling_backend"
 model.name d "vlm"
@@ -133,15 +105,8 @@ model.name hij "flux"
 model.name k "gpt_oss"
 model.name qrs "llama4"
 model.name tuvw "qwen3"
-optimizer.eps abcdefghijklmnoptuvw 1e-08
-optimizer.eps qrs 1e-15
-optimizer.lr abcdehklpuv 0.0008
-optimizer.lr fg 0.00022
-optimizer.lr ij 0.0001
-optimizer.lr m 8e-05
-optimizer.lr n 0.00015
-optimizer.lr otw 0.0003
-optimizer.lr qrs 0.004
+optimizer.eps abcdefghijklmnopqrstuvw 1e-08
+optimizer.lr abcdefghijklmnopqrstuvw 0.0008
 optimizer.name abcdefghijklmnopqrstuvw "AdamW"
 parallelism.context_parallel_degree abcdehlmnopqrstuv 1
 parallelism.data_parallel_replicate_degree abcdefghijklmnopqrstuvw 1
@@ -160,11 +125,8 @@ parallelism.pipeline_parallel_schedule fgl "Interleaved1F1B"
 parallelism.tensor_parallel_degree abcdefgklopqtuvw 1
 parallelism.tensor_parallel_degree mnrs 8
 profiling.enable_memory_snapshot abcdefghijklpq false
-profiling.enable_profiling abcdefghijklqrstuvw false
-profiling.enable_profiling mnop true
-profiling.profile_freq adefghiklpq 10
-profiling.profile_freq bc 5
-profiling.profile_freq jmnorstuvw 100
+profiling.enable_profiling abcdefghijklmnopqrstuvw false
+profiling.profile_freq abcdefghijklmnopqrstuvw 10
 profiling.profiler_active p 10
 profiling.profiler_warmup p 0
 profiling.save_memory_snapshot_folder abcdefghijklpq "memory_snapshot"
@@ -186,45 +148,21 @@ training.dataset h "cc12m-test"
 training.dataset ij "cc12m-wds"
 training.dataset_path b "./tests/assets/c4_test"
 training.img_size hij 256
-training.local_batch_size aeklnpqs 8
-training.local_batch_size bcmv 2
-training.local_batch_size di 32
-training.local_batch_size fghtuw 4
-training.local_batch_size j 64
-training.local_batch_size or 1
-training.max_norm abcdefgijklmnopqrstuvw 1.0
-training.max_norm h 2.0
-training.seq_len abceklpq 2048
-training.seq_len dfgtuvw 4096
-training.seq_len mnors 8192
-training.steps abcdehklqtw 10
-training.steps fno 1000
-training.steps g 10000
-training.steps ij 30000
-training.steps mrsv 3000
-training.steps pu 100
+training.local_batch_size abcdefghijklmnopqrstuvw 8
+training.max_norm abcdefghijklmnopqrstuvw 1.0
+training.seq_len abcdefgklmnopqrstuvw 2048
+training.steps abcdefghijklmnopqrstuvw 10
 validation.all_timesteps hij false
 validation.classifier_free_guidance_scale hij 5.0
-validation.dataset abcklmnop "c4_validation"
-validation.dataset hij "coco-validation"
-validation.denoising_steps h 4
-validation.denoising_steps ij 50
+validation.dataset abchijklmnop "c4_validation"
+validation.denoising_steps hij 4
 validation.enable abchijklmnop false
 validation.enable_classifier_free_guidance hij true
-validation.freq abchklp 5
-validation.freq ij 1000
-validation.freq mno 500
-validation.local_batch_size h 8
-validation.local_batch_size i 32
-validation.local_batch_size j 64
-validation.save_img_count h 1
-validation.save_img_count ij 50
+validation.freq abchijklmnop 5
+validation.local_batch_size hij 8
+validation.save_img_count hij 1
 validation.save_img_folder hij "img"
-validation.steps abcklp 10
-validation.steps h 48
-validation.steps i 12
-validation.steps j 6
-validation.steps mno 1200
+validation.steps abchijklmnop 10
 """
 
 

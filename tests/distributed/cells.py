@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from typing import Any
 from unittest import mock
 
@@ -15,45 +14,17 @@ from models.blocks import Normal
 from tests.distributed.cover import PLAIN, Cell
 from tests.distributed.mixtures import watched_margins
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, learnable_data, learnable_ids, mesh_of
+from tests.distributed.scenarios import CPU, GRAPHS, MODES, config_of, degrees_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.data.mixture import Data
 from titanlite.loop.validation import validate
+from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import load_family
 from titanlite.transforms import lora
 from titanlite.verify.compare import Run, Trajectory, batches_of, begin, compare, record_run
 
 STEPS = 3
-MESHES: dict[str, dict[str, int]] = {
-    "one process": {},
-    "shard 2": {"dp_shard": 2},
-    "shard 4": {"dp_shard": 4},
-    "replicate 2": {"dp_replicate": 2},
-    "tp 2": {"tp": 2},
-    "tp 4": {"tp": 4},
-    "replicate 2 x shard 2": {"dp_replicate": 2, "dp_shard": 2},
-    "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
-    "replicate 2 x tp 2": {"dp_replicate": 2, "tp": 2},
-    "context 2": {"cp": 2},
-    "context 4": {"cp": 4},
-    "context 2 x tp 2": {"cp": 2, "tp": 2},
-    "shard 2 x context 2": {"dp_shard": 2, "cp": 2},
-    "replicate 2 x context 2": {"dp_replicate": 2, "cp": 2},
-    "replicate 2 x shard 2 x tp 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    "shard 2 x context 2 x tp 2": {"dp_shard": 2, "cp": 2, "tp": 2},
-    "context 8": {"cp": 8},
-    "pipeline 2": {"pp": 2},
-    "pipeline 4": {"pp": 4},
-    "pipeline 2 x shard 2": {"pp": 2, "dp_shard": 2},
-    "pipeline 2 x tp 2": {"pp": 2, "tp": 2},
-    "pipeline 2 x replicate 2": {"pp": 2, "dp_replicate": 2},
-    "pipeline 2 x context 2": {"pp": 2, "cp": 2},
-    "pipeline 2 x shard 2 x context 2": {"pp": 2, "dp_shard": 2, "cp": 2},
-    "pipeline 2 x shard 2 x tp 2": {"pp": 2, "dp_shard": 2, "tp": 2},
-    "pipeline 2 x replicate 2 x tp 2": {"pp": 2, "dp_replicate": 2, "tp": 2},
-    "pipeline 2 x shard 2 x context 2 x tp 2": {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2},
-}
 FAMILIES = {
     "Llama 3": ("tests.tiny", "plain"),
     "Llama 3 tied": ("tests.tiny", "tied"),
@@ -118,7 +89,7 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
     }
     if cell["blocks"] != "few":
         sections["model"]["overrides"] = {"n_layers": int(cell["blocks"])}
-    if "pp" in degrees_of(cell):
+    if "pipeline" in cell["mesh"]:
         sections["parallelism"]["pipeline_parallel_schedule"] = cell["schedule"]
     if cell["stages"] != "equal":
         sections["parallelism"]["pipeline_parallel_layers_per_stage"] = int(cell["stages"][0])
@@ -144,12 +115,11 @@ def config_of_cell(cell: Cell, backend: str = "aot_eager") -> Config:
             sections["lora"]["modules"] = ["layers.*.attention.*"]
     if cell["optimizer"] == "Muon":
         sections["optimizer"] |= {"name": "Muon", "implementation": "for-loop"}  # the compiled one takes long to compile
-    return config_of(degrees_of(cell), flavor, int(cell["accumulation"][0]), **sections)
+    return config_of(mesh_of_cell(cell), flavor, int(cell["accumulation"][0]), **sections)
 
 
-def degrees_of(cell: Cell) -> dict[str, int]:
-    split = cell["experts"].removeprefix("split ")
-    return MESHES[cell["mesh"]] | ({} if split == "whole" else {"ep": int(split)})
+def mesh_of_cell(cell: Cell) -> dict[str, int]:
+    return degrees_of(f"{cell['mesh']}, {cell['experts'].replace('split', 'ep')}")
 
 
 def reference_of(cell: Cell) -> Cell:
@@ -173,7 +143,7 @@ def trajectory(cell: Cell, config: Config) -> tuple[Trajectory | None, int]:
     make = learnable_data
     if cell["documents"] == "many":
         make = functools.partial(documents, vocabulary=load_family(config.model.name, config.model.flavor).config.vocab_size)
-    data, mesh = make(config), mesh_of(degrees_of(cell))
+    data, mesh = make(config), mesh_of(mesh_of_cell(cell))
     with mock.patch.object(lora.LoraLinear, "own_initial", _trained) if cell["adapter"] == "lora" else contextlib.nullcontext():
         run = begin(config, mesh, CPU)
     validation = [_validation_loss(run, data)] if cell["validation"] != "none" else []
@@ -202,7 +172,7 @@ def _trained(module: lora.LoraLinear) -> dict[str, Normal]:
 
 
 def run(pools: dict[int, Pool], cell: Cell, backend: str = "aot_eager") -> tuple[Trajectory, int]:
-    ranks = math.prod(MESHES[cell["mesh"]].values())  # those that split experts are among them
+    ranks = ranks_of(degrees_of(cell["mesh"]))
     config = config_of_cell(cell, backend)
     results = pools[ranks].run("tests.distributed.cells:trajectory", cell=cell, config=config)
     return results[0][0], results[-1][1]  # of a pipeline, the last rank has the head

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -92,18 +92,27 @@ def slow() -> Iterator[None]:
 
 
 @contextmanager
-def no_write(rank: int, step: int) -> Iterator[None]:
-    """One rank cannot write its part of one checkpoint to its end."""
-    real = Writer.write_data
+def harmed(writer: type[FileSystemWriter], method: str, step: int, harm: Callable[[Path], object]) -> Iterator[None]:
+    """Something happens to one checkpoint's folder right after a method of its writer."""
+    real = getattr(writer, method)
 
-    def failing(self: Writer, *words: Any) -> Any:
-        written = real(self, *words)
-        if dist.get_rank() == rank and f"step-{step:08d}" in str(self.path):
-            raise OSError(errno.EIO, "the cable is out")
-        return written
+    def failing(self: FileSystemWriter, *words: Any) -> Any:
+        result = real(self, *words)
+        if f"step-{step:08d}" in str(self.path):
+            harm(Path(self.path))
+        return result
 
-    with patch.object(Writer, "write_data", failing):
+    with patch.object(writer, method, failing):
         yield
+
+
+def no_write(rank: int, step: int) -> AbstractContextManager[None]:
+    """One rank cannot write its part of one checkpoint to its end."""
+    return harmed(Writer, "write_data", step, lambda _: unplug() if dist.get_rank() == rank else None)
+
+
+def unplug() -> None:
+    raise OSError(errno.EIO, "the cable is out")
 
 
 @contextmanager
@@ -114,39 +123,25 @@ def no_commit(step: int) -> Iterator[None]:
     def failing(folder: Path, contents: manifest.Manifest) -> None:
         real(folder, contents)
         if f"step-{step:08d}" in folder.name:
-            raise OSError(errno.EIO, "the cable is out")
+            unplug()
 
     with patch.object(save.manifest, "write", failing):
         yield
 
 
-@contextmanager
-def wrong_on_disk(rank: int, step: int) -> Iterator[None]:
+def wrong_on_disk(rank: int, step: int) -> AbstractContextManager[None]:
     """A rank's disk keeps something else than what was written to it."""
-    real = FileSystemWriter.write_data
 
-    def failing(self: Writer, *words: Any) -> Any:
-        written = real(self, *words)
-        if dist.get_rank() == rank and f"step-{step:08d}" in str(self.path):
-            flip(next(Path(self.path).glob(f"__{rank}_*")))
-        return written
+    def harm(folder: Path) -> None:
+        if dist.get_rank() == rank:
+            flip(next(folder.glob(f"__{rank}_*")))
 
-    with patch.object(FileSystemWriter, "write_data", failing):
-        yield
+    return harmed(FileSystemWriter, "write_data", step, harm)
 
 
-@contextmanager
-def wrong_metadata_on_disk(step: int) -> Iterator[None]:
+def wrong_metadata_on_disk(step: int) -> AbstractContextManager[None]:
     """As `wrong_on_disk`, for what rank 0 writes for all."""
-    real = FileSystemWriter.finish
-
-    def failing(self: Writer, *words: Any) -> None:
-        real(self, *words)
-        if f"step-{step:08d}" in str(self.path):
-            flip(Path(self.path) / METADATA)
-
-    with patch.object(FileSystemWriter, "finish", failing):
-        yield
+    return harmed(FileSystemWriter, "finish", step, lambda folder: flip(folder / METADATA))
 
 
 @contextmanager

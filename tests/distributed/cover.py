@@ -54,7 +54,7 @@ OF_MIXTURES = ("router", "experts", "received", "balance")
 
 
 EIGHT_RANKS = frozenset({"replicate 2 x shard 2 x tp 2", "shard 2 x context 2 x tp 2", "context 8"})
-OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_float8.py has some meshes of each, a campaign all
+OTHER_FLOAT8 = frozenset({"float8 rows", "float8 gather"})  # test_low_precision.py has some meshes of each, a campaign all
 # meshes whose ranks of a replica 4 divides
 FOUR = "shard 4|tp 4|context [48]|shard 2 x tp 2|shard 2 x context 2|context 2 x tp 2"
 PIPELINES = frozenset(mesh for mesh in FACTORS["mesh"] if "pipeline" in mesh)

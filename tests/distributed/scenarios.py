@@ -1,26 +1,33 @@
 """What the ranks of a pool run: the framework's own functions, with what they did handed back for comparison."""
 
 import functools
+import math
+import re
 import time
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from models.blocks import Normal
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
+from titanlite.loop.step import build_model, update
+from titanlite.optim.build import build_optimizer
+from titanlite.optim.state import named_state
 from titanlite.parallel.mesh import DIMENSIONS, build_mesh, data_degree, data_rank
-from titanlite.registry.family import load_family
+from titanlite.registry.family import family_of, load_family
 from titanlite.train import train
-from titanlite.verify.compare import Trajectory, record
+from titanlite.transforms.initialize import fill
+from titanlite.verify.compare import Trajectory, record, whole
 
 # compiled in all steps of a run together: one for all blocks; the head's norm, its rows' sums, its gradients
 GRAPHS = 1 + 3
@@ -63,6 +70,12 @@ def config_of(degrees: dict[str, int], flavor: str = "plain", accumulation: int 
     return Config.model_validate(values)
 
 
+def degrees_of(mesh: str) -> dict[str, int]:
+    """The degrees of a mesh by its name, such as "shard 2 x context 2, ep 4"; of "one process" none."""
+    dimensions = {"replicate": "dp_replicate", "shard": "dp_shard", "context": "cp", "pipeline": "pp"}
+    return {dimensions.get(name, name): int(degree) for name, degree in re.findall(r"(\w+) (\d+)", mesh)}
+
+
 @functools.cache
 def _mesh(degrees: tuple[int, ...]) -> DeviceMesh:
     return build_mesh(dict(zip(DIMENSIONS, degrees, strict=True)), "cpu")
@@ -98,6 +111,23 @@ def rank_batches(config: Config, mesh: DeviceMesh):
 def first_microbatch(config: Config, mesh: DeviceMesh) -> Batch:
     """The first microbatch of this rank's part of the first step."""
     return next(rank_batches(config, mesh)).microbatches()[0]
+
+
+def given_gradients(degrees: dict[str, int], config: Config, steps: int, rate: float = 1e-3) -> dict[str, Tensor]:
+    """Weights and state, whole, after steps whose gradients are a function of name, step and position; `... at first`."""
+    torch._dynamo.reset()  # workers live on, and each optimizer is compiled again
+    model = build_model(family_of(config.model), config, mesh_of(degrees), CPU)
+    optimizer = build_optimizer(model, config.optimizer)
+    before = {f"{name} at first": whole(p) for name, p in model.named_parameters()}
+    for step in range(steps):
+        for name, p in model.named_parameters():
+            p.grad = torch.empty_like(p, requires_grad=False)
+            fill(p.grad, f"{name} {step}", Normal(1e-3), seed=1)
+        # no clipping: a norm is summed in another order on every mesh
+        update(model, optimizer, rate * (step + 1), math.inf)
+    tensors = dict(model.named_parameters()) | named_state(optimizer, model)
+    # gloo does not gather int16
+    return before | {name: whole(t.int() if t.dtype == torch.int16 else t) for name, t in tensors.items()}
 
 
 def trajectory(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:

@@ -7,7 +7,6 @@ Without a GPU most of them run on the CPU, as far as their code goes there: a ch
 import contextlib
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -87,23 +86,6 @@ def test_a_step_that_is_not_reported_never_waits_for_the_device(device):
     step(1)
     with waiting_is_an_error(device):
         step(2)
-
-
-def test_only_the_time_without_a_batch_is_counted_as_waiting_for_data(device):
-    config = config_of({})
-    source = Batches(StepDataset(config, learnable_data(config), (0, 1)), device)
-    next(source)
-    source.waited()
-    read, seconds = source._read, 0.1
-    source._read = lambda: time.sleep(seconds) or read()
-    source.prepare()
-    next(source)
-    assert seconds <= source.waited() < 5
-    if device.type == "cuda":
-        torch.cuda._sleep(10**9)  # cycles, half a second
-        source.prepare()
-        assert source.waited() == 0
-    source.close()
 
 
 def test_a_gpu_gives_the_first_weights_bit_for_bit_and_the_losses_of_a_cpu(device):

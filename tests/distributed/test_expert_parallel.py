@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from tests.distributed.mixtures import BFLOAT16, MESHES, VARIANTS, assert_as_on_one_process, config_of_cell
-from tests.distributed.scenarios import trajectory
+from tests.distributed.scenarios import degrees_of, trajectory
 from tests.repetitions import in_turn
 from titanlite.config.schema import Config
 from titanlite.parallel import fsdp
@@ -37,18 +37,18 @@ def identity(cell: tuple[Any, ...]) -> str:
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), CELLS, ids=map(identity, CELLS))
 def test_split_experts_have_the_gradients_of_one_process(pools, flavor, mesh, variant):
-    assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
+    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(identity, OTHERS))
 def test_experts_with_biases_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
-    assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
+    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant", "rounds"), ROUNDS)
 def test_rows_dispatched_in_many_chunks_change_nothing(pools, flavor, mesh, variant, rounds):
-    assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant, **rounds))
+    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant, **rounds))
 
 
 def units_inside_of_blocks(degrees: dict[str, int], config: Config) -> tuple[Trajectory, int] | None:
@@ -65,16 +65,16 @@ NESTED = [
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), NESTED)
 def test_without_a_mesh_for_each_parameter_too(pools, flavor, mesh, variant):
-    config = config_of_cell(flavor, MESHES[mesh], variant)
+    config = config_of_cell(flavor, degrees_of(mesh), variant)
     function = "tests.distributed.test_expert_parallel:units_inside_of_blocks"
-    assert_as_on_one_process(pools, flavor, MESHES[mesh], config, function)
+    assert_as_on_one_process(pools, flavor, mesh, config, function)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh"), [(FLAVORS[number % 4], mesh) for number, mesh in enumerate(MESHES)])
 def test_in_bfloat16_split_experts_have_the_gradients_of_whole_ones(pools, flavor, mesh):
     """On the same mesh: a sum over ranks that is rounded to bfloat16 can change a choice, also where no experts are split."""
-    split, half = MESHES[mesh], {"training": {"mixed_precision_param": "bfloat16"}}
+    split, half = degrees_of(mesh), {"training": {"mixed_precision_param": "bfloat16"}}
     whole = {name: degree for name, degree in split.items() if name != "ep"}
     found, expected = (
         pools[ranks_of(degrees)].run(

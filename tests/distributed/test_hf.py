@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests import hf_folders
-from tests.distributed.pool import Pool, WorkerFailure
+from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, mesh_of
-from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees, stored
+from tests.distributed.test_resume import EVERYTHING, ONE, TWO_BY_TWO, Degrees
 from tests.hf_folders import CASES, tensors_of
 from tests.quantized_files import write_float8
 from titanlite.checkpoint.tensors import model_tensors
@@ -103,21 +103,6 @@ def test_each_rank_dequantizes_its_own_slices_only_and_together_they_are_the_val
     for ours, found in results[0][0].items():
         assert torch.equal(found, hf_folders.of_files(module, ours, found, values).float()), ours
     assert [count for _, count, _ in results] == [own for _, _, own in results]
-
-
-@pytest.mark.parametrize(("name", "flavor"), CASES[1::4])  # test_each_rank_reads has all
-def test_an_import_by_four_ranks_is_that_of_one(pools: dict[int, Pool], tmp_path, name, flavor):
-    folder = hf_folders.write(tmp_path / "source", name, flavor, torch.bfloat16)
-    for ranks in (1, 4):
-        output = tmp_path / str(ranks) / "step-00000000"
-        output.parent.mkdir()
-        pools[ranks].run("tests.hf_folders:import_here", source=folder, output=output, model=name)
-    one, four = ({}, {})
-    for ranks, tensors in ((1, one), (4, four)):
-        (tmp_path / str(ranks) / "checkpoint").symlink_to(tmp_path / str(ranks))
-        tensors |= stored(tmp_path / str(ranks), 0)
-    assert one.keys() == four.keys()
-    assert all(torch.equal(one[key], four[key]) and four[key].dtype == torch.bfloat16 for key in one)
 
 
 def test_an_export_by_four_ranks_is_that_of_one_and_a_rank_that_fails_is_told_by_all(pools, tmp_path):

@@ -1,38 +1,36 @@
-"""Steps that are not finite, on meshes: all ranks skip the same one, nobody waits for the device, and a run goes on."""
+"""Steps that are not finite, or have no labels, on meshes: all ranks skip the same one, and a run goes on.
+
+test_cuda_shim.py sees what waits for the device.
+"""
 
 import json
 import math
-import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
-from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_ids, mesh_of
+from tests.distributed.scenarios import CPU, GLOBAL_BATCH, config_of, learnable_data, learnable_ids, mesh_of
 from tests.token_files import data_of
 from titanlite.checkpoint import manifest
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.order import sample_at
-from titanlite.data.timeline import stored
+from titanlite.data.timeline import Timeline, stored
 from titanlite.ground.run_files import INCIDENTS, read_entries
-from titanlite.loop.divergence import Steps
+from titanlite.loop.divergence import Spikes, StepRecord, Steps, is_bad
 from titanlite.loop.loss import StepLoss
-from titanlite.loop.step import build_model, forward_backward, update
-from titanlite.optim.build import build_optimizer
-from titanlite.optim.lr_schedule import build_schedule
-from titanlite.optim.state import named_state
-from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, sum_over
-from titanlite.registry.family import load_family
+from titanlite.loop.resume import Progress
+from titanlite.loop.step import begin_training, forward_backward, update
+from titanlite.optim.state import run_tensors
+from titanlite.parallel.mesh import LOSS_DIMENSIONS, data_degree, data_rank, ranks_of, sum_over
+from titanlite.registry.family import family_of
 from titanlite.train import train
 
 HERE = "tests.distributed.test_incidents"
@@ -41,10 +39,6 @@ HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 STAGES, STAGES_OF_SHARDS = {"pp": 2}, {"pp": 2, "dp_shard": 2}
 MESHES = [{}, TWO_BY_TWO, HYBRID]
 Degrees = dict[str, int]
-
-
-def ranks_of(degrees: Degrees) -> int:
-    return math.prod(degrees.values())
 
 
 def poisoned(config: Config, steps: dict[int, int]) -> Data:
@@ -62,29 +56,35 @@ def poisoned(config: Config, steps: dict[int, int]) -> Data:
 # ------------------------------------------------------------------------------------------- a step that changes nothing
 
 
-def state_after(degrees: Degrees, config: Config, token: int, left_out: bool) -> tuple[dict[str, Tensor], list[float]]:
-    """This rank's parameters and moments after six steps of which the third is ruined, or does not happen; and the norms."""
+def state_after(
+    degrees: Degrees, config: Config, token: int | None, left_out: bool
+) -> tuple[dict[str, Tensor], list[StepRecord]]:
+    """This rank's parameters, buffers and moments after six steps; the steps.
+
+    The third one is ruined by a token of tiny_poison, or has no labels (None), or does not happen.
+    """
     mesh = mesh_of(degrees)
-    model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
-    optimizer, schedule = build_optimizer(model, config.optimizer), build_schedule(config)
-    part, training = (data_rank(mesh), data_degree(mesh)), config.training
-    source = Batches(StepDataset(config, poisoned(config, {3: token}), part))
-    norms = []
-    for step in range(1, 7):
+    model, optimizer, scale = begin_training(family_of(config.model), config, mesh, CPU)
+    data = learnable_data(config) if token is None else poisoned(config, {3: token})
+    source, steps = Batches(StepDataset(config, data, (data_rank(mesh), data_degree(mesh)))), Steps(mesh)
+    for number in range(1, 7):
         batch = next(source)
-        if not (left_out and step == 3):
-            forward_backward(model, batch, mesh)
-            norms.append(update(model, optimizer, schedule.at(step), training.max_norm).item())
-    tensors = dict(model.named_parameters()) | named_state(optimizer, model)
-    return {name: getattr(tensor, "_local_tensor", tensor).detach().clone() for name, tensor in tensors.items()}, norms
+        if number == 3 and left_out:
+            continue
+        if number == 3 and token is None:
+            batch = batch._replace(counted=torch.zeros_like(batch.tokens, dtype=torch.bool))
+        loss = forward_backward(model, batch, mesh, scale)
+        norm = update(model, optimizer, 1e-2, config.training.max_norm, scale, loss.labels)
+        steps.add(number, 0, loss, norm)
+    tensors = run_tensors(model, optimizer, None)
+    return {name: getattr(tensor, "_local_tensor", tensor).detach().clone() for name, tensor in tensors.items()}, steps.read()
 
 
-def compare_states(degrees: Degrees, config: Config, token: int) -> tuple[list[float], list[str]]:
-    """(norms of the run with the bad batch, names of what differs in any bit from the run that never saw it)."""
-    found, norms = state_after(degrees, config, token, left_out=False)
+def compare_states(degrees: Degrees, config: Config, token: int | None) -> tuple[list[StepRecord], list[str]]:
+    """(the steps of the run with the bad batch, names of what differs in any bit from the run that never saw it)."""
+    found, steps = state_after(degrees, config, token, left_out=False)
     expected, _ = state_after(degrees, config, token, left_out=True)
-    assert {value.item() for name, value in expected.items() if name.endswith(".step")} == {5.0}
-    return norms, [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    return steps, [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
 @pytest.mark.parametrize("degrees", [*MESHES, pytest.param(STAGES_OF_SHARDS, marks=pytest.mark.slow)], ids=str)
@@ -97,98 +97,46 @@ def compare_states(degrees: Degrees, config: Config, token: int) -> tuple[list[f
     ],
 )
 def test_a_bad_microbatch_of_one_rank_is_skipped_by_all_and_leaves_no_trace(pools, degrees, token, name):
-    config = config_of(degrees, accumulation=2, optimizer={"name": name})
+    model = {"name": "tests.tiny_poison"}
+    config = config_of(degrees, accumulation=2, optimizer={"name": name}, model=model)
     ranks = pools[ranks_of(degrees)].run(f"{HERE}:compare_states", degrees=degrees, config=config, token=token)
-    for norms, different in ranks:
+    for steps, different in ranks:
+        norms = [step.norm for step in steps]
         assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True, True]
-        assert norms[:2] + norms[3:] == ranks[0][0][:2] + ranks[0][0][3:]
+        assert norms[:2] + norms[3:] == [step.norm for step in ranks[0][0] if step.number != 3]
         assert different == []
 
 
-def test_without_the_fused_optimizer_the_weights_would_be_lost(pools):
-    config = config_of({}, accumulation=2, optimizer={"implementation": "foreach"})
-    arguments = {"degrees": {}, "config": config, "token": tiny_poison.OF_GRADIENT}
-    ((_, different),) = pools[1].run(f"{HERE}:compare_states", **arguments)
-    assert any(name.endswith("exp_avg") for name in different)
+BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
 
-# ----------------------------------------------------------------------------------------------- nobody waits for numbers
+@pytest.mark.parametrize(
+    ("model", "degrees", "sections"),
+    [
+        ("tests.tiny", {}, {}),
+        ("tests.tiny", {"dp_shard": 2}, {"optimizer": {"implementation": "foreach"}}),
+        ("tests.tiny", {"pp": 2}, {"optimizer": {"implementation": "for-loop", "name": "Adam"}}),
+        ("tests.tiny", {}, {"optimizer": {"implementation": "for-loop", "name": "Muon"}}),
+        ("tests.tiny", {}, {"optimizer": {"implementation": "for-loop"}, "training": BFLOAT16}),
+        ("tests.tiny", {}, {"training": {"mixed_precision_param": "float16"}}),
+        ("tests.tiny_moe", {"dp_shard": 2}, {"moe": {"balance_loss": 0.1, "bias_update_speed": 0.01}}),
+    ],
+    ids=["fused", "foreach, sharded", "for-loop, stages", "Muon", "bfloat16", "float16", "MoE with a balance loss"],
+)
+def test_a_step_without_labels_leaves_no_trace_and_has_no_loss(pools, model, degrees, sections):
+    config = config_of(degrees, accumulation=2, model={"name": model}, **sections)
+    ranks = pools[ranks_of(degrees)].run(f"{HERE}:compare_states", degrees=degrees, config=config, token=None)
+    for steps, different in ranks:
+        assert different == []
+        assert [step.loss is None for step in steps] == [False, False, True, False, False, False]
+        assert all(math.isfinite(step.norm) for step in steps) and not any(is_bad(step, False) for step in steps)
+    steps = ranks[0][0]
+    mean = Progress(0, Timeline([])).with_losses(steps, 10).loss_mean
+    assert mean == pytest.approx(sum(step.loss for step in steps if step.loss is not None) / 5)
+    assert Spikes(4, 10.0).find(steps) == []
 
 
-def _of_the_mesh() -> bool:
-    """Whether a DeviceMesh is at work, whose own table of ranks is on the CPU for good."""
-    return any(frame.filename.endswith("device_mesh.py") for frame in traceback.extract_stack(limit=12))
-
-
-class _Calls(TorchFunctionMode):
-    """Counts what hands numbers of a tensor to Python, as it is written in Python."""
-
-    WAITS = (
-        Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu,
-        Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-    )  # fmt: skip
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in self.WAITS and not _of_the_mesh():
-            self.found[function.__name__] += 1
-        return function(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):
-    """Counts operations that do, and collectives, also those inside of a DTensor's."""
-
-    WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero")
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # what it does to the tensors inside of it comes here again
-        name = function.overloadpacket._qualified_op_name
-        if name.startswith("c10d") or (name in self.WAITS and not _of_the_mesh()):
-            self.found[name] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def waits(degrees: Degrees, config: Config) -> tuple[Counter, Counter]:
-    """(what waits in three steps, what happens when they are read)."""
-    mesh = mesh_of(degrees)
-    model = build_model(load_family("tests.tiny_poison", "plain"), config, mesh, CPU)
-    optimizer, steps = build_optimizer(model, config.optimizer), Steps(mesh)
-    part = (data_rank(mesh), data_degree(mesh))
-    source = Batches(StepDataset(config, poisoned(config, {3: tiny_poison.OF_LOSS}), part))
-
-    def step(number: int) -> None:
-        loss = forward_backward(model, next(source), mesh)
-        steps.add(number, (number - 1) * GLOBAL_BATCH, loss, update(model, optimizer, 1e-3, 1.0))
-
-    step(1)  # sets up what is set up once
-    steps.read()
-    calls, operations = _Calls(), _Operations()
-    with operations, calls:
-        for number in (2, 3, 4):
-            step(number)
-    waiting = calls.found + Counter({name: n for name, n in operations.found.items() if not name.startswith("c10d")})
-    calls, operations = _Calls(), _Operations()
-    with operations, calls:
-        read = steps.read()
-    assert [math.isfinite(step.loss) for step in read] == [True, False, True]
-    assert steps.read() == []
-    return waiting, calls.found + operations.found
-
-
-@pytest.mark.parametrize("degrees", MESHES, ids=str)
-def test_between_readings_no_number_is_asked_for_and_a_reading_is_one_collective_and_one_transfer(pools, degrees):
-    config = config_of(degrees, accumulation=2)
-    for waiting, reading in pools[ranks_of(degrees)].run(f"{HERE}:waits", degrees=degrees, config=config):
-        assert waiting == {}
-        assert reading == {"c10d::allreduce_": 1, "tolist": 1}
+# ------------------------------------------------------------------------------------------------------ losses of all ranks
 
 
 def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
@@ -204,7 +152,9 @@ def readings(degrees: Degrees, at_once: tuple[int, ...]) -> list[list[tuple]]:
         for number in range(30):
             steps.add(number, number * 8, StepLoss(shares[number], None), norms[number])
             if (number + 1) % size == 0:
-                read += steps.read()
+                with CommDebugMode() as collectives:
+                    read += steps.read()
+                assert collectives.get_total_counts() == 1
         found.append(read)
     return [*found, sum_over(LOSS_DIMENSIONS, shares.clone(), mesh).tolist()]
 

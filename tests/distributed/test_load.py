@@ -1,4 +1,4 @@
-"""Loading: every kind of damage is seen, and whatever mesh has written a checkpoint, any other reads it bit for bit."""
+"""Loading: every kind of damage is seen, and what a run begins from. test_variants.py loads onto other meshes."""
 
 import shutil
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import torch
 
 from tests.distributed.checkpoint_runs import (
     FILES,
-    HERE,
     SHARD,
     assert_same,
     flip,
@@ -20,10 +19,9 @@ from tests.distributed.checkpoint_runs import (
     saved,
     train,
 )
-from tests.distributed.test_resume import ONE, TWO_BY_TWO, run_config, stored
+from tests.distributed.test_resume import stored
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.folder import step_folder
-from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import load_family
 
 # ------------------------------------------------------------------------------------------------------------------- damage
@@ -115,24 +113,7 @@ def test_load_step_goes_back_once_and_a_run_that_is_started_again_goes_on(pools,
     assert resumed(run) == [0, 2, 5, 6, 5]
 
 
-# ---------------------------------------------------------------------------------- onto another mesh, and into another run
-
-
-@pytest.mark.parametrize("flavor", ["tied", "uneven"])
-def test_on_any_mesh_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, flavor):
-    """Rows that no two meshes split alike: 515 tokens over 1, 2 and 4 ranks."""
-    before = tmp_path / "0"
-    assert train(pools, SHARD, before, 2, flavor=flavor)[0].error == ""
-    expected = stored(before, 2)
-    for number, degrees in enumerate([ONE, {"tp": 2}, {"dp_replicate": 2}, TWO_BY_TWO, {"dp_shard": 4}, SHARD], 1):
-        source, after = before / "checkpoint/step-00000002", tmp_path / str(number)
-        config = run_config(degrees, after, 2, flavor=flavor)
-        place = {"source": source, "folder": after / "checkpoint"}
-        pools[ranks_of(degrees)].run(f"{HERE}:move", degrees=degrees, config=config, **place)
-        found = stored(after, 2)
-        assert found.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], degrees
-        before = after
+# ---------------------------------------------------------------------------------------------------------- into another run
 
 
 def shapes(flavor: str) -> dict[str, tuple[int, ...]]:
@@ -158,21 +139,17 @@ def test_every_tensor_that_does_not_fit_is_listed_with_what_is_wrong(pools, tmp_
 
 
 def test_what_is_excluded_keeps_its_initial_value_and_all_else_is_loaded(pools, half, tmp_path):
-    still = {"optimizer": {"lr": 1e-20}}  # a run that learns nothing
-    start = {"initial_load_path": str(half / "checkpoint/step-00000004"), "exclude_from_loading": ["model.layers.1.*"]}
+    """Left out are a layer, and what does not fit another vocabulary."""
+    still = {"optimizer": {"lr": 1e-20}, "flavor": "uneven"}  # a run that learns nothing
+    start = {"initial_load_path": str(half / "checkpoint/step-00000004")}
+    start |= {"exclude_from_loading": ["model.layers.1.*", "model.embed.*", "model.head.output.*"]}
     assert train(pools, SHARD, tmp_path / "fresh", 2, **still)[0].error == ""
     assert train(pools, SHARD, tmp_path / "some", 2, checkpoint=start, **still)[0].error == ""
     fresh, learnt, found = stored(tmp_path / "fresh", 2), stored(half, 4), stored(tmp_path / "some", 2)
     for name in shapes("plain"):
         assert not torch.equal(learnt[name], fresh[name]), name
-        expected = fresh if name.startswith("model.layers.1.") else learnt
+        expected = fresh if name.startswith(("model.layers.1.", "model.embed.", "model.head.output.")) else learnt
         assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-12), name
-
-
-def test_the_head_of_another_vocabulary_can_be_left_out(pools, half, tmp_path):
-    start = {"initial_load_path": str(half / "checkpoint/step-00000004")}
-    start |= {"exclude_from_loading": ["model.embed.*", "model.head.output.*"]}
-    assert train(pools, SHARD, tmp_path, 2, flavor="uneven", checkpoint=start)[0].error == ""
 
 
 @pytest.mark.parametrize("name", ["step-00000004.aside-1", "best so far"])

@@ -1,12 +1,10 @@
-"""bfloat16 parameters and moments on meshes: equal gradients give equal parameters bit for bit. test_variants.py resumes."""
+"""bfloat16 parameters and moments, and float8, on meshes. test_variants.py resumes."""
 
-import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from models.blocks import Normal
 from tests.distributed.scenarios import CPU, config_of, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, run, stored
 from tests.repetitions import slow_but
@@ -14,15 +12,14 @@ from titanlite.checkpoint.whole import Stored
 from titanlite.config.schema import Config
 from titanlite.hf.export import Exported
 from titanlite.loop.memory import held_memory
-from titanlite.loop.step import build_model, update
+from titanlite.loop.step import build_model
 from titanlite.optim.build import build_optimizer
-from titanlite.optim.state import named_state
+from titanlite.parallel.mesh import ranks_of
 from titanlite.plan.predict import predict
 from titanlite.registry.family import load_family
-from titanlite.transforms.initialize import fill
-from titanlite.verify.compare import whole
+from titanlite.verify.compare import Trajectory, compare
 
-HERE = "tests.distributed.test_low_precision"
+HERE, GIVEN = "tests.distributed.test_low_precision", "tests.distributed.scenarios:given_gradients"
 TP = {"tp": 2}
 BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
@@ -31,33 +28,14 @@ def keys(rounding: str, implementation: str = "for-loop") -> dict:
     return {"training": BFLOAT16, "optimizer": {"rounding": rounding, "implementation": implementation}}
 
 
-def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> dict[str, Tensor]:
-    """Weights and state, whole, after steps whose gradients are a function of name, step and position."""
-    model = build_model(load_family("tests.tiny", config.model.flavor), config, mesh_of(degrees), CPU)
-    optimizer = build_optimizer(model, config.optimizer)
-    before = {name: whole(p) for name, p in model.named_parameters()}
-    for step in range(steps):
-        for name, p in model.named_parameters():
-            p.grad = torch.empty_like(p, requires_grad=False)
-            fill(p.grad, f"{name} {step}", Normal(1e-3), seed=1)
-        # no clipping: a norm is summed in another order on every mesh
-        update(model, optimizer, 1e-3 * (step + 1), math.inf)
-    tensors = {name: whole(p) for name, p in model.named_parameters()} | named_state(optimizer, model)
-    return {f"{name} at first": p for name, p in before.items()} | {
-        name: whole(tensor.int() if tensor.dtype == torch.int16 else tensor)  # gloo does not gather int16
-        for name, tensor in tensors.items()
-    }
-
-
 @pytest.mark.parametrize(("rounding", "flavor"), [("stochastic", "tied"), ("compensated", "uneven")])
 def test_the_same_gradients_give_the_same_parameters_and_moments_bit_for_bit(pools, rounding, flavor):
-    function = f"{HERE}:given_gradients"
-    expected = pools[1].run(function, degrees=ONE, config=config_of(ONE, flavor, **keys(rounding)), steps=4)[0]
+    expected = pools[1].run(GIVEN, degrees=ONE, config=config_of(ONE, flavor, **keys(rounding)), steps=4)[0]
     assert {tensor.dtype for tensor in expected.values()} <= {torch.bfloat16, torch.int32, torch.float32}
     assert not torch.equal(expected["layers.0.ffn.w1.weight"], expected["layers.0.ffn.w1.weight at first"])
     for degrees in ({"dp_shard": 2}, {"tp": 2}, TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}):
         config = config_of(degrees, flavor, **keys(rounding))
-        for found in pools[math.prod(degrees.values())].run(function, degrees=degrees, config=config, steps=4):
+        for found in pools[ranks_of(degrees)].run(GIVEN, degrees=degrees, config=config, steps=4):
             assert found.keys() == expected.keys()
             assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == [], degrees
 
@@ -65,15 +43,15 @@ def test_the_same_gradients_give_the_same_parameters_and_moments_bit_for_bit(poo
 @pytest.mark.slow
 def test_compiled_kernels_on_shards_give_the_same_values_too(pools):
     config = config_of(TP, **keys("stochastic", "fused"))
-    found = pools[2].run(f"{HERE}:given_gradients", degrees=TP, config=config, steps=2)[0]
-    expected = pools[1].run(f"{HERE}:given_gradients", degrees=ONE, config=config_of(ONE, **keys("stochastic")), steps=2)[0]
+    found = pools[2].run(GIVEN, degrees=TP, config=config, steps=2)[0]
+    expected = pools[1].run(GIVEN, degrees=ONE, config=config_of(ONE, **keys("stochastic")), steps=2)[0]
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
 def test_initial_weights_are_those_of_float32_rounded(pools):
-    function, wide = f"{HERE}:given_gradients", config_of(ONE)
-    expected = pools[1].run(function, degrees=ONE, config=wide, steps=0)[0]
-    found = pools[1].run(function, degrees=ONE, config=config_of(ONE, **keys("stochastic")), steps=0)[0]
+    wide = config_of(ONE)
+    expected = pools[1].run(GIVEN, degrees=ONE, config=wide, steps=0)[0]
+    found = pools[1].run(GIVEN, degrees=ONE, config=config_of(ONE, **keys("stochastic")), steps=0)[0]
     names = [name for name in expected if name.endswith("at first")]
     assert names
     for name in names:
@@ -118,9 +96,37 @@ def test_the_estimate_counts_what_is_held(pools, rounding):
     for degrees in (ONE, TWO_BY_TWO):
         split = {"parallelism": {"tensor_parallel_degree": degrees.get("tp", 1)}}
         config = config_of(degrees, **split, **(keys(rounding) if rounding != "float32" else {}))
-        found = pools[math.prod(degrees.values())].run(f"{HERE}:held", degrees=degrees, config=config)[0]
-        memory = predict(config, math.prod(degrees.values())).memory
+        found = pools[ranks_of(degrees)].run(f"{HERE}:held", degrees=degrees, config=config)[0]
+        memory = predict(config, ranks_of(degrees)).memory
         assert (memory.masters, memory.moments) == found
         size = 4 if rounding == "float32" else 2
         assert memory.gradients == memory.masters
         assert memory.moments == memory.masters * (2 * size + 2 * (rounding == "compensated")) // size
+
+
+# ----------------------------------------------------------------------------------------------------------------- float8
+
+
+GATHER = {"enable_fsdp_float8_all_gather": True}
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "2 x 2": (TWO_BY_TWO, {}),
+    "tp 2, rows": (TP, {"recipe_name": "rowwise"}),
+    "2 x 2, rows and whole gradients": (TWO_BY_TWO, {"recipe_name": "rowwise_with_gw_hp"}),
+    "shard 4, float8 gather": ({"dp_shard": 4}, GATHER),
+    "hybrid, float8 gather": ({"dp_replicate": 2, "dp_shard": 2}, GATHER),
+}
+
+
+def trained(pools, degrees: dict[str, int], keys: dict[str, Any]) -> Trajectory:
+    config = config_of(degrees, training={"steps": 3}, float8={"enable": True, "emulate": True, **keys})
+    return pools[ranks_of(degrees)].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=config)[0][0]
+
+
+# test_cover.py allows for a value that flips to the one beside it; here none does
+@pytest.mark.parametrize("name", CASES)
+def test_in_float8_a_mesh_gives_the_losses_and_gradients_of_one_process(pools, name):
+    pytest.importorskip("torchao", reason="needs torchao")
+    degrees, keys = CASES[name]
+    result = compare(trained(pools, degrees, keys), trained(pools, {}, keys))
+    assert result.equal, result.excessive
+    assert result.worst("losses").size < 1e-6

@@ -3,18 +3,11 @@
 import pytest
 
 from tests.distributed.mixtures import MARGIN, VARIANTS, assert_as_on_one_process, config_of_cell, reference
+from tests.distributed.scenarios import degrees_of
 from tests.repetitions import in_turn, slow_but
 
 FLAVORS = ("plain", "shared", "grouped", "three", "gpt_oss")
-MESHES: dict[str, dict[str, int]] = {
-    "one process": {},
-    "shard 2": {"dp_shard": 2},
-    "tp 2": {"tp": 2},
-    "shard 2 x tp 2": {"dp_shard": 2, "tp": 2},
-    "replicate 2 x shard 2": {"dp_replicate": 2, "dp_shard": 2},
-    "context 2": {"cp": 2},
-    "context 2 x tp 2": {"cp": 2, "tp": 2},
-}
+MESHES = ("one process", "shard 2", "tp 2", "shard 2 x tp 2", "replicate 2 x shard 2", "context 2", "context 2 x tp 2")
 # test_cover.py has the other routers; `make test-all` has each mesh and variant with a router that chooses three experts, and
 # with experts that have biases.
 CELLS = [
@@ -38,17 +31,16 @@ def test_the_choices_of_these_runs_do_not_depend_on_rounding_and_all_parameters_
 
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), CELLS, ids=map(", ".join, CELLS))
 def test_a_mixture_has_the_gradients_of_one_process_on_every_mesh(pools, flavor, mesh, variant):
-    assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
+    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flavor", "mesh", "variant"), OTHERS, ids=map(", ".join, OTHERS))
 def test_other_routers_on_every_mesh_and_in_every_variant(pools, flavor, mesh, variant):
-    assert_as_on_one_process(pools, flavor, MESHES[mesh], config_of_cell(flavor, MESHES[mesh], variant))
+    assert_as_on_one_process(pools, flavor, mesh, config_of_cell(flavor, degrees_of(mesh), variant))
 
 
 @pytest.mark.parametrize("mesh", slow_but(["context 2"], ["context 2", "context 2 x tp 2"]))
 def test_sinks_follow_their_heads_where_heads_are_exchanged(pools, mesh):
-    degrees = MESHES[mesh]
     method = {"context_parallel_degree": 2, "context_parallel_method": "ulysses"}
-    assert_as_on_one_process(pools, "gpt_oss", degrees, config_of_cell("gpt_oss", degrees, "plain", parallelism=method))
+    assert_as_on_one_process(pools, "gpt_oss", mesh, config_of_cell("gpt_oss", degrees_of(mesh), "plain", parallelism=method))

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,22 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from models.blocks import Normal
 from tests.distributed.pool import Pool
-from tests.distributed.scenarios import CPU, config_of, mesh_of
+from tests.distributed.scenarios import config_of, given_gradients, mesh_of
 from tests.distributed.test_resume import ONE, TWO_BY_TWO
 from tests.repetitions import slow_but
 from titanlite.config.schema import Config, Optimizer
-from titanlite.loop.step import build_model, update
 from titanlite.optim import muon
-from titanlite.optim.build import build_optimizer, is_orthogonalized
-from titanlite.optim.state import named_state
+from titanlite.optim.build import is_orthogonalized
 from titanlite.optim.whole_matrices import Redistribution
+from titanlite.parallel.mesh import ranks_of
 from titanlite.plan.predict import predict
 from titanlite.registry.family import load_family
-from titanlite.transforms.initialize import fill
 from titanlite.transforms.shards import local_part
-from titanlite.verify.compare import whole
 
 HERE = "tests.distributed.test_muon"
 EVERYTHING = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
@@ -41,13 +38,8 @@ MUON_KEYS = Optimizer(name="Muon")
 BFLOAT16 = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 
 
-def ranks_of(degrees: dict[str, int]) -> int:
-    return math.prod(degrees.values())
-
-
-def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """Weights and state, whole, after steps whose gradients are a function of name, step and position; and the shapes of the
-    matrices that this rank has orthogonalized in the last one."""
+def orthogonalized(degrees: dict[str, int], config: Config) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    """What three steps with given gradients make; and the shapes of the matrices that this rank orthogonalizes in one."""
     seen: list[Any] = []
     real = muon.orthogonalized
 
@@ -55,25 +47,12 @@ def given_gradients(degrees: dict[str, int], config: Config, steps: int) -> tupl
         seen.append(tuple(matrix.shape))
         return real(matrix, steps)
 
-    muon.orthogonalized = watched
-    torch._dynamo.reset()  # workers live on, and each optimizer is compiled again
-    try:
-        model = build_model(load_family(config.model.name, config.model.flavor), config, mesh_of(degrees), CPU)
-        optimizer = build_optimizer(model, config.optimizer)
-        for step in range(steps):
-            seen.clear()
-            for name, p in model.named_parameters():
-                p.grad = torch.empty_like(p, requires_grad=False)
-                fill(p.grad, f"{name} {step}", Normal(1e-3), seed=1)
-            update(model, optimizer, 1e-2 * (step + 1), math.inf)
-    finally:
-        muon.orthogonalized = real
-    tensors = {name: whole(p) for name, p in model.named_parameters()} | named_state(optimizer, model)
-    return {name: whole(tensor) for name, tensor in tensors.items()}, seen
+    with patch.object(muon, "orthogonalized", watched):
+        return given_gradients(degrees, config, 3, rate=1e-2), seen[: len(seen) // 3]
 
 
-def expected_of(pools: dict[int, Pool], steps: int = 3, **sections: Any) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    return pools[1].run(f"{HERE}:given_gradients", degrees=ONE, config=config_of(ONE, **sections), steps=steps)[0]
+def expected_of(pools: dict[int, Pool], **sections: Any) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    return pools[1].run(f"{HERE}:orthogonalized", degrees=ONE, config=config_of(ONE, **sections))[0]
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
@@ -81,7 +60,7 @@ def test_the_same_gradients_give_the_same_parameters_bit_for_bit_and_no_matrix_i
     sections = {"optimizer": MUON}
     expected, every = expected_of(pools, **sections)
     config = config_of(degrees, **sections)
-    ranks = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)
+    ranks = pools[ranks_of(degrees)].run(f"{HERE}:orthogonalized", degrees=degrees, config=config)
     for found, _ in ranks:
         assert_same(found, expected)
     counts = [len(shapes) for _, shapes in ranks]
@@ -94,28 +73,26 @@ def test_the_compiled_one_does_so_too(pools):
     muon_ = {"name": "Muon"}
     expected, _ = expected_of(pools, optimizer=muon_)
     config = config_of({"dp_shard": 2}, optimizer=muon_)
-    found, _ = pools[2].run(f"{HERE}:given_gradients", degrees={"dp_shard": 2}, config=config, steps=3)[0]
+    found, _ = pools[2].run(f"{HERE}:orthogonalized", degrees={"dp_shard": 2}, config=config)[0]
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("flavor", slow_but(["tied"], ["qwen", "gemma", "tied"]))
-def test_so_it_is_with_other_families_and_rows_that_ranks_do_not_divide(pools, flavor):
-    name = {"qwen": "tests.tiny_qwen3", "gemma": "tests.tiny_gemma3"}.get(flavor, "tests.tiny")
-    model = {"name": name, "flavor": "tied" if name == "tests.tiny" else "plain"}
-    expected, _ = expected_of(pools, optimizer=MUON, model=model)
-    for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
-        config = config_of(degrees, optimizer=MUON, model=model)
-        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)[0]
-        assert_same(found, expected)
+OTHERS: dict[str, dict[str, Any]] = {
+    "tied": {"model": {"flavor": "tied"}},
+    "bfloat16": {"training": BFLOAT16},
+    "qwen": {"model": {"name": "tests.tiny_qwen3"}},
+    "gemma": {"model": {"name": "tests.tiny_gemma3"}},
+}
 
 
-def test_so_it_is_in_bfloat16(pools):
-    sections = {"training": BFLOAT16, "optimizer": MUON}
+@pytest.mark.parametrize("other", slow_but(["tied", "bfloat16"], OTHERS))
+def test_so_it_is_with_other_families_in_bfloat16_and_with_rows_that_ranks_do_not_divide(pools, other):
+    sections = {"optimizer": MUON, **OTHERS[other]}
     expected, _ = expected_of(pools, **sections)
-    for degrees in (TWO_BY_TWO, {"dp_replicate": 2, "dp_shard": 2}):
+    for degrees in (TWO_BY_TWO, {"dp_shard": 4}):
         config = config_of(degrees, **sections)
-        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:given_gradients", degrees=degrees, config=config, steps=3)[0]
-        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+        found, _ = pools[ranks_of(degrees)].run(f"{HERE}:orthogonalized", degrees=degrees, config=config)[0]
+        assert_same(found, expected)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -9,20 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.blocks import SwiGLU
+from models.attention import SeqInfo
+from models.blocks import Computed, Identity, Normal, SwiGLU, Uniform
 from models.head import Sizes
+from tests import tiny
 from tests.distributed.pool import WorkerFailure
 from tests.distributed.scenarios import CPU, config_of, first_microbatch, local_numbers, mesh_of, rank_batches, trajectory
+from tests.distributed.test_communication import Sent
 from titanlite.config.schema import Config
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model, forward_backward
 from titanlite.parallel.fsdp import GradientSync
 from titanlite.parallel.tensor import sharding_faults
 from titanlite.registry.family import Family, load_family
-from titanlite.verify.compare import compare
+from titanlite.verify.compare import compare, whole
 
 HERE = "tests.distributed.test_parallelize"
 SHARD, TP, BOTH = {"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}
@@ -34,26 +38,16 @@ def built(degrees: dict[str, int], reshard: str | int = "default", flavor: str =
     return build_model(load_family("tests.tiny", flavor), config, mesh_of(degrees), CPU), config
 
 
-def collectives(mode: CommDebugMode) -> dict[str, int]:
-    """How many all-gathers, reduce-scatters and all-reduces there were, by any of PyTorch's two ways to ask for one."""
-    counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-    for operation, count in mode.get_comm_counts().items():
-        name = str(operation).replace("allgather", "all_gather").replace("allreduce", "all_reduce")
-        kind = next(kind for kind in counts if kind in name)
-        counts[kind] += count
-    return counts
-
-
 # ------------------------------------------------------------------------------------------------- gathers and reductions
 
 
-def step_collectives(degrees: dict[str, int], reshard: str | int) -> dict[str, int]:
+def step_collectives(degrees: dict[str, int], reshard: str | int) -> Counter[str]:
     model, config = built(degrees, reshard)
     batch = first_microbatch(config, mesh_of(degrees))
     summed_loss(model, batch).backward()  # what is made at first use is not counted
-    with CommDebugMode() as mode:
+    with Sent() as sent:
         summed_loss(model, batch).backward()
-    return collectives(mode)
+    return sent.kinds()
 
 
 @pytest.mark.parametrize(
@@ -63,12 +57,12 @@ def step_collectives(degrees: dict[str, int], reshard: str | int) -> dict[str, i
 )
 def test_parameters_are_gathered_as_often_as_the_policy_says_and_gradients_reduced_once(pools, reshard, gathers):
     counts = pools[4].run(f"{HERE}:step_collectives", degrees={"dp_shard": 4}, reshard=reshard)[0]
-    assert counts == {"all_gather": gathers, "reduce_scatter": 4, "all_reduce": 0}
+    assert counts == {"all-gather": gathers, "reduce-scatter": 4}
 
 
 def test_replicas_reduce_each_gradient_once_more_between_them(pools):
     counts = pools[4].run(f"{HERE}:step_collectives", degrees={"dp_replicate": 2, "dp_shard": 2}, reshard="never")[0]
-    assert counts == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}
+    assert counts == {"all-gather": 4, "reduce-scatter": 4, "all-reduce": 4}
 
 
 def prefetched(depth: int, degrees: dict[str, int], family: tuple[str, str] = ("tests.tiny", "deep")) -> list[tuple[int, int]]:
@@ -92,16 +86,6 @@ def test_where_the_host_waits_for_routing_each_block_gathers_the_next_before_tha
     assert pools[2].run(f"{HERE}:prefetched", depth=1, degrees={"dp_shard": 2, "ep": 2}, family=moe)[0] == wanted
 
 
-class Reductions(TorchDispatchMode):
-    """Counts reduce-scatters; CommDebugMode fails on a second forward pass."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
-        self.count += "reduce_scatter" in str(function)
-        return function(*args, **(kwargs or {}))
-
-
 def accumulated(at_end: bool) -> int:
     degrees = {"dp_shard": 2}
     config = config_of(degrees, accumulation=2)
@@ -109,9 +93,9 @@ def accumulated(at_end: bool) -> int:
     model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
     batch = next(rank_batches(config, mesh))
     forward_backward(model, batch, mesh, None, GradientSync(at_end))
-    with Reductions() as reductions:
+    with Sent() as sent:
         forward_backward(model, batch, mesh, None, GradientSync(at_end))
-    return reductions.count
+    return sent.kinds()["reduce-scatter"]
 
 
 @pytest.mark.parametrize(("at_end", "reductions"), [(False, 2 * 4), (True, 4)])
@@ -125,15 +109,6 @@ def test_gradients_are_reduced_after_every_microbatch_or_after_the_last(pools, a
 def test_replicas_wait_for_the_last_microbatch_unless_the_sum_would_be_narrower_than_the_gradients(reduced, kept, waits):
     config = config_of({}, training={"mixed_precision_reduce": reduced, "dtype": kept})
     assert GradientSync.of(config) == (False, waits)
-
-
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_replicas_that_reduce_once_a_step_give_the_gradients_and_losses_of_one_process(pools, degrees):
-    """Three steps: no sum may be left over for the next one."""
-    alone, split = (config_of(mesh, accumulation=2, training={"steps": 3}) for mesh in ({}, degrees))
-    (expected, _), *_ = pools[1].run("tests.distributed.scenarios:trajectory", degrees={}, config=alone)
-    ranks = pools[math.prod(degrees.values())].run("tests.distributed.scenarios:trajectory", degrees=degrees, config=split)
-    assert compare(ranks[0][0], expected).excessive == []
 
 
 def one_matrix_a_microbatch(degrees: dict[str, int], config: Config) -> Any:
@@ -158,29 +133,29 @@ def test_replicas_do_not_add_gradients_of_different_parameters_of_equal_size(poo
     assert compare(found, expected).excessive == []
 
 
-def head_collectives(degrees: dict[str, int], chunks: int) -> dict[str, int]:
+def head_collectives(degrees: dict[str, int], chunks: int) -> Counter[str]:
     model, config = built(degrees)
     batch = first_microbatch(config, mesh_of(degrees))
     labels = batch.labels()
     hidden = torch.randn(labels.shape[0], labels.shape[1] // degrees.get("tp", 1), 64, requires_grad=True)
     model.head.sizes = Sizes(math.ceil(labels.numel() / chunks) * model.head.vocab_size, 2**21)
     summed_loss(model, batch).backward()
-    with CommDebugMode() as mode:
+    with Sent() as sent:
         model.head(hidden, labels).backward()
-    return collectives(mode)
+    return sent.kinds()
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_the_heads_weight_is_gathered_once_and_its_gradient_reduced_once_however_many_chunks(pools, chunks):
     counts = pools[2].run(f"{HERE}:head_collectives", degrees=SHARD, chunks=chunks)[0]
-    assert counts == {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 0}
+    assert counts == {"all-gather": 1, "reduce-scatter": 1}
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_under_tensor_parallel_a_chunk_costs_the_head_one_small_collective(pools, chunks):
     counts = pools[4].run(f"{HERE}:head_collectives", degrees=BOTH, chunks=chunks)[0]
     # FSDP's and the sequence's gather, and one a chunk; the reductions of both; the norm's weight over tp
-    assert counts == {"all_gather": 2 + chunks, "reduce_scatter": 2, "all_reduce": 1}
+    assert counts == {"all-gather": 2 + chunks, "reduce-scatter": 2, "all-reduce": 1}
 
 
 # ----------------------------------------------------------------------------------------------------------------- memory
@@ -213,9 +188,9 @@ def largest_while_building(degrees: dict[str, int]) -> tuple[int, int, int]:
 
 
 def test_no_rank_ever_holds_more_than_its_share_while_the_model_is_built(pools):
-    for largest, whole, local in pools[4].run(f"{HERE}:largest_while_building", degrees=BOTH):
+    for largest, largest_parameter, local in pools[4].run(f"{HERE}:largest_while_building", degrees=BOTH):
         # 2 ** 14 is the table of the normal distribution; the largest parameter has 512 x 64 numbers, a quarter is 8,192
-        assert largest <= 2**14 + 1 < whole
+        assert largest <= 2**14 + 1 < largest_parameter
         assert local == pytest.approx((512 * 64 * 2 + 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96)) / 4, rel=0.02)
 
 
@@ -243,8 +218,6 @@ def whole_logits(degrees: dict[str, int], flavor: str) -> Tensor:
     model, _ = built(degrees, flavor=flavor)
     tokens = torch.arange(2 * 32).view(2, 32)
     model.head.sizes = Sizes(2**20, 2**21)
-    from models.attention import SeqInfo
-
     return model.head(model(tokens, SeqInfo(torch.arange(32).expand(2, 32)))).detach()
 
 
@@ -259,19 +232,10 @@ def test_without_labels_every_mesh_returns_the_whole_logits(pools, flavor):
 # ----------------------------------------------------------------------------------------------------------- wrong tables
 
 
-class WrongTable:
-    """A family whose sharding table is replaced."""
-
-    def __init__(self, table: dict[str, str]):
-        family = load_family("tests.tiny", "plain")
-        self.Model, self.initial = family.module.Model, family.module.initial
-        self.sharding = lambda config: table
-
-
 def with_table(change: dict[str, str | None]) -> Family:
-    family = load_family("tests.tiny", "plain")
-    table: dict[str, Any] = {**family.module.sharding(family.config), **change}
-    return Family(WrongTable({key: style for key, style in table.items() if style}), family.config)
+    config = tiny.FLAVORS["plain"]
+    table = {key: style for key, style in {**tiny.sharding(config), **change}.items() if style}
+    return Family(SimpleNamespace(**vars(tiny) | {"sharding": lambda _: table}), config)
 
 
 @pytest.mark.parametrize(
@@ -323,3 +287,46 @@ def test_what_a_model_freezes_is_frozen_on_every_mesh(pools, degrees):
     for names in pools[ranks].run(f"{HERE}:trained_names", degrees=degrees):
         assert "layers.0.ffn.w3.weight" in names
         assert not [name for name in names if name.endswith("ffn.w1.weight")]
+
+
+# ---------------------------------------------------------------------------------------------------------- initial weights
+
+
+def _wave(index: tuple[Tensor, ...], shape: tuple[int, ...]) -> Tensor:
+    return (sum(place * (axis + 1) for axis, place in enumerate(index)).double() / shape[0]).sin().exp()
+
+
+def initial(config: tiny.Config) -> dict[str, object]:
+    return {
+        "embed.weight": Uniform(-0.3, 0.5),
+        "layers.*.attention.w[qo].weight": Identity(0.7),
+        "layers.*.attention.w[kv].weight": Computed(_wave),
+        "layers.*.ffn.w1.weight": Uniform(0.1, 0.3),
+        "layers.*.ffn.w[23].weight": Computed(_wave),
+        "head.output.weight": Normal(0.02),
+        "*norm.weight": Computed(_wave),
+    }
+
+
+def weights(degrees: dict[str, int], flavor: str) -> dict[str, Tensor]:
+    family = Family(SimpleNamespace(**vars(tiny) | {"initial": initial}), tiny.FLAVORS[flavor])
+    model = build_model(family, config_of(degrees, flavor), mesh_of(degrees), CPU)
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "flavor"),
+    [
+        ({"tp": 2}, "uneven"),
+        ({"dp_shard": 2}, "plain"),
+        ({"dp_shard": 2, "tp": 2}, "uneven"),
+        *(pytest.param({key: 4}, "uneven", marks=pytest.mark.slow) for key in ("tp", "dp_shard")),
+    ],
+    ids=str,
+)
+def test_every_distribution_gives_a_mesh_the_weights_of_one_process_bit_for_bit(pools, degrees, flavor):
+    expected = pools[1].run(f"{HERE}:weights", degrees={}, flavor=flavor)[0]
+    assert all(weight.std() > 0.01 for weight in expected.values())
+    for found in pools[math.prod(degrees.values())].run(f"{HERE}:weights", degrees=degrees, flavor=flavor):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)

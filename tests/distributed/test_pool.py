@@ -67,23 +67,3 @@ def test_a_rank_that_is_aborted_gets_one_more_try_and_that_is_told(tmp_path, mon
             assert pool.run(f"{HERE}:abort_once", folder=tmp_path) == [1, 1]
     finally:
         pool.stop()
-
-
-def threads_of_five_groups() -> list[str]:
-    groups = [dist.new_group() for _ in range(5)]
-    assert len(set(groups)) == 5
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_idle_groups_of_a_rank_wake_one_thread(pools):
-    """A device of gloo has a thread that wakes up a hundred times a second; each group would make its own."""
-    for threads in pools[2].run(f"{HERE}:threads_of_five_groups"):
-        assert threads.count("gloo_tcp_loop") == 1
-
-
-def test_only_tests_that_share_something_stay_in_one_process(request):
-    items = [item for item in request.session.items if item.path == Path(__file__)]
-    groups = {item.originalname: [mark.args[0] for mark in item.iter_markers("xdist_group")] for item in items}
-    assert groups[request.node.originalname] == []
-    assert groups.get("test_a_pool_keeps_its_processes_between_calls", ["ranks"]) == ["ranks"]

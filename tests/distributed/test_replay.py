@@ -11,11 +11,12 @@ import torch.distributed as dist
 from tests import tiny_poison
 from tests.distributed.pool import Pool, WorkerFailure
 from tests.distributed.scenarios import CPU, mesh_of
-from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, ranks_of, reports, run
+from tests.distributed.test_incidents import BAD, TWO_BY_TWO, Degrees, poisoned, reports, run
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.whole import Stored
 from titanlite.ground.run_files import INCIDENTS, read_entries
 from titanlite.hf.export import Exported
+from titanlite.parallel.mesh import ranks_of
 from titanlite.tools.open_model import open_model
 from titanlite.tools.replay import Replayed, describe, furthest, layer_of, replay, replay_config, route_to, setting_of
 

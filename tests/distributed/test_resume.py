@@ -1,4 +1,4 @@
-"""P2: a resumed run is the uninterrupted run, on the same mesh bit for bit, on another one within rounding."""
+"""P2: a resumed run is the uninterrupted run bit for bit. test_variants.py has what changes the state, and other meshes."""
 
 import json
 import warnings
@@ -82,48 +82,6 @@ def test_on_the_same_mesh_weights_moments_and_losses_are_equal_bit_for_bit(pools
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("degrees", [ONE, {"tp": 2}], ids=str)
-def test_a_model_that_draws_random_numbers_resumes_bit_for_bit(pools, tmp_path, degrees):
-    own = {"model": {"name": "tests.tiny_dropout"}}
-    run(pools, degrees, tmp_path / "whole", STEPS, **own)
-    for steps in (4, STEPS):
-        run(pools, degrees, tmp_path / "parts", steps, **own)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    run(pools, degrees, tmp_path / "without", STEPS)
-    assert losses(tmp_path / "without") != losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("degrees", "flavor"),
-    [
-        pytest.param(ONE, "frozen", marks=pytest.mark.slow),
-        pytest.param(ONE, "unused", marks=pytest.mark.slow),
-        ({"tp": 2}, "frozen"),
-        ({"dp_shard": 2}, "unused"),
-        (TWO_BY_TWO, "counting"),
-    ],
-    ids=str,
-)
-def test_frozen_and_unused_parameters_and_buffers_resume_bit_for_bit(pools, tmp_path, degrees, flavor):
-    own = {"model": {"name": "tests.tiny_odd", "flavor": flavor}}
-    run(pools, degrees, tmp_path / "whole", STEPS, **own)
-    for steps in (4, STEPS):
-        run(pools, degrees, tmp_path / "parts", steps, **own)
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    if flavor == "counting":
-        assert stored(tmp_path / "parts", STEPS)["model.count"].item() == STEPS
-
-
-@pytest.mark.parametrize("flavor", ["tied", "uneven"])
-def test_from_one_process_to_other_meshes_and_back_the_losses_agree_within_rounding(pools, tmp_path, flavor):
-    run(pools, ONE, tmp_path / "whole", STEPS, flavor=flavor)
-    for degrees, steps in ((ONE, 4), ({"cp": 2}, 6), (TWO_BY_TWO, 8), (ONE, STEPS)):
-        run(pools, degrees, tmp_path / "parts", steps, flavor=flavor)
-    differences = [abs(a / b - 1) for a, b in zip(losses(tmp_path / "parts"), losses(tmp_path / "whole"), strict=True)]
-    print(f"{flavor}: losses differ by {max(differences):.1e}")
-    assert max(differences) < 1e-5
-
-
 def test_only_the_newest_checkpoints_are_kept_and_nothing_unfinished_is_left(pools, tmp_path):
     run(pools, ONE, tmp_path, STEPS)
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-00000010", "step-00000012"]
@@ -136,37 +94,15 @@ def test_an_unfinished_checkpoint_does_not_exist_for_resuming(pools, tmp_path):
     assert [start["resumed_step"] for start in json.loads((tmp_path / "provenance.json").read_text())] == [0, 5]
 
 
-def test_load_step_goes_back_and_sets_later_checkpoints_aside(pools, tmp_path):
-    run(pools, ONE, tmp_path, STEPS, checkpoint={"keep_latest_k": 0})
-    before = losses(tmp_path)
-    run(pools, ONE, tmp_path, STEPS, checkpoint={"keep_latest_k": 0, "load_step": 5})
-    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
-    assert names == [f"step-{step:08d}{end}" for step in (5, 10, STEPS) for end in ("", ".aside-1")[: 1 + (step > 5)]]
-    assert losses(tmp_path) == before
-
-
-def test_initial_load_path_starts_at_step_zero_from_the_weights_alone(pools, tmp_path):
-    run(pools, ONE, tmp_path / "first", 5)
-    start = {"initial_load_path": str(tmp_path / "first/checkpoint/step-00000005")}
-    run(pools, TWO_BY_TWO, tmp_path / "second", 5, checkpoint=start, optimizer={"lr": 1e-20})
-    first, second = stored(tmp_path / "first", 5), stored(tmp_path / "second", 5)
-    for name in (name for name in first if name.startswith("model.")):
-        assert torch.allclose(second[name], first[name], rtol=0, atol=1e-12), name
-    assert reports(tmp_path / "second")[0]["step"] == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"training": {"seed": 1}}, r"training.seed = 1, was 0\n.*--checkpoint.allow_changes training.seed"),
-        ({"training": {"seq_len": 16}}, "cannot be resumed with\n  training.seq_len = 16, was 32: a position"),
-        ({"flavor": "uneven"}, r"another architecture than tests.tiny uneven:\n.*vocab_size = 515, was 512"),
-    ],
-)
-def test_a_checkpoint_of_another_seed_length_or_model_is_refused(pools, tmp_path, change, message):
+def test_a_checkpoint_of_another_seed_or_model_is_refused(pools, tmp_path):
+    """The rules are those of tests/unit/test_resume.py."""
     run(pools, ONE, tmp_path, 5)
-    with pytest.raises(WorkerFailure, match=f"(?s){message}"):
-        run(pools, ONE, tmp_path, 10, **change)
+    for change, message in (
+        ({"training": {"seed": 1}}, r"training.seed = 1, was 0"),
+        ({"flavor": "uneven"}, "vocab_size = 515"),
+    ):
+        with pytest.raises(WorkerFailure, match=message):
+            run(pools, ONE, tmp_path, 10, **change)
 
 
 def mixed_run(degrees: Degrees, config: Config, data: Data) -> list[tuple[str, int]]:

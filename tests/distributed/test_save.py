@@ -2,17 +2,14 @@
 
 import os
 import platform
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.checkpoint_runs import HERE, SHARD, assert_same, assert_sound, names, ranks_of, resumed, saved, train
 from tests.distributed.test_resume import ONE, TWO_BY_TWO, stored
+from tests.limited import disk
 from tests.repetitions import slow_but
 from titanlite.checkpoint.folder import step_folder
 
@@ -98,23 +95,11 @@ def test_a_run_goes_on_from_the_checkpoint_before_one_that_failed(pools, whole, 
     assert_same(tmp_path, whole, 6)
 
 
-@contextmanager
-def disk(place: Path, size: str) -> Iterator[Path]:
-    """A disk of its own, of this size."""
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place]).returncode:
-        pytest.skip("this container lets nobody mount a disk")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
-
-
 @root_on_linux
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_full_disk_costs_no_checkpoint_and_the_next_save_succeeds_when_there_is_room(pools, whole, tmp_path, mode):
     """A checkpoint takes 1.8 MB: after the first one there is room for a half."""
-    with disk(tmp_path / "disk", "12m") as place:
+    with disk(tmp_path / "disk", "size=12m") as place:
         ballast = place / "ballast"
         ballast.write_bytes(bytes(9_500_000))
         ranks = train(pools, SHARD, place, 6, ("full_disk_until_it_is_said", ballast), checkpoint={"async_mode": mode})

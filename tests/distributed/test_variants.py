@@ -2,6 +2,7 @@
 loads its checkpoint. test_resume.py has what is common to all runs."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ import torch
 from tests import hf_folders
 from tests.distributed.checkpoint_runs import HERE as RUNS
 from tests.distributed.checkpoint_runs import train
+from tests.distributed.scenarios import CPU
 from tests.distributed.test_resume import ONE, STEPS, TWO_BY_TWO, Degrees, losses, reports, run, run_config, stored
 from tests.hf_folders import of_files, tensors_of
 from tests.repetitions import slow_but
 from titanlite.checkpoint import manifest
 from titanlite.hf import export as exporting
+from titanlite.loop import metrics
 from titanlite.parallel.mesh import ranks_of
 from titanlite.registry.family import load_family
 
@@ -32,7 +35,16 @@ def rounded(rounding: str) -> dict[str, Any]:
     return {"training": training, "optimizer": {"rounding": rounding, "implementation": "for-loop"}}
 
 
+def odd(flavor: str) -> dict[str, Any]:
+    return {"model": {"name": "tests.tiny_odd", "flavor": flavor}}
+
+
 RESUMED: dict[str, tuple[Degrees, dict[str, Any]]] = {
+    "dropout": (ONE, {"model": {"name": "tests.tiny_dropout"}}),
+    "dropout, tp 2": (TP, {"model": {"name": "tests.tiny_dropout"}}),
+    "frozen parameters, tp 2": (TP, odd("frozen")),
+    "unused parameters, shard 2": (SHARD, odd("unused")),
+    "a buffer that counts, 2 x 2": (TWO_BY_TWO, odd("counting")),
     "Muon": (ONE, MUON),
     "Muon, shard 2": (SHARD, MUON),
     "stochastic rounding": (ONE, rounded("stochastic")),
@@ -44,11 +56,13 @@ RESUMED: dict[str, tuple[Degrees, dict[str, Any]]] = {
     "stages that draw random numbers": (STAGES, DROPOUT),
     "split experts, 2 x 2": (WIDE, MOE),
     "stages and shards that draw random numbers": (FSDP_STAGES, DROPOUT),
+    "frozen parameters": (ONE, odd("frozen")),
+    "unused parameters": (ONE, odd("unused")),
     "split experts and stages": ({**FSDP_STAGES, "ep": 2}, MOE | {"training": {"local_batch_size": 2}}),
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*RESUMED][:-3], RESUMED))
+@pytest.mark.parametrize("name", slow_but([*RESUMED][:-5], RESUMED))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, name):
     degrees, keys = RESUMED[name]
     if "float8" in name:
@@ -68,6 +82,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(pools, tmp_path, nam
 
 # A run on one process, what it is, and where its parts run: until which step, with which other keys. rel: of the losses.
 MOVED: dict[str, tuple[float, dict[str, Any], list[tuple[Degrees, int, dict[str, Any]]]]] = {
+    "tied": (1e-5, {"flavor": "tied"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
+    "uneven": (1e-5, {"flavor": "uneven"}, [(ONE, 4, {}), ({"cp": 2}, 6, {}), (TWO_BY_TWO, 8, {}), (ONE, STEPS, {})]),
     "Muon": (2e-5, MUON, [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), ({"dp_shard": 4}, STEPS, {})]),
     "compensated rounding": (5e-3, rounded("compensated"), [(ONE, 4, {}), (TWO_BY_TWO, 8, {}), (TP, STEPS, {})]),
     "adapters": (1e-5, LORA, [(TWO_BY_TWO, 6, {}), (ONE, STEPS, {})]),
@@ -106,7 +122,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
     ),
     "uneven": (
         {"flavor": "uneven"},
-        [FSDP_STAGES, {"pp": 2, "tp": 2}, ONE, STAGES, {"dp_shard": 4}, {"pp": 2, "dp_replicate": 2}],
+        [FSDP_STAGES, {"pp": 2, "tp": 2}, ONE, STAGES, TP, {"dp_shard": 4}, TWO_BY_TWO, {"pp": 2, "dp_replicate": 2}],
     ),
     "experts": (
         {"flavor": "shared", "model": {"name": "tests.tiny_moe"}},
@@ -131,7 +147,7 @@ CHAINS: dict[str, tuple[dict[str, Any], list[Degrees]]] = {
 }
 
 
-@pytest.mark.parametrize("chain", slow_but(["tied", "experts"], CHAINS))
+@pytest.mark.parametrize("chain", slow_but(["tied", "uneven", "experts"], CHAINS))
 def test_between_meshes_a_checkpoint_is_loaded_bit_for_bit(pools, tmp_path, chain):
     keys, (first, *meshes) = CHAINS[chain]
     local, before = {"training": {"local_batch_size": 2}}, tmp_path / "0"
@@ -178,3 +194,32 @@ def test_a_run_begins_from_a_hugging_face_folder_and_its_export_is_the_checkpoin
     exported = tensors_of(tmp_path / "out")
     assert exported.keys() == there.keys()
     assert all(torch.equal(exported[key], there[key].float()) for key in there)
+
+
+# ----------------------------------------------------------------------------------------------------------------- reports
+
+
+def test_reports_are_those_of_one_process(pools, tmp_path):
+    """Loss, norm, rate, tokens, validation, the loads of all layers' experts; speed and memory are there too."""
+    keys = {"model": {"name": "tests.tiny_moe"}, "flavor": "shared", "moe": {"bias_update_speed": 0.01}}
+    more = {"training": {"local_batch_size": 2, "z_loss": 1e-3}, "validation": {"enable": True, "freq": 2, "steps": 2}}
+    for degrees in (ONE, STAGES):
+        run(pools, degrees, tmp_path / str(len(degrees)), 2, **keys, **more)
+    alone, split = (reports(tmp_path / name) for name in "01")
+    own = ("tokens_per_second", "tokens_per_second_per_device", "data_wait_fraction", "peak_memory_gib")
+    for expected, found in zip(alone, split, strict=True):
+        assert found.keys() == expected.keys() and {"expert_load/1", "loss_mean", "grad_norm"} <= found.keys()
+        same = [name for name in expected if name not in own and not name.endswith("_seconds")]
+        assert {name: found[name] for name in same} == pytest.approx({name: expected[name] for name in same}, rel=1e-5)
+        assert found["tokens_per_second_per_device"] == pytest.approx(found["tokens_per_second"] / 2)
+    assert "validation_loss" in split[-1]
+
+
+def memory_of_ranks() -> float:
+    rank = torch.distributed.get_rank()
+    with patch.object(metrics, "peak_memory_gib", lambda _: 1.0 + rank):
+        return metrics.largest_peak_gib(CPU)
+
+
+def test_the_memory_that_is_reported_is_that_of_the_rank_with_most(pools):
+    assert pools[2].run(f"{__name__}:memory_of_ranks") == [2.0, 2.0]

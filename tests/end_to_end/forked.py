@@ -6,16 +6,41 @@ For tests of what a command does. How it is started, and what signals do to it, 
 import atexit
 import os
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.distributed.pool import context
+from tests.end_to_end.launcher import free_port
 from tests.waiting import PATIENCE
+from titanlite.config.read import toml_value
 
 _OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOG_RANK")
+
+
+RUN: dict[str, Any] = {
+    "job.dump_folder": "out",
+    "training.dataset": "data.txt",
+    "training.steps": 10,
+    "training.seq_len": 32,
+    "training.local_batch_size": 4,
+    "training.mixed_precision_param": "float32",
+    "optimizer.lr": 1e-2,
+    "lr_scheduler.warmup_steps": 2,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+}
+
+
+def prepare(folder: Path, name: str = "", flavor: str = "large", more: str = "", **sections: dict[str, Any]) -> Path:
+    """Writes a run of a model on a text, with these keys in place of RUN's. more: TOML behind it."""
+    (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
+    given = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    model = {"model.name": name, "model.flavor": flavor} if name else {}
+    lines = [f"{key} = {toml_value(value)}\n" for key, value in (RUN | model | given).items()]
+    (folder / "run.toml").write_text("".join(lines) + more)
+    return folder
 
 
 class Done(NamedTuple):
@@ -76,10 +101,8 @@ def _ranks(count: int) -> list[dict[str, str]]:
     """What torchrun tells each of its ranks."""
     if count == 1:
         return [{}]
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    same = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    same = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    same |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **same} for rank in range(count)]
 
 

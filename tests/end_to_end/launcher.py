@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -15,16 +16,15 @@ from tests.waiting import PATIENCE, until
 ROOT = Path(__file__).parents[2]
 _MARK = "TITANLITE_TEST_RUN"  # in the environment of all processes of one run, whatever session they move to
 _OF_THE_LAUNCHER = (
-    "NGPU",
-    "NNODES",
-    "NODE_RANK",
-    "RDZV_ENDPOINT",
-    "RDZV_TIMEOUT",
-    "LOG_RANK",
-    "MAX_RESTARTS",
-    "OMP_NUM_THREADS",
+    *("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "RDZV_TIMEOUT", "LOG_RANK", "MAX_RESTARTS", "OMP_NUM_THREADS"),
     "PYTHONPATH",
 )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 class Launch(NamedTuple):

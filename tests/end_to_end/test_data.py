@@ -1,6 +1,7 @@
 """The data path as a user meets it: text to token files, two sources, chats, workers, and data that change under a run."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -72,15 +73,9 @@ def folder(tmp_path_factory) -> Path:
     settings = {"eos_token": "<|endoftext|>", "chat_template": TEMPLATE}
     (folder / "assets" / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "run.toml").write_text(RUN)
-    command(folder, "tokenize", "--input", "raw.jsonl", "--output", "tokens", "--tokenizer", "assets", "--append-eos")
+    words = ["--input", "raw.jsonl", "--output", "tokens", "--tokenizer", "assets", "--append-eos"]
+    assert titanlite("tokenize", *words, folder=folder).code == 0
     return folder
-
-
-def command(folder: Path, *words: str) -> str:
-    """Standard output of `titanlite WORDS`, which must succeed."""
-    done = titanlite(*words, folder=folder)
-    assert done.code == 0, done.err
-    return done.out
 
 
 def train(folder: Path, out: str, *options: str, ranks: int = 1) -> Done:
@@ -136,23 +131,10 @@ def test_data_that_change_under_a_checkpoint_are_refused_with_what_changed_unles
         ended = train(finished, "changed", *more, "lr_scheduler.*")
         assert ended.code == 2
         (line,) = (line for line in ended.err.splitlines() if " data = " in line)
-        assert (
-            "'chats.jsonl: " in line
-            and "in 59 documents" in line
-            and "was 'chats.jsonl: " in line
-            and "in 60 documents" in line
-        )
+        assert re.search(r"'chats.jsonl: .*in 59 documents.*was 'chats.jsonl: .*in 60 documents", line), line
         assert "tokens:" not in line
         ended = train(finished, "changed", *more, "lr_scheduler.*,data")
         assert ended.code == 0, ended.err
         assert [report["step"] for report in reports(finished, "changed")] == list(range(1, 9))
     finally:
         chats.write_text(before)
-
-
-def test_only_what_the_assistant_says_is_learnt(finished):
-    """Of a run on chats alone, validated on the same: data show tells what a step read, the loss counts the answers."""
-    text = command(finished, "data", "show", "run.toml", "--step", "1", "--validation.enable", "false")
-    assert "=== sample 0 (data rank 0): " in text
-    stats = command(finished, "data", "stats", "run.toml")
-    assert "\ntokens: tokens\n" in stats and "\nchats.jsonl: chats.jsonl\n" in stats

@@ -8,30 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.end_to_end.forked import Done, titanlite, train
-from tests.waiting import PATIENCE
+from tests.end_to_end.forked import Done, prepare, titanlite, train
 
-RUN = """
-[job]
-dump_folder = "out"
-[model]
-name = "tests.tiny_qwen3"
-flavor = "large"
-[training]
-dataset = "data.txt"
-steps = 10
-seq_len = 32
-local_batch_size = 4
-mixed_precision_param = "float32"
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 2
-[checkpoint]
-enable = true
-interval = 10
-last_save_in_hf = true
-"""
 # Contexts and answers of unequal lengths, an empty context, and one longer than the model is shown.
 QUESTIONS = [
     {"context": "one two three", "answers": [" four", " nine"], "right": 0},
@@ -65,8 +43,7 @@ TASKS = {
 def folder(tmp_path_factory) -> Path:
     """A run, its export, and the tasks."""
     folder = tmp_path_factory.mktemp("eval")
-    (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
-    (folder / "run.toml").write_text(RUN)
+    prepare(folder, "tests.tiny_qwen3", checkpoint={"enable": True, "interval": 10, "last_save_in_hf": True})
     ended = train("run.toml", folder=folder)
     assert ended.code == 0, ended.err
     write_tasks(folder)
@@ -83,16 +60,8 @@ def write_tasks(folder: Path) -> None:
 
 
 def evaluate(folder: Path, *words: str) -> Done:
-    return titanlite(
-        "eval",
-        *words,
-        "--model",
-        "tests.tiny_qwen3",
-        folder=folder,
-        timeout=PATIENCE,
-        HF_HUB_OFFLINE="1",
-        HF_HOME=str(folder / "cache"),
-    )
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    return titanlite("eval", *words, "--model", "tests.tiny_qwen3", folder=folder, **variables)
 
 
 def expected(folder: Path) -> tuple[list[list[float]], list[float], list[str]]:

@@ -1,5 +1,6 @@
 """Text from checkpoints: every family writes what transformers writes, on any mesh, by the command and while it is trained."""
 
+import importlib
 import re
 import shutil
 from pathlib import Path
@@ -10,33 +11,33 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.attention import Cache
-from tests.end_to_end.forked import Done, titanlite, train
-from tests.end_to_end.test_oracle import both_models, every_model, family, give
+from tests.end_to_end.forked import Done, prepare, titanlite, train
+from tests.end_to_end.test_oracle import both_models, every_model, give
 from tests.repetitions import slow_but
 from titanlite.inference.generate import Sampling, generate
 
 PROMPTS = [[5], list(range(100, 123)), [7, 8, 9, 400]]
 
 
-def restless_models(name: str) -> tuple[nn.Module, nn.Module]:
+def restless_models(name: str, flavor: str) -> tuple[nn.Module, nn.Module]:
     """Both models with layers so loud that they do not repeat the last token, as tied embeddings would have it."""
-    ours, theirs = both_models(name)
+    ours, theirs = both_models(name, flavor)
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
             if key.endswith(("attention.wo.weight", "ffn.w2.weight", "experts.w2")):
                 parameter *= 10
             elif key.endswith("post_norm.weight"):
                 parameter += 10
-            elif key.endswith("experts.w1") and name.startswith("gpt-oss"):
+            elif key.endswith("experts.w1") and "gpt_oss" in name:
                 parameter *= 4  # a gate near 0 lets little through
-    give(dict(ours.named_parameters()), family(name)[0], theirs)
+    give(dict(ours.named_parameters()), importlib.import_module(name), theirs)
     return ours, theirs
 
 
 @every_model
-def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_caches_first_growth(name, monkeypatch):
+def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_caches_first_growth(name, flavor, monkeypatch):
     monkeypatch.setattr(Cache, "_STEP", 16)
-    ours, theirs = restless_models(name)
+    ours, theirs = restless_models(name, flavor)
     found = generate(ours, PROMPTS, 40, None, Sampling(temperature=0))
     for prompt, new in zip(PROMPTS, found, strict=True):
         expected = theirs.generate(
@@ -47,33 +48,10 @@ def test_the_likeliest_text_is_that_of_transformers_past_the_window_and_the_cach
     assert all(len(set(new)) > 3 for new in found), "a text that repeats itself compares little"
 
 
-RUN = """
-[job]
-dump_folder = "out"
-[model]
-name = "tests.tiny_gemma3"
-flavor = "large"
-[training]
-dataset = "data.txt"
-steps = 30
-seq_len = 32
-local_batch_size = 4
-mixed_precision_param = "float32"
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 2
-[checkpoint]
-enable = true
-interval = 15
-"""
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
-    (folder / "run.toml").write_text(RUN)
+    prepare(folder, "tests.tiny_gemma3", training={"steps": 30}, checkpoint={"enable": True, "interval": 15})
     ended = train("run.toml", folder=folder)
     assert ended.code == 0, ended.err
     return folder

@@ -21,21 +21,6 @@ from titanlite.hf.export import items_of, write_file
 from titanlite.hf.folder import their_names
 from titanlite.registry.family import load_family
 
-RUN = """
-[job]
-dump_folder = "out"
-[training]
-dataset = "data.txt"
-steps = 2
-seq_len = 32
-local_batch_size = 2
-mixed_precision_param = "float32"
-[lr_scheduler]
-warmup_steps = 0
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-"""
 OWN = ("--model", "tests.tiny")
 STILL = ("--optimizer.lr", "1e-20", "--optimizer.weight_decay", "0.0")  # weights stay what they are
 
@@ -49,8 +34,7 @@ def titanlite(*words: object, folder: Path, code: int = 0) -> Done:
 
 
 def train(folder: Path, toml: str, *words: str, ranks: int = 1) -> Done:
-    (folder / "run.toml").write_text(RUN + toml)
-    (folder / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
+    forked.prepare(folder, more=toml, training={"steps": 2, "local_batch_size": 2}, lr_scheduler={"warmup_steps": 0})
     return forked.train("run.toml", *words, folder=folder, ranks=ranks)
 
 
@@ -119,7 +103,8 @@ initial_load_in_hf = true
     assert ended.code == 0, ended.err
     assert f"weights read from {source}" in ended.err
     stored, before = Stored(tmp_path / "out/checkpoint/step-00000002"), tensors_of(source)
-    for ours, theirs in their_names(load_family("tests.tiny", "tied"), [*_weights(stored)]).items():
+    family = load_family("tests.tiny", "tied")
+    for ours, theirs in their_names(family, dict(family.on_meta().named_parameters())).items():
         assert torch.equal(stored.read(f"model.{ours}"), before[theirs].float()), ours
     shutil.rmtree(source / "model-00001-of-00002.safetensors", ignore_errors=True)
     for file in source.glob("*.safetensors"):
@@ -127,10 +112,6 @@ initial_load_in_hf = true
     ended = train(tmp_path, toml, "--training.steps", "3", "--checkpoint.allow_changes", "lr_scheduler.total_steps",
                   "--lr_scheduler.total_steps", "3", *STILL)  # fmt: skip
     assert ended.code == 0 and "resumed from" in ended.err, ended.err
-
-
-def _weights(stored: Stored) -> list[str]:
-    return [name.removeprefix("model.") for name in stored.entries if name.startswith("model.")]
 
 
 def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(tmp_path):
@@ -151,7 +132,7 @@ def test_a_run_with_the_default_tokenizer_is_exported_with_it_and_into_one_file(
     weights, stored = torch.load(tmp_path / "one.pt", weights_only=True), Stored(checkpoint)
     family = load_family("tests.tiny", "large")
     family.module.Model(family.config).load_state_dict(weights)  # strictly: no name is missing, none too many
-    assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in _weights(stored))
+    assert all(torch.equal(weights[name], stored.read(f"model.{name}").bfloat16()) for name in weights)
     ended = titanlite("export-torch", "--checkpoint", checkpoint, "--output", "one.pt", folder=tmp_path, code=2)
     assert "one.pt: already exists" in ended.err
 

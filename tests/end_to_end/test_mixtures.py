@@ -9,33 +9,9 @@ import pytest
 from tests import hf_folders
 from tests.campaigns import trajectory
 from tests.end_to_end import test_eval
-from tests.end_to_end.forked import Done, titanlite, train
+from tests.end_to_end.forked import Done, prepare, titanlite, train
 
 FAMILIES = ("tests.tiny_qwen3_moe", "tests.tiny_deepseek_v3")  # with and without shared experts; test_oracle.py has all
-RUN = """
-[job]
-dump_folder = "out"
-[model]
-name = "{}"
-flavor = "plain"
-overrides = {{ vocab_size = 4096 }}  # of the default tokenizer
-[training]
-dataset = "data.txt"
-steps = 10
-seq_len = 32
-local_batch_size = 4
-mixed_precision_param = "float32"
-[optimizer]
-lr = 1e-2
-[lr_scheduler]
-warmup_steps = 2
-[moe]
-balance_loss = 0.01
-[checkpoint]
-enable = true
-interval = 10
-last_save_in_hf = true
-"""
 pytestmark = pytest.mark.slow  # `make test` has split experts in tests/distributed, and the commands with dense models
 SPLIT = ("--parallelism.expert_parallel_degree", "2")
 
@@ -44,8 +20,9 @@ SPLIT = ("--parallelism.expert_parallel_degree", "2")
 def trained(request, tmp_path_factory) -> tuple[Path, str]:
     """The folder of a run on two ranks that split the experts, and the family."""
     folder = tmp_path_factory.mktemp("mixture")
-    (folder / "data.txt").write_text("one two three four five six seven eight nine ten\n" * 300)
-    (folder / "run.toml").write_text(RUN.format(request.param))
+    default_tokenizer = {"overrides": {"vocab_size": 4096}}
+    saved = {"enable": True, "interval": 10, "last_save_in_hf": True}
+    prepare(folder, request.param, "plain", model=default_tokenizer, moe={"balance_loss": 0.01}, checkpoint=saved)
     ended = train("run.toml", *SPLIT, folder=folder, ranks=2)
     assert ended.code == 0, ended.err
     assert "expert_rank_load" in (folder / "out/metrics.jsonl").read_text()
@@ -92,24 +69,15 @@ def test_adapters_of_experts_are_refused_and_those_of_attention_are_trained(trai
     assert ended.code == 0, ended.err
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    (tmp_path / "data.txt").write_text("".join(f"line {number} of {number * number}\n" for number in range(900)))
-    (tmp_path / "run.toml").write_text(RUN.format(FAMILIES[0]))
-    return tmp_path
-
-
-def test_an_upcycled_model_trains_with_split_experts_as_on_one_process(folder):
-    source = hf_folders.write(folder / "source", "tests.tiny", "plain")
-    made = titanlite("import-hf", "--source", source, "--output", "weights", "--upcycle-experts", "4", folder=folder)
+def test_an_upcycled_model_trains_with_split_experts_as_on_one_process(tmp_path):
+    source = hf_folders.write(tmp_path / "source", "tests.tiny", "plain")
+    made = titanlite("import-hf", "--source", source, "--output", "weights", "--upcycle-experts", "4", folder=tmp_path)
     assert made.code == 0, made.err
     section = made.out[made.out.index("[model]") :]
-    before, after = RUN.partition("[model]")[0], RUN[RUN.index("[training]") : RUN.index("[checkpoint]")]
-    (folder / "run.toml").write_text(before + after + section)
-    words = ["run.toml", "--metrics.log_freq", "1", "--training.global_batch_size", "8"]
+    prepare(tmp_path, more=section, training={"global_batch_size": 8}, moe={"balance_loss": 0.01})
     for name, ranks, degrees in (("one", 1, ()), ("split", 2, SPLIT)):
-        ended = train(*words, "--job.dump_folder", name, *degrees, folder=folder, ranks=ranks)
+        ended = train("run.toml", "--job.dump_folder", name, *degrees, folder=tmp_path, ranks=ranks)
         assert ended.code == 0, ended.err
-        assert f"weights read from {folder / 'weights'}" in ended.err
-    one, split = ([step.loss for step in trajectory(folder / name).values()] for name in ("one", "split"))
+        assert f"weights read from {tmp_path / 'weights'}" in ended.err
+    one, split = ([step.loss for step in trajectory(tmp_path / name).values()] for name in ("one", "split"))
     assert split == pytest.approx(one, rel=1e-5) and one[-1] < 0.9 * one[0]

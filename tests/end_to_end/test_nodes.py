@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.forked import Command
-from tests.end_to_end.launcher import ROOT, finish, launch
+from tests.end_to_end.launcher import ROOT, finish, free_port, launch
 from tests.end_to_end.test_run_train import working_folder
 
 
@@ -18,14 +17,7 @@ def folder(tmp_path) -> Path:
     return working_folder(tmp_path)
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(folder, port):
+def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(folder):
     other = folder / "other"
     for name in ("titanlite", "models", "run_train.sh"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -33,7 +25,7 @@ def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(fo
     with open(other / "titanlite/loop/loss.py", "a") as file:
         file.write("CHANGED = True\n")
     nodes = [("0", ROOT, []), ("1", other, ["--optimizer.lr", "2e-3", "--lr_scheduler.warmup_steps", "1"])]
-    variables = {"NNODES": "2", "NGPU": "2", "RDZV_ENDPOINT": f"localhost:{port}", "OMP_NUM_THREADS": "1"}
+    variables = {"NNODES": "2", "NGPU": "2", "RDZV_ENDPOINT": f"localhost:{free_port()}", "OMP_NUM_THREADS": "1"}
     started = [
         launch("run.toml", *words, folder=folder, script=root / "run_train.sh", NODE_RANK=number, **variables)
         for number, root, words in nodes
@@ -52,10 +44,10 @@ def test_launchers_with_another_configuration_and_other_code_end_on_all_nodes(fo
     [(["--training.seed", "7"], 2), (["--job.dump_folder", "./out/."], 0)],
     ids=["another seed", "another path to the same folder"],
 )
-def test_ranks_that_torchrun_starts_are_compared_too(folder, port, words, code):
+def test_ranks_that_torchrun_starts_are_compared_too(folder, words, code):
     """Each node has its own store in torchrun; here rank 0 serves it, as where a scheduler sets the variables of ranks."""
-    same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    same |= {"RDZV_ENDPOINT": "localhost:1"}  # all on this machine
+    same = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    same |= {"MASTER_PORT": str(free_port()), "RDZV_ENDPOINT": "localhost:1"}  # all on this machine
     nodes = [
         Command("train", "run.toml", *more, folder=folder, RANK=number, GROUP_RANK=number, **same)
         for number, more in (("0", []), ("1", words))

@@ -6,30 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.forked import Done, titanlite, train
+from tests.end_to_end.forked import Done, prepare, titanlite, train
 from titanlite.launch.run_folder import RunLock
-
-RUN = """
-[job]
-dump_folder = "out"
-[model]
-name = "tests.tiny"
-flavor = "large"
-[training]
-dataset = "data.txt"
-steps = 7
-seq_len = 32
-global_batch_size = 4
-local_batch_size = 2
-[lr_scheduler]
-warmup_steps = 2
-[checkpoint]
-enable = true
-interval = 3
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-"""
 
 
 def replay(folder: Path, *words: str) -> Done:
@@ -37,8 +15,8 @@ def replay(folder: Path, *words: str) -> Done:
 
 
 def trained(folder: Path, ranks: int, *options: str) -> Path:
-    (folder / "data.txt").write_text("".join(f"Line {i} of the data says {i * i}.\n" for i in range(400)))
-    (folder / "run.toml").write_text(RUN)
+    batch, saved = {"steps": 7, "global_batch_size": 4, "local_batch_size": 2}, {"enable": True, "interval": 3}
+    prepare(folder, "tests.tiny", training=batch, checkpoint=saved)
     ended = train("run.toml", *options, folder=folder, ranks=ranks)
     assert ended.code == 0, ended.err
     return folder
@@ -95,7 +73,7 @@ def test_on_the_ranks_of_the_run_it_is_the_runs_bit_for_bit_and_on_one_process_w
     alone = replay(split, "out", "--step", "6")
     assert alone.code == 0, alone.err
     assert "on one process" in alone.out
-    assert printed(alone.out) == pytest.approx(printed(ended.out), rel=2e-2)  # bfloat16
+    assert printed(alone.out) == pytest.approx(printed(ended.out), rel=1e-4)
     assert contents(split) == before
 
 
@@ -110,16 +88,11 @@ def test_without_a_checkpoint_and_with_a_derived_batch_a_step_of_two_ranks_is_th
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (["out"], "the following arguments are required: --step"),
-        (["out", "--step", "x"], "argument --step: x: must be a whole number"),
-        (["out", "--step", "0"], "--step: 0: must be a whole number of at least 1"),
         (["out", "--step", "8"], "--step 8: the run in out reached step 7 at most"),
         (["out", "--step", "2", "--attempt", "2"], "--attempt 2: the run reached step 2 1 times"),
         (["out", "--step", "2", "--ranks", "6"], "--ranks 6: 3 data-parallel ranks cannot share a global batch of 4 equally"),
         (["out", "--step", "2", "--ranks", "3"], "does not divide the number of processes, 3"),
-        (["outt", "--step", "2"], "argument run: outt: no such folder"),
         (["out/checkpoint", "--step", "2"], "out/checkpoint: there is no config.toml"),
-        (["out", "--step", "2", "--training.steps", "3"], "unrecognized arguments: --training.steps 3"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_a_sentence(split, words, fault):

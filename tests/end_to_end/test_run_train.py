@@ -94,6 +94,11 @@ def reports(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files of a run but for its locks, which every start takes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
 def when_training(started: Launch, folder: Path) -> None:
     """Returns once the first step is reported."""
     metrics = folder / "metrics.jsonl"
@@ -135,14 +140,8 @@ def test_standard_output_holds_only_the_configuration_as_toml(finished, tmp_path
 
 def test_the_run_folder_holds_what_the_run_was(finished):
     folder, _ = finished
-    assert {path.name for path in (folder / "out").iterdir()} == {
-        ".lock",
-        "config.toml",
-        "provenance.json",
-        "metrics.jsonl",
-        "tb",
-        "checkpoint",
-    }
+    files = {".lock", "config.toml", "provenance.json", "metrics.jsonl", "tb", "checkpoint"}
+    assert {path.name for path in (folder / "out").iterdir()} == files
     assert {path.name for path in (folder / "out/checkpoint").iterdir()} == {".lock", "step-00000003"}
     events = list((folder / "out/tb").glob("events.out.tfevents.*"))
     assert len(events) == 1 and events[0].stat().st_size > 0
@@ -174,12 +173,11 @@ def test_the_metrics_are_whole_and_unrounded(finished):
 
 def test_a_second_start_of_a_finished_run_has_nothing_to_do(finished):
     folder, _ = finished
-    before = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file() and path.name != ".lock"}
+    before = contents(folder / "out")
     ended = train("run.toml", folder=folder)
-    after = {path: path.read_bytes() for path in (folder / "out").rglob("*") if path.is_file() and path.name != ".lock"}
     assert (ended.code, ended.out) == (0, ""), ended.err
     assert "nothing to do" in ended.err and "training.steps = 3" in ended.err
-    assert after == before
+    assert contents(folder / "out") == before
 
 
 # -------------------------------------------------------------------------------------------------- beside a training run
@@ -198,6 +196,20 @@ def test_help_without_a_file_says_how_to_start(tmp_path):
     assert (ended.code, ended.err) == (0, "")
     assert "./run_train.sh CONFIG.toml" in ended.out
     assert [name for name in ("NGPU", "NNODES", "RDZV_ENDPOINT", "LOG_RANK") if name not in ended.out] == []
+
+
+def test_where_every_checkpoint_is_damaged_the_run_ends_with_their_names_and_changes_nothing(tmp_path):
+    folder = working_folder(tmp_path)
+    words = ("run.toml", "--checkpoint.interval", "2", "--lr_scheduler.total_steps", "10")
+    assert train(*words, folder=folder).code == 0
+    for name in ("step-00000002/.metadata", "step-00000003/manifest.json"):
+        (folder / "out/checkpoint" / name).write_bytes((folder / "out/checkpoint" / name).read_bytes()[:-9])
+    before = contents(folder / "out")
+    ended = run(*words, "--training.steps", "6", folder=folder, NGPU="2")
+    assert (ended.code, ended.out, ended.left) == (2, "", []), ended.err
+    for words in ("step-00000002/.metadata: is damaged", "step-00000003/manifest.json: is damaged", "all 2 checkpoints"):
+        assert words in ended.err
+    assert "Traceback" not in ended.err and contents(folder / "out") == before
 
 
 @pytest.mark.slow
@@ -233,16 +245,8 @@ def test_a_models_own_module_trains_the_same_with_tensor_parallelism(finished, t
 @pytest.mark.skipif(not shutil.which("g++"), reason="on a CPU inductor needs a compiler")
 def test_a_compiled_and_checkpointed_run_compiles_once_and_prints_nothing_of_the_libraries(tmp_path):
     words = ["--compile.enable", "true", "--compile.backend", "inductor", "--activation_checkpoint.mode", "selective"]
-    words += [
-        "--training.steps",
-        "6",
-        "--validation.enable",
-        "true",
-        "--validation.freq",
-        "3",
-        "--validation.dataset",
-        "data.txt",
-    ]
+    words += ["--training.steps", "6", "--validation.enable", "true", "--validation.freq", "3"]
+    words += ["--validation.dataset", "data.txt"]
     words += ["--parallelism.tensor_parallel_degree", "2"]
     ended = run("run.toml", *words, folder=working_folder(tmp_path), NGPU="2")
     assert (ended.code, ended.out, ended.left) == (0, "", []), ended.err

@@ -1,38 +1,37 @@
-"""Runs that are asked to stop, and runs that torchrun starts again: nothing done is lost, and the exit code says what to do."""
+"""Runs that are asked to stop, that are started again, and whose ranks fail or hang in the middle of a step.
+
+Nothing done is lost, the exit code says what to do, what is reported names the culprit, and no process is left.
+"""
 
 import os
 import re
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.launcher import Ended, Launch, finish, launch, run
+from tests.end_to_end.launcher import Ended, Launch, finish, free_port, launch, run
 from tests.end_to_end.test_run_train import SLOWLY, reports, when_training, working_folder
 from tests.waiting import PATIENCE, until
+from titanlite.ground.run_files import read_reports
 
 ENDLESS = ("--training.steps", "1000000")
+STAGES = ("--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=1", "--training.global_batch_size=3")
 
-# Added to the model: its third forward pass on rank 1, once in all starts of the run.
-ONCE = """
+# Added to the model: what its third forward pass does on each rank, in the first start of a run, by WAY_<rank> in the
+# environment. That is the third step of shards, and the third microbatch of stages.
+FAILING = """
 
-class Model(Model):
-    calls = 0
+def wait_for_the_end_of(pid):
+    import pathlib, time
+    process = pathlib.Path(f"/proc/{pid}")
+    try:  # its parent can see the end of a zombie when that has no other threads
+        while (process / "stat").read_text().rpartition(")")[2].split()[0] != "Z" or len([*(process / "task").iterdir()]) > 1:
+            time.sleep(0.001)
+    except OSError:  # its parent has seen it
+        pass
 
-    def forward(self, *args):
-        import os, pathlib, signal, time
-        self.calls += 1
-        marker = pathlib.Path("marker")
-        if self.calls == 3 and os.environ["RANK"] == "1" and not marker.exists():
-            marker.write_text(str(os.getpid()))
-            {deed}
-        return super().forward(*args)
-"""
-
-
-BREAKING = """
 
 def raise_where_a_pipe_is_broken():
     import os, pathlib
@@ -43,12 +42,47 @@ def raise_where_a_pipe_is_broken():
         os.write(writer, b"x")
     except BrokenPipeError:
         pathlib.Path("broken").touch()
+
+
+class Model(Model):
+    calls = 0
+
+    def forward(self, *args):
+        import os, pathlib, signal, time
+        self.calls += 1
+        marker = pathlib.Path("marker")
+        way = os.environ.get("WAY_" + os.environ.get("RANK", "")) if self.calls == 3 else None  # without a rank it is traced
+        if way == "fails right after":  # as one that has lost its connection, but faster
+            while not marker.exists():
+                time.sleep(0.001)
+            wait_for_the_end_of(marker.read_text())
+            os._exit(1)
+        if way and not marker.exists():
+            pathlib.Path("marker.tmp").write_text(str(os.getpid()))
+            os.rename("marker.tmp", "marker")
+            if way == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if way == "hangs":
+                time.sleep(600)  # the culprit
+            if way == "raises":
+                raise RuntimeError("the culprit")
+            if way == "breaks a pipe":
+                raise_where_a_pipe_is_broken()
+        return super().forward(*args)
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return working_folder(tmp_path)
+
+
+@pytest.fixture
+def failing(folder) -> Path:
+    """The working folder with that added to its model; the pid of the rank that does it first is in the file "marker"."""
+    with open(folder / "own/model.py", "a") as file:
+        file.write(FAILING)
+    return folder
 
 
 def wait_until(there: Callable[[], object], started: Launch) -> None:
@@ -87,9 +121,6 @@ def test_sigterm_to_the_launcher_while_the_ranks_start_stops_them_after_a_step_a
     assert steps(folder) == list(range(1, stopped + 3))
 
 
-STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--training.global_batch_size", "4")
-
-
 @pytest.mark.slow  # tests/distributed/test_stop.py has it without the launcher
 @pytest.mark.parametrize("mesh", [(), STAGES], ids=["shards", "stages"])
 def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_restart_after(folder, mesh):
@@ -103,10 +134,7 @@ def test_sigusr1_to_one_rank_stops_all_at_the_same_step_and_is_no_failure_to_res
 
 @pytest.mark.slow
 def test_a_signal_to_the_launcher_of_one_of_two_nodes_stops_both(folder):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{port}", "NGPU": "1", **SLOWLY}
+    variables = {"NNODES": "2", "RDZV_ENDPOINT": f"localhost:{free_port()}", "NGPU": "1", **SLOWLY}
     nodes = [launch("run.toml", *ENDLESS, folder=folder, NODE_RANK=str(number), **variables) for number in (0, 1)]
     try:
         when_training(nodes[0], folder / "out")
@@ -118,13 +146,6 @@ def test_a_signal_to_the_launcher_of_one_of_two_nodes_stops_both(folder):
     assert checkpoints(folder) == steps(folder)[-1:]
 
 
-@pytest.mark.slow  # tests/distributed/test_stop.py has it without the launcher
-def test_a_time_limit_stops_a_run_of_one_process(folder):
-    ended = run("run.toml", *ENDLESS, "--job.time_limit_minutes", "0.01", folder=folder)
-    # The answer to what was asked after the first step comes after the second one; a single process needs no answer.
-    assert assert_stopped(ended, folder, re.escape("job.time_limit_minutes = 0.01 are over")) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["", "libtorch"], ids=["the shell", "the launcher"])
 def test_a_signal_before_there_are_ranks_ends_a_run_that_is_to_be_started_again(folder, library):
@@ -134,11 +155,9 @@ def test_a_signal_before_there_are_ranks_ends_a_run_that_is_to_be_started_again(
     assert finish(started).code == 75
 
 
-def test_a_second_signal_ends_a_run_at_once(folder):
-    with open(folder / "own/model.py", "a") as file:
-        file.write(ONCE.format(deed="time.sleep(600)"))
-    started = launch("run.toml", *ENDLESS, folder=folder, NGPU="2", **SLOWLY)
-    wait_until((folder / "marker").exists, started)
+def test_a_second_signal_ends_a_run_at_once(failing):
+    started = launch("run.toml", *ENDLESS, folder=failing, NGPU="2", WAY_1="hangs", **SLOWLY)
+    wait_until((failing / "marker").exists, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.process.stderr is not None
     assert any("a second signal ends them at once" in line for line in started.process.stderr)
@@ -147,18 +166,15 @@ def test_a_second_signal_ends_a_run_at_once(folder):
     ended = finish(started)
     assert (ended.code, ended.left) == (128 + signal.SIGUSR1, []), ended.err
     assert "stopped by SIGUSR1" in ended.err and "Traceback" not in ended.err
-    assert not (folder / "out/stacks").exists()
+    assert not (failing / "out/stacks").exists()
 
 
 @pytest.mark.slow
-def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(folder):
+def test_a_connection_that_breaks_is_an_exception_and_not_the_end_of_a_rank(failing):
     """gloo writes to sockets as this does; by SIGPIPE, the death of a rank would be that of its neighbours."""
-    with open(folder / "own/model.py", "a") as file:
-        file.write(ONCE.format(deed="raise_where_a_pipe_is_broken()"))
-        file.write(BREAKING)
-    ended = run("run.toml", folder=folder, NGPU="2")
+    ended = run("run.toml", folder=failing, NGPU="2", WAY_1="breaks a pipe")
     assert (ended.code, ended.left) == (0, []), ended.err
-    assert (folder / "broken").exists() and steps(folder) == [1, 2, 3]
+    assert (failing / "broken").exists() and steps(failing) == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -169,16 +185,95 @@ def test_a_run_whose_output_nobody_reads_any_more_goes_on(folder):
     assert steps(folder) == [1, 2, 3, 4, 5]
 
 
-def test_a_run_whose_rank_was_killed_is_started_anew_from_its_last_checkpoint_and_reads_as_one(folder):
-    with open(folder / "own/model.py", "a") as file:
-        file.write(ONCE.format(deed="os.kill(os.getpid(), signal.SIGKILL)"))
+def test_a_run_whose_rank_was_killed_is_started_anew_from_its_last_checkpoint_and_reads_as_one(failing):
     words = ("--training.steps", "5", "--checkpoint.interval", "1")
-    ended = run("run.toml", *words, folder=folder, NGPU="2", MAX_RESTARTS="3")
+    ended = run("run.toml", *words, folder=failing, NGPU="2", MAX_RESTARTS="3", WAY_1="is killed")
     assert (ended.code, ended.left) == (0, []), ended.err
-    pid = (folder / "marker").read_text()
+    pid = (failing / "marker").read_text()
     assert f"rank 1 (process {pid}) was ended by SIGKILL, as when memory runs out; start 2 of 4" in ended.err
     assert "resumed from out/checkpoint/step-00000002" in ended.err
     assert "the run is over" not in ended.err
-    assert steps(folder) == [1, 2, 3, 4, 5]
-    stacks = (folder / "out/stacks/rank-0.txt").read_text()
+    assert steps(failing) == [1, 2, 3, 4, 5]
+    stacks = (failing / "out/stacks/rank-0.txt").read_text()
     assert f"ended because rank 1 (process {pid}) was ended by SIGKILL" in stacks and "forward_backward" in stacks
+
+
+# ------------------------------------------------------------------------------------------------------------ ranks that fail
+
+
+def run_failing(folder: Path, *words: str, **ways: str) -> Ended:
+    return run("run.toml", *ENDLESS, *words, folder=folder, NGPU="2", **ways)
+
+
+def line_of(folder: Path, text: str) -> int:
+    """The number of the line of the model's file that ends with a text."""
+    lines = (folder / "own/model.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
+
+
+@pytest.mark.parametrize(
+    ("killed", "words", "ways"),
+    [
+        (0, (), {"WAY_0": "is killed"}),  # rank 1 is in the forward pass, waiting for rank 0's parameters
+        pytest.param(1, (), {"WAY_0": "fails right after", "WAY_1": "is killed"}, marks=pytest.mark.slow),
+        pytest.param(0, STAGES, {"WAY_0": "is killed"}, marks=pytest.mark.slow),  # rank 1 waits for rank 0's hidden states
+    ],
+)
+def test_a_rank_killed_in_the_middle_of_a_step_is_the_one_that_is_named(failing, killed, words, ways):
+    ended = run_failing(failing, *words, **ways)
+    pid = (failing / "marker").read_text()
+    assert (ended.code, ended.left) == (137, []), ended.err
+    assert f"rank {killed} (process {pid}) was ended by SIGKILL, as when memory runs out; the run is over" in ended.err
+    assert ended.err.count("the run is over") == 1
+    reported = [line["step"] for line in read_reports(failing / "out/metrics.jsonl")]  # the first report makes the file
+    assert reported == ([] if words else [1, 2])
+    assert not (failing / f"out/stacks/rank-{killed}.txt").exists()  # it could write nothing
+
+
+@pytest.mark.slow
+def test_a_hung_rank_ends_the_run_when_the_others_have_lost_their_patience_and_its_stack_is_left(failing):
+    ended = run_failing(failing, "--comm.train_timeout_seconds", "6", WAY_1="hangs")
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert "rank 0, step 3, forward and backward: waited 6 s for the other ranks" in ended.err
+    assert "the run is over; stacks of all ranks: out/stacks" in ended.err
+    assert "Traceback" not in ended.err
+    stuck, hung = [(failing / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "rank 0, step 3, forward and backward" in stuck and "Timed out waiting 6000ms" in stuck
+    assert "in all_gather_" in stuck  # one name in PyTorch 2.11, another in 2.13
+    assert "rank 1 (process " in hung and "ended because rank 0 (process " in hung
+    assert f'own/model.py", line {line_of(failing, "# the culprit")} in forward' in hung
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_hung_stage_ends_the_run_when_the_next_or_the_previous_one_has_lost_its_patience(failing, hung):
+    """In the second step, whose timeout is not the one that the process groups were made with."""
+    words = ("--training.global_batch_size", "2", "--comm.train_timeout_seconds", "6")
+    ended = run_failing(failing, *STAGES[:2], *words, **{f"WAY_{hung}": "hangs"})
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert f"rank {1 - hung}, step 2, forward and backward: waited 6 s for the other ranks" in ended.err
+    assert "the run is over; stacks of all ranks: out/stacks" in ended.err
+    assert "Traceback" not in ended.err
+    stacks = (failing / f"out/stacks/rank-{hung}.txt").read_text()
+    assert f'own/model.py", line {line_of(failing, "# the culprit")} in forward' in stacks
+
+
+@pytest.mark.slow
+def test_an_exception_of_one_stage_is_the_one_that_is_reported(failing):
+    ended = run_failing(failing, *STAGES, WAY_1="raises")
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert "rank 1, step 1, forward and backward: RuntimeError: the culprit (" in ended.err
+    assert "rank 1 (process " in ended.err.splitlines()[-1] and "Traceback" not in ended.err
+
+
+def test_an_exception_on_one_rank_leaves_its_traceback_and_the_stack_of_the_other(failing):
+    ended = run_failing(failing, WAY_1="raises")
+    assert (ended.code, ended.left) == (1, []), ended.err
+    assert "rank 1, step 3, forward and backward: RuntimeError: the culprit (" in ended.err
+    assert "traceback: out/stacks/rank-1.txt" in ended.err and "Traceback" not in ended.err
+    assert f'own/model.py", line {line_of(failing, "the culprit" + chr(34) + ")")}, in forward' in ended.err
+    assert "rank 1 (process " in ended.err.splitlines()[-1]
+    assert "ended with exit code 1; the run is over; stacks of all ranks: out/stacks" in ended.err.splitlines()[-1]
+    other, failed = [(failing / f"out/stacks/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "rank 1, step 3, forward and backward (process " in failed and "RuntimeError: the culprit" in failed
+    assert "ended because rank 1 (process " in other and "forward_backward" in other

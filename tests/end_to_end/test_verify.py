@@ -5,32 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.forked import Done, titanlite
+from tests.end_to_end.forked import Done, prepare, titanlite
 from tests.end_to_end.test_check_model import line_of
-
-TOML = """
-[model]
-name = "{name}"
-flavor = "{flavor}"
-[training]
-dataset = "{data}"
-seq_len = 32
-local_batch_size = 4
-[lr_scheduler]
-warmup_steps = 2
-"""
 
 
 def verify(folder: Path, name: str, *words: str, flavor: str = "large") -> Done:
-    (folder / "data.txt").write_text("".join(f"Line {i} says {i * i}.\n" for i in range(300)))
-    (folder / "run.toml").write_text(TOML.format(name=name, flavor=flavor, data=folder / "data.txt"))
-    return titanlite("verify", "run.toml", *words, folder=folder)
+    return titanlite("verify", "run.toml", *words, folder=prepare(folder, name, flavor))
 
 
 def test_a_sound_model_is_equal_on_every_mesh(tmp_path):
-    ended = verify(
-        tmp_path, "tests.tiny", "--mesh", "1", "--mesh", "dp_shard=2,tp=2", "--steps", "3", "--compile.enable", "false"
-    )
+    ended = verify(tmp_path, "tests.tiny", "--mesh", "1", "--mesh", "dp_shard=2,tp=2", "--steps", "3")
     print(ended.out)
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[-1] == "equal within float32 rounding"

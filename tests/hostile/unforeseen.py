@@ -49,11 +49,8 @@ HF = "--checkpoint out --output new"
 WAYS = [
     Way("no-such", "difflib.get_close_matches", "starting"),
     *(
-        Way(f"{command} run.toml", "titanlite.config.read._load_toml", CONFIG[0])
-        for command in ("check", "launch", "estimate", "data show", "data stats", "verify")
-    ),
-    *(
-        Way(f"{command} run.toml", "titanlite.config.read._parse_options", CONFIG[0])
+        Way(f"{command} run.toml", f"titanlite.config.read.{part}", CONFIG[0])
+        for part in ("_load_toml", "_parse_options")
         for command in ("check", "launch", "estimate", "data show", "data stats", "verify")
     ),
     *(

@@ -1,8 +1,14 @@
 """Fixtures of several files of unit tests."""
 
-import pytest
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
+from tests.token_files import TEXTS
 from titanlite.data.prepare import documents
+from titanlite.data.prepare.cache import train_tokenizer
 
 
 @pytest.fixture
@@ -12,6 +18,29 @@ def small_parts(monkeypatch):
 
 
 @pytest.fixture
+def assets(tmp_path) -> Path:
+    """A folder with a tokenizer of TEXTS."""
+    folder = tmp_path / "assets"
+    folder.mkdir()
+    train_tokenizer(TEXTS).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache is an empty one."""
+    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
 def hub_cache(tmp_path_factory, monkeypatch):
     """The package leaves locks in the user's cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -113,10 +113,6 @@ def meet(identities: list[Identity | None], seconds: float = 30.0) -> list[str]:
     return results
 
 
-def test_ranks_with_the_same_identity_go_on():
-    assert meet([{"a": "1"}] * 4) == [""] * 4
-
-
 def test_all_ranks_get_the_same_message_with_each_difference_once(monkeypatch):
     first, second = {"a": "1", "b": "2"}, {"a": "3", "b": "2"}
     assert (

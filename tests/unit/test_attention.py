@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import attention as their
 from models.attention import TILES, AttentionCore, SeqInfo, attend, block_mask, dense_mask
+from tests.distributed import scenarios
 from titanlite.config.schema import Config
 from titanlite.data.batch import Batch
 from titanlite.ground.errors import UserError
@@ -29,13 +30,11 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 LENGTHS = torch.tensor([[5, 11, 16], [1, 30, 1]])
 
 
-def config_of(name: str = "auto", model: str = "tests.tiny", flavor: str = "plain", **training: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": model, "flavor": flavor, "attention": name},
-            "training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "float32", **training},
-        }
-    )
+def config_of(
+    name: str = "auto", model: str = "tests.tiny", flavor: str = "plain", sections: Any = None, **training: Any
+) -> Config:
+    keys = {"model": {"name": model, "attention": name}, "training": training, **(sections or {})}
+    return scenarios.config_of({}, flavor, **keys)
 
 
 def model_of(config: Config) -> nn.Module:
@@ -187,7 +186,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, major: int, able: set[str]) -> Non
         (8, {"cudnn", "flash", "efficient", "math"}, "flash"),
         (10, {"cudnn", "flash", "efficient", "math"}, "flash"),
         (8, {"efficient", "math"}, "efficient"),
-        (9, {"math"}, "math"),
     ],
 )
 def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, able, chosen):
@@ -201,44 +199,36 @@ def test_a_gpu_gets_the_first_of_its_order_that_it_can_run(monkeypatch, major, a
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_tiles_are_the_mathematics_at_every_length(length, scale):
-    torch.manual_seed(0)
-    results = []
+    parts, results = [torch.randn(2, heads, length, 16, dtype=torch.float64) for heads in (6, 2, 2)], []
     for backend in (TILES, SDPBackend.MATH):
-        q, k, v = (torch.randn(2, heads, length, 16, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
-        torch.manual_seed(0)
-        with torch.no_grad():
-            for part in (q, k, v):
-                part.copy_(torch.randn_like(part))
+        q, k, v = (part.clone().requires_grad_() for part in parts)
         result = attend(q, k, v, None, scale, None, backend)
         (result * torch.linspace(-1, 1, length)[:, None]).sum().backward()
         results.append([result.detach(), q.grad, k.grad, v.grad])
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)  # scores are float32
 
 
-def compiled_on_cpu(seq_len: int, precision: str, **keys: Any) -> Config:
-    config = config_of(seq_len=seq_len, mixed_precision_param=precision)
-    return config.model_copy(update={"compile": config.compile.model_copy(update={"enable": True} | keys)})
-
-
-def split(config: Config, method: str) -> Config:
-    """The same, with sequences split over two ranks."""
-    parallelism = config.parallelism.model_copy(update={"context_parallel_degree": 2, "context_parallel_method": method})
-    return config.model_copy(update={"parallelism": parallelism})
+COMPILED = {"compile": {"enable": True}}
+OVER_RANKS = {
+    method: COMPILED | {"parallelism": {"context_parallel_degree": 2, "context_parallel_method": method}}
+    for method in ("ulysses", "gather")
+}
 
 
 @pytest.mark.parametrize(
-    ("config", "backend"),
+    ("seq_len", "precision", "sections", "backend"),
     [
-        (compiled_on_cpu(512, "bfloat16"), TILES),
-        (split(compiled_on_cpu(512, "bfloat16"), "ulysses"), TILES),
-        (split(compiled_on_cpu(512, "bfloat16"), "gather"), None),  # tiles take no mask
-        (compiled_on_cpu(513, "bfloat16"), None),
-        (compiled_on_cpu(512, "float32"), None),
-        (compiled_on_cpu(512, "bfloat16", enable=False), None),
-        (compiled_on_cpu(512, "bfloat16", backend="eager"), None),
+        (512, "bfloat16", COMPILED, TILES),
+        (512, "bfloat16", OVER_RANKS["ulysses"], TILES),
+        (512, "bfloat16", OVER_RANKS["gather"], None),  # tiles take no mask
+        (513, "bfloat16", COMPILED, None),
+        (512, "float32", COMPILED, None),
+        (512, "bfloat16", {}, None),
+        (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, None),
     ],
 )
-def test_a_cpu_takes_tiles_where_they_are_faster(config, backend):
+def test_a_cpu_takes_tiles_where_they_are_faster(seq_len, precision, sections, backend):
+    config = config_of(sections=sections, seq_len=seq_len, mixed_precision_param=precision)
     model = model_of(config)
     assert all(layer.attention.backends == (backend, None) for layer in model.layers.values())
     assert attention_sentence(model, config) == (backend or "flash")
@@ -275,7 +265,6 @@ def test_tiles_take_no_masks_and_are_for_cpus_alone(monkeypatch):
     assert "training.document_mask = true" in fault and 'use "flash", "math" or "auto"' in fault
     (fault,) = refused(config_of("tiles", "tests.tiny_gemma3"))
     assert "the window of tests.tiny_gemma3 plain" in fault
-    assert any("the capped scores" in fault for fault in refused(config_of("tiles", "tests.tiny_gemma3", "two")))
     fake_gpu(monkeypatch, 9, set())
     (fault,) = refused(config_of("tiles"))
     assert 'model.attention = "tiles": is not for GPUs; there are "cudnn"' in fault
@@ -293,7 +282,6 @@ def test_on_a_gpu_what_a_forced_kernel_cannot_do_is_refused(monkeypatch, name):
     for config, expected, fine in (
         (config_of(name), 'training.mixed_precision_param = "float32"', not halves),
         (config_of(name, document_mask=True, **HALF), "training.document_mask = true", masks),
-        (config_of(name, "tests.tiny_gemma3", **HALF), "the window of tests.tiny_gemma3 plain", masks),
     ):
         found = refused(config)
         assert len(found) == (not fine), found

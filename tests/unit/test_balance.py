@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from models.moe import Experts, MoE, Router, RouterLosses
@@ -13,15 +12,8 @@ from titanlite.config.read import Faults
 from titanlite.loop.checks import check
 from titanlite.optim import balance
 
+pytestmark = pytest.mark.usefixtures("group_of_one")  # counts are added up over all ranks
 DIM, EXPERTS, TOP_K, ROWS, LENGTH = 12, 6, 2, 3, 7
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    """Counts are added up over all ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def mixture(score: str = "softmax", bias: bool = False) -> MoE:
@@ -120,32 +112,15 @@ def test_reports_say_how_uneven_the_load_is():
     assert balance.load(layer, 1)["expert_entropy"] == 1.0
 
 
-def test_the_routing_of_the_latest_microbatch_is_recorded():
-    layer = mixture()
-    router = start_counting(layer)
-    for seed in range(2):
-        x = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(seed))
-        layer(x)
-        expected = F.one_hot(router(x)[1], EXPERTS).sum((0, 1))
-    assert balance.routing(layer) == [{"top_k": TOP_K, "counts": expected.tolist()}]
-    assert balance.routing(torch.nn.Linear(2, 2)) == []
-
-
 @pytest.mark.parametrize(
-    ("model", "moe", "training", "word"),
+    ("model", "key", "precision", "word"),
     [
-        ("tests.tiny", {"balance_loss": 0.1}, {}, "moe.balance_loss = 0.1: tests.tiny plain has no Router of models/moe.py"),
-        ("tests.tiny", {"bias_update_speed": 0.1}, {}, "moe.bias_update_speed = 0.1: tests.tiny plain has no Router"),
-        ("tests.tiny_moe", {"bias_update_speed": 0.1}, {}, "the routers of tests.tiny_moe plain have no bias; set it to 0"),
-        (
-            "tests.tiny_moe",
-            {"router_z_loss": 0.1},
-            {"mixed_precision_param": "float16"},
-            "float16.* scales the loss, and this",
-        ),
+        ("tests.tiny", "balance_loss", "bfloat16", "moe.balance_loss = 0.1: tests.tiny plain has no Router of models/moe.py"),
+        ("tests.tiny_moe", "bias_update_speed", "bfloat16", "the routers of tests.tiny_moe plain have no bias; set it to 0"),
+        ("tests.tiny_moe", "router_z_loss", "float16", "float16.* scales the loss, and this"),
     ],
 )
-def test_keys_without_effect_on_a_model_are_refused(model, moe, training, word):
-    config = config_of({}, model={"name": model}, moe=moe, training=training)
+def test_keys_without_effect_on_a_model_are_refused(model, key, precision, word):
+    config = config_of({}, model={"name": model}, moe={key: 0.1}, training={"mixed_precision_param": precision})
     with pytest.raises(Faults, match=word):
         check(config, "some.toml", 1, open_files=False)

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.guard import marked
 from tests.token_files import mix_of, opened, write_file
 from tests.waiting import until
 from titanlite.config.schema import Config
-from titanlite.data.batch import Batch
 from titanlite.data.batches import Batches, StepDataset
 from titanlite.data.mixture import Data
 from titanlite.data.prepare.packing import pack_file
@@ -53,29 +53,18 @@ def sources(tmp_path_factory) -> list:
     ]
 
 
-def global_batches(data: Data, config: Config, ranks: int, steps: int, first: int = 1) -> list[Batch]:
-    """Steps as all ranks together read them, (sequences, ...) each."""
+def global_batches(data: Data, config: Config, ranks: int, steps: int, first: int = 1) -> list[list[torch.Tensor]]:
+    """Steps as all ranks together read them: the tensors of a Batch, (sequences, ...) each."""
     parts = [Batches(StepDataset(config, data, (rank, ranks), first_step=first)) for rank in range(ranks)]
-    found = [[next(part) for part in parts] for _ in range(steps)]
+    found = [zip(*(next(part) for part in parts), strict=True) for _ in range(steps)]
     for part in parts:
         part.close()
-    return [
-        Batch(
-            *(
-                None if tensors[0] is None else torch.cat([t.flatten(0, 1) for t in tensors])
-                for tensors in zip(*step, strict=True)
-            )
-        )
-        for step in found
-    ]
+    return [[torch.cat([t.flatten(0, 1) for t in tensors]) for tensors in step if tensors[0] is not None] for step in found]
 
 
-def same(found: list[Batch], expected: list[Batch]) -> bool:
-    return len(found) == len(expected) and all(
-        (a is None and b is None) or torch.equal(a, b)
-        for x, y in zip(found, expected, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
+def same(found: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) -> bool:
+    pairs = [pair for steps in zip(found, expected, strict=True) for pair in zip(*steps, strict=True)]
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -84,7 +73,7 @@ def test_global_batches_are_the_same_on_any_number_of_ranks_with_accumulation_an
     keys, steps = POLICIES[policy], 9  # more than an epoch of the second source
     data = mix_of(sources, config_of(**keys))
     reference = global_batches(data, config_of(local=GLOBAL, **keys), 1, steps)
-    assert len({batch.tokens.numpy().tobytes() for batch in reference}) == steps
+    assert len({tokens.numpy().tobytes() for tokens, *_ in reference}) == steps
     for ranks in (1, 2, 3, 4):
         for local in (1, GLOBAL // ranks):
             assert same(global_batches(data, config_of(local=local, **keys), ranks, steps), reference)
@@ -104,7 +93,7 @@ def test_two_workers_read_what_none_reads_on_any_number_of_ranks_and_after_resum
 def test_the_structure_of_batches_does_not_change_from_step_to_step(sources):
     """One source says which of its tokens count, the other does not: a step may hold samples of one alone."""
     data = mix_of(sources, config_of())
-    shapes = {tuple((t.shape, t.dtype) for t in batch if t is not None) for batch in global_batches(data, config_of(), 4, 30)}
+    shapes = {tuple((t.shape, t.dtype) for t in batch) for batch in global_batches(data, config_of(), 4, 30)}
     assert len(shapes) == 1
 
 
@@ -266,20 +255,10 @@ def test_workers_and_their_server_end_with_a_rank_that_is_killed(sources, tmp_pa
         [sys.executable, tmp_path / "reading.py", mark], stdout=subprocess.PIPE, env=environment, start_new_session=True
     )
     assert rank.stdout.readline() == b"reading\n"
-
-    def left() -> list[str]:
-        return [entry.name for entry in Path("/proc").glob("[0-9]*") if marked(entry)]
-
-    def marked(entry: Path) -> bool:
-        try:
-            return f"THIS_RUN={tmp_path}\0".encode() in (entry / "environ").read_bytes()
-        except OSError:  # ended meanwhile, or another user's
-            return False
-
-    assert len(left()) >= 4  # rank, server, two workers
+    assert len(marked(str(tmp_path), "THIS_RUN")) >= 4  # rank, server, two workers
     rank.kill()
     rank.wait()
-    until(lambda: not left())
+    until(lambda: not marked(str(tmp_path), "THIS_RUN"))
 
 
 def test_nothing_is_left_of_batches_that_nobody_reads_any_more(sources):

@@ -17,7 +17,6 @@ from titanlite.data.batch import to_batch
 from titanlite.data.mixture import Data, open_data
 from titanlite.data.prepare import prepare
 from titanlite.data.prepare.cache import train_tokenizer
-from titanlite.data.prepare.manifest import SEAL
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ground.errors import UserError
 from titanlite.loop.loss import summed_loss
@@ -68,7 +67,6 @@ def torchtitan_stream(folder: Path, texts: list[str]) -> list[int]:
 @pytest.mark.parametrize(
     ("single", "settings"),
     [
-        (BEGIN, {"bos_token": "<s>"}),
         (BEGIN, {}),
         (BOTH, {"bos_token": "<s>"}),
         ("$A", {"bos_token": "<s>"}),
@@ -176,14 +174,3 @@ def test_token_files_that_begin_otherwise_than_asked_for_are_refused_with_the_ke
     assert opened(folder, tmp_path / "tokens-True")
     with pytest.raises(UserError, match=r"training\.add_bos"):
         opened(folder, tmp_path / "tokens-False")
-
-
-def test_token_files_of_titanlite_0_1_are_refused(tmp_path):
-    folder, text = assets(tmp_path / "assets"), write_jsonl(tmp_path / "for-tokens.jsonl")
-    options = {"append_eos": True, "workers": 1, "shard_tokens": 10**9, "on_error": "fail"}
-    manifest = prepare.prepare([str(text)], tmp_path / "tokens", load_tokenizer(str(folder), add_bos=False), **options)
-    for entry in ("beginning_of_text", "block_bytes", SEAL):
-        del manifest[entry]
-    (tmp_path / "tokens" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"tokens/manifest\.json: titanlite 0\.1 wrote it.*tokenize the text again"):
-        opened(folder, tmp_path / "tokens", add_bos=False)

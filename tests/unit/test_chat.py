@@ -1,5 +1,7 @@
 """Chats become the tokens that transformers makes of them, and only what the assistant says is to be learnt."""
 
+import itertools
+
 import pytest
 
 from tests.chat_templates import (
@@ -22,7 +24,7 @@ from tests.chat_templates import (
 from titanlite.data.prepare.chat import load_template
 from titanlite.ground.errors import UserError
 
-# ----------------------------------------------------------------------------------------------- the same as transformers
+# --------------------------------------------------------------------------------------------- the same as transformers
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
@@ -57,7 +59,7 @@ def test_what_counts_is_every_turn_of_the_assistant_and_the_token_that_ends_it(t
             assert chat._tokenizer.decode(ids[:number], skip_special_tokens=False).endswith(before)
 
 
-# ------------------------------------------------------------------------------------------------------ tools and weights
+# ---------------------------------------------------------------------------------------------------- tools and weights
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 WITH_TOOLS = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -69,18 +71,6 @@ def test_tools_beside_the_messages_give_the_tokens_of_transformers(tmp_path, tem
     ids, learnt = load(tmp_path, WITH_TOOLS + TEMPLATES[template]).encode(CHATS["several turns"], tools)
     assert ids == oracle(tmp_path).apply_chat_template(CHATS["several turns"], tools=tools, return_dict=True)["input_ids"]
     assert sum(learnt) == sum(load(tmp_path, TEMPLATES[template]).encode(CHATS["several turns"])[1])
-
-
-@pytest.mark.parametrize(
-    ("tools", "reason"),
-    [
-        ([TOOL], "does not render the tools"),
-        ("[]", "tools must be a list of objects, not '\\[\\]'"),
-    ],
-)
-def test_tools_that_cannot_be_given_to_the_template_are_refused(tmp_path, tools, reason):
-    with pytest.raises(ValueError, match=reason):
-        load(tmp_path, CHATML).encode(CHATS["one turn"], tools)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -97,42 +87,7 @@ def test_a_turn_of_weight_0_is_not_learnt_and_the_others_are_as_without_weights(
     assert chat.encode([{**turn, "weight": 1} if n % 2 else turn for n, turn in enumerate(turns)]) == (plain_ids, plain)
 
 
-@pytest.mark.parametrize(
-    ("weights", "reason"),
-    [
-        ([None, 0.5], 'message 2: "weight" must be 0 or 1, not 0.5'),
-        ([1, 1], 'message 1: "weight" is 1, but only turns of the assistant are learnt'),
-    ],
-)
-def test_a_weight_that_means_nothing_is_refused(tmp_path, weights, reason):
-    turns = [{**turn, "weight": weight} for turn, weight in zip(CHATS["one turn"], weights, strict=True)]
-    with pytest.raises(ValueError, match=reason):
-        load(tmp_path, CHATML).encode(turns)
-
-
-_CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
-_WHOLE = "<s>{{ m.role }}:{{ m.content }}</s>"
-
-
-@pytest.mark.parametrize(
-    ("template", "turn", "reason"),
-    [
-        (CHATML, _CALL, '"tool_calls" of message 2'),
-        ("{% for m in messages %}{% if m.role != 'assistant' or loop.last %}" + _WHOLE + "{% endif %}{% endfor %}", ASSISTANT,
-         '"content" of message 2'),
-        ("{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}"
-         "{% endgeneration %}{% endif %};{% endfor %}", {"role": "assistant", "content": "6"}, '"content" of message 2'),
-        ("{% for m in messages %}{{ m.content }}{% if loop.last %}{% generation %}!{% endgeneration %}{% endif %}{% endfor %}",
-         ASSISTANT, "enclose no text of message 4, or of one before it"),
-    ],
-)  # fmt: skip
-def test_a_template_that_leaves_out_a_turn_that_would_be_learnt_is_refused(tmp_path, template, turn, reason):
-    chat = load(tmp_path, template)
-    with pytest.raises(ValueError, match=reason):
-        chat.encode([USER, turn, USER, {"role": "assistant", "content": "4, 6"}])
-
-
-# ---------------------------------------------------------------------------------------------------------------- folders
+# -------------------------------------------------------------------------------------------------------------- folders
 
 
 def test_a_folder_without_a_template_has_none(tmp_path):
@@ -154,11 +109,7 @@ def test_a_file_of_its_own_comes_before_the_settings_and_default_among_several(t
     ("template", "words"),
     [
         ("a\n{% for x in %}", ["tokenizer_config.json", "line 2", "Expected an expression"]),
-        (
-            [{"name": "rag", "template": "x"}],
-            ["tokenizer_config.json: broken chat template", "none of its templates is called"],
-        ),
-        (5, ["tokenizer_config.json: chat_template", "must be a valid string"]),
+        ([{"name": "rag", "template": "x"}], ["tokenizer_config.json: broken", "none of its templates is called"]),
     ],
 )
 def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, words):
@@ -167,46 +118,53 @@ def test_a_broken_template_is_told_with_its_file_and_fault(tmp_path, template, w
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-# ---------------------------------------------------------------------------------------------------- what cannot be used
+# -------------------------------------------------------------------------------------------------- what cannot be used
+
+
+_WHOLE = "<s>{{ m.role }}:{{ m.content }}</s>"
+_CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+_OTHER = {"role": "assistant", "content": "6"}
+
+
+def each(body: str) -> str:
+    """A template that writes this for each message m."""
+    return "{% for m in messages %}" + body + "{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("messages", "reason"),
+    ("template", "messages", "reason"),
     [
-        ([USER], "no message is the assistant's"),
-        ([{"role": "user", "content": "a</s>b"}, ASSISTANT], "message 1 spells </s>"),
-        ([USER, {"role": "assistant", "content": "\ufdd0"}], "U\\+FDD0"),
-        ([{"role": "wizard", "content": ""}, ASSISTANT], "the chat template refuses it: unknown role wizard"),
+        (CHATML, [USER, ASSISTANT | {"weight": 0.5}], 'message 2: "weight" must be 0 or 1, not 0.5'),
+        (CHATML, [USER | {"weight": 1}, ASSISTANT], 'message 1: "weight" is 1, but only turns of the assistant are learnt'),
+        (LLAMA, [USER], "no message is the assistant's"),
+        (LLAMA, [{"role": "user", "content": "a</s>b"}, ASSISTANT], "message 1 spells </s>"),
+        (LLAMA, [USER, {"role": "assistant", "content": "\ufdd0"}], "U\\+FDD0"),
+        (LLAMA, [{"role": "wizard", "content": ""}, ASSISTANT], "the chat template refuses it: unknown role wizard"),
+        # a turn that would be learnt is left out
+        (CHATML, [USER, _CALL], '"tool_calls" of message 2'),
+        (each("{% if m.role != 'assistant' or loop.last %}" + _WHOLE + "{% endif %}"), [USER, ASSISTANT, USER, _OTHER],
+         '"content" of message 2'),
+        (each("{{ m.role }}:{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+              "{% endif %};"), [USER, _OTHER, USER, {"role": "assistant", "content": "4, 6"}], '"content" of message 2'),
+        (each("{{ m.content }}{% if loop.last %}{% generation %}!{% endgeneration %}{% endif %}"),
+         [USER, _OTHER, USER, ASSISTANT], "enclose no text of message 4, or of one before it"),
+        # the template does not tell what the assistant says; the first drops earlier thoughts once others follow
+        (each("<s>{{ m.role }}:{{ m.content if loop.last or m.role == 'user' else m.content.split('.')[0] }}</s>")
+         + "{% if add_generation_prompt %}<s>assistant:{% endif %}", CHATS["several turns"],
+         "rewrites message 2 when others follow; put {% generation %}"),
+        (each(_WHOLE), CHATS["one turn"], "ignores add_generation_prompt, so headers cannot be recognized; put {%"),
+        ("{% set x %}{% generation %} x {% endgeneration %}{% endset %}{{ x | trim }}", CHATS["one turn"],
+         "changes the text between its generation tags"),
     ],
 )  # fmt: skip
-def test_a_chat_that_cannot_be_used_is_refused_with_the_reason(tmp_path, messages, reason):
+def test_a_chat_that_cannot_be_learnt_is_refused_with_the_reason(tmp_path, template, messages, reason):
     with pytest.raises(ValueError, match=reason):
-        load(tmp_path, LLAMA).encode(messages)
+        load(tmp_path, template).encode(messages)
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        # earlier thoughts are dropped once others follow
-        (
-            "{% for m in messages %}<s>{{ m.role }}:"
-            "{{ m.content if loop.last or m.role == 'user' else m.content.split('.')[0] }}</s>{% endfor %}"
-            "{% if add_generation_prompt %}<s>assistant:{% endif %}",
-            "rewrites message 2 when others follow; put {% generation %}",
-        ),
-        (
-            "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}",
-            "ignores add_generation_prompt, so headers cannot be recognized; put {% generation %}",
-        ),
-        (
-            "{% set x %}{% generation %} x {% endgeneration %}{% endset %}{{ x | trim }}",
-            "changes the text between its generation tags",
-        ),
-    ],
-)
-def test_a_template_that_does_not_tell_what_the_assistant_says_is_refused(tmp_path, template, reason):
-    with pytest.raises(ValueError, match=reason):
-        load(tmp_path, template).encode(CHATS["several turns"])
+def test_tools_that_a_template_does_not_render_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="does not render the tools"):
+        load(tmp_path, CHATML).encode(CHATS["one turn"], [TOOL])
 
 
 @pytest.mark.parametrize(
@@ -242,3 +200,74 @@ def test_what_templates_of_hugging_face_use_is_there(tmp_path):
     messages = [USER, {"role": "skip", "content": ""}, {"role": "assistant", "content": "<é>"}, {**ASSISTANT, "weight": 0}]
     ids, _ = load(tmp_path, template).encode(messages)
     assert ids == oracle(tmp_path).apply_chat_template(messages, return_dict=True)["input_ids"]
+
+
+# -------------------------------------------------------------------------------------------- every type in every field
+
+
+_END = "</s>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+_FIELDS = "{{ m.name if m.name is defined }}{{ m.thinking if m.thinking is defined }}"
+_CALLS = "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
+_TOOLS = "{{ tools | tojson if tools }}"
+_SHAPES = {
+    "concatenates": CHATML,
+    "trims": LLAMA,
+    "prints": f"{_TOOLS}{{% for m in messages %}}{{{{ m.role }}}}: {_FIELDS}{_CALLS}{{{{ m.content }}}}{_END}",
+    # as those of models that also read images
+    "reads parts": (
+        f"{_TOOLS}{{% for m in messages %}}{{{{ m.role }}}}: {_FIELDS}{_CALLS}{{% if m.content is string %}}{{{{ m.content }}}}"
+        f"{{% else %}}{{% for part in m.content or [] %}}{{{{ part.text }}}}{{% endfor %}}{{% endif %}}{_END}"
+    ),
+}
+ONE, TWO = [{"type": "text", "text": "a part"}], [{"type": "text", "text": "a part"}, {"type": "text", "text": "another"}]
+VALUES = [
+    *(None, True, False, 0, 1, -1.5, "", "text", [], {}, ["text"], [None], [[]], {"a": 1}, {"text": "x"}, ONE, TWO),
+    *([{"type": "image_url", "image_url": {"url": "x"}}], [*ONE, {"type": "image"}], [{"type": "text"}]),
+    *([{"type": "text", "text": None}], [{"type": "text", "text": ["x"]}], [{"name": "f", "arguments": {"b": [1]}}]),
+]
+FIELDS = ["role", "content", "weight", "name", "thinking", "tool_calls"]
+
+
+def _chats(value: object) -> list[tuple[list[dict] | object, object]]:
+    """(messages, tools) with a value in each place."""
+    chats: list[tuple[list[dict] | object, object]] = [(value, None), ([value], None), ([USER, ASSISTANT], value)]
+    for field, place in itertools.product(FIELDS, (0, 1)):
+        messages = [dict(USER), dict(ASSISTANT)]
+        messages[place][field] = value
+        chats.append((messages, None))
+    return chats
+
+
+def _plain(messages: list[dict], joined: bool) -> list[dict]:
+    """The chat as transformers must get it: no keys of null, no weights, and where the template wants it no parts."""
+    found = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if value is not None and key != "weight"}
+        if joined and isinstance(message.get("content"), list):
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+        found.append(message)
+    return found
+
+
+@pytest.mark.parametrize("template", _SHAPES)
+def test_every_json_type_in_every_field_gives_transformers_tokens_or_a_reason(tmp_path, template):
+    chat, refused, rendered = load(tmp_path, _SHAPES[template]), [], 0
+    theirs = oracle(tmp_path)
+    for value in VALUES:
+        for messages, tools in _chats(value):
+            try:
+                ids, said = chat.encode(messages, tools)
+            except ValueError as error:
+                refused.append(str(error))
+                assert "Traceback" not in refused[-1]
+                continue
+            rendered += 1
+            expected = theirs.apply_chat_template(
+                _plain(messages, template != "reads parts"), tools=tools, return_dict=True, tokenize=True
+            )
+            assert ids == expected["input_ids"], (messages, tools)
+            assert len(said) == len(ids)
+            if value and isinstance(value, list | dict):
+                assert str(value) not in chat._tokenizer.decode(ids, skip_special_tokens=False), messages
+    assert len(refused) > 100 and rendered > 50, (len(refused), rendered)
+    assert any('a part of "content" must be {"type": "text", "text": "..."}' in reason for reason in refused)

@@ -23,13 +23,8 @@ def named(**changes: object) -> list[tuple[str, str]]:
     return [(difference.quantity, difference.where) for difference in comparison.excessive]
 
 
-def test_a_trajectory_equals_itself_in_every_bit():
-    comparison = compare(trajectory(), trajectory())
-    assert comparison.equal and all(difference.size == 0 for difference in comparison.differences)
-    assert str(comparison) == "weights 0.0e+00, batches 0.0e+00, gradients 0.0e+00, losses 0.0e+00, norms 0.0e+00"
-
-
 def test_weights_and_batches_have_no_tolerance_and_all_that_differ_are_named():
+    assert named() == []
     weights = {"embed.weight": torch.ones(4), "head.weight": torch.nextafter(torch.arange(4.0), torch.tensor(9.0))}
     assert named(weights=weights) == [("weights", "head.weight")]
     assert named(batches=[torch.arange(6), torch.arange(6)]) == [("batches", "step 2")]
@@ -82,10 +77,3 @@ def test_another_mesh_keeps_the_global_batch():
 def test_a_pipeline_keeps_the_local_batch_unless_it_needs_more_microbatches(stages, local):
     config = Config.model_validate({"training": {"local_batch_size": 2}})  # three microbatches
     assert on_mesh(config, {"pp": stages}, 6).training.local_batch_size == local
-
-
-@pytest.mark.parametrize(("given", "ranks", "microbatches"), [(-1, 6, 1), (24, 6, 1), (24, 2, 3), (24, 1, 6)])
-def test_each_rank_takes_its_share_of_the_global_batch_in_microbatches(given, ranks, microbatches):
-    config = Config.model_validate({"training": {"local_batch_size": 4, "global_batch_size": given}})
-    assert config.microbatches(ranks) == microbatches
-    assert microbatches * 4 * ranks == config.global_batch(ranks)

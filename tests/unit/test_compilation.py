@@ -38,23 +38,15 @@ def test_a_compilation_after_the_run_has_settled_is_counted_and_its_cause_told(c
     assert "step 4" not in caplog.text
 
 
-def test_what_is_compiled_is_kept_between_runs_where_the_user_has_named_no_other_place(monkeypatch, tmp_path):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_is_compiled_is_kept_between_runs_on_one_node_unless_the_user_names_a_place(monkeypatch, tmp_path, nodes):
+    settings = {"TITANLITE_CACHE": str(tmp_path), "WORLD_SIZE": str(8 * nodes), "LOCAL_WORLD_SIZE": "8"}
+    for name, value in (settings | {"TORCHINDUCTOR_CACHE_DIR": ""}).items():  # so that it is put back
+        monkeypatch.setenv(name, value)
     del os.environ["TORCHINDUCTOR_CACHE_DIR"]
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
-    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
-
-
-def test_what_is_compiled_stays_on_its_node_where_there_are_several(monkeypatch, tmp_path):
-    for name, value in {"TITANLITE_CACHE": str(tmp_path), "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
-    assert cache_dir() == default_cache_dir()  # PyTorch's, in the folder for temporary files
+    # of several nodes, each has PyTorch's, in the folder for temporary files
+    assert cache_dir() == (str(tmp_path / "inductor") if nodes == 1 else default_cache_dir())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     compile_model(llama3.Model(llama3.FLAVORS["debug"]), Compile(enable=True))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")

@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from tests.hostile.keys import as_option, other
 from titanlite.config.effects import Hardware
 from titanlite.config.read import INSTEAD, read_config, stored_config, to_toml
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Section
 from titanlite.ground.errors import HelpRequested, UserError
 from titanlite.tools.help import print_help
 
@@ -69,10 +69,6 @@ def refusal(path: Path, *options: str) -> str:
 # ---------------------------------------------------------------------------------------------------- files and bases
 
 
-def test_an_empty_file_gives_the_defaults(tmp_path):
-    assert read_config(write(tmp_path, ""), []) == Config()
-
-
 def test_a_base_is_looked_up_beside_its_file_and_not_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -100,18 +96,9 @@ def test_a_missing_base_is_named_with_the_file_that_names_it(tmp_path):
     assert f"named as base by {tmp_path / 'middle.toml'}" in message
 
 
-def test_a_misspelt_file_name_gets_a_suggestion(tmp_path):
-    write(tmp_path, "", "llama_debug.toml")
-    assert f"did you mean {tmp_path / 'llama_debug.toml'}?" in refusal(tmp_path / "llama_debag.toml")
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("steps = \n", "cannot be read as TOML"),
-        ("base = 3\n", "base = 3: must be the name of a TOML file"),
-        ("training = 3\n", "training = 3: must be a table"),
-    ],
+    [("base = 3\n", "base = 3: must be the name of a TOML file"), ("training = 3\n", "training = 3: must be a table")],
 )
 def test_a_file_of_the_wrong_form_is_refused(tmp_path, text, expected):
     assert expected in refusal(write(tmp_path, text))
@@ -145,14 +132,12 @@ def test_all_faults_are_told_at_once_each_with_its_origin(tmp_path):
     [
         ("[optimizer]\nlearning_rate = 1\n", "no such key; there are: name, lr, beta1"),
         ("[training]\nlr = 1\n", "training.lr = 1 (run.toml): no such key; did you mean optimizer.lr?"),
-        ("[optimiser]\nlr = 1\n", "[optimiser]: no such section; did you mean optimizer?"),
         ("steps = 5\n", "steps = 5 (run.toml): is in no section; did you mean training.steps or validation.steps?"),
     ],
 )
 def test_what_the_schema_does_not_know_gets_a_suggestion(tmp_path, text, expected):
-    message = refusal(write(tmp_path, text))
-    assert expected in message
-    assert "1 fault\n" in message
+    _, line = refusal(write(tmp_path, text)).splitlines()  # one may be misspelt, and no command for files of torchtitan follows
+    assert expected in line
 
 
 def test_keys_that_are_gone_and_options_of_other_commands_are_refused_with_what_to_use_instead(tmp_path):
@@ -160,14 +145,6 @@ def test_keys_that_are_gone_and_options_of_other_commands_are_refused_with_what_
     for key, instead in INSTEAD.items():
         assert f"  {key} = 9 (run.toml): not a key of titanlite: {instead}" in refusal(write(tmp_path, f"{key} = 9\n"))
         assert f'  {key} = "9" (option): not a key of titanlite: {instead}' in refusal(write(tmp_path, ""), f"--{key}", "9")
-
-
-def test_a_file_with_several_unknown_names_may_be_one_of_torchtitan(tmp_path):
-    path = write(tmp_path, "[metrics]\nenable_wandb = false\n")
-    command = f"titanlite convert-config {path} --output "
-    assert command not in refusal(path, "--metrics.rank_0_only", "true"), "one may be misspelt"
-    lines = refusal(write(tmp_path, "[metrics]\nenable_wandb = false\n[experimental]\n")).splitlines()
-    assert lines[0] == f"{path}: 2 faults" and len(lines) == 4 and command in lines[3]
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_gone():
@@ -195,30 +172,24 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_the_keys_that_are_go
         ("parallelism.fsdp_reshard_after_forward", "4", 4),
     ],
 )
-@pytest.mark.parametrize("joined", [False, True], ids=["apart", "joined"])
-def test_an_option_becomes_a_value_of_the_keys_type(tmp_path, option, text, value, joined):
-    words = [f"--{option}={text}"] if joined else [f"--{option}", text]
+def test_an_option_becomes_a_value_of_the_keys_type(option, text, value):
     section, name = option.split(".")
-    found = getattr(getattr(read_config(write(tmp_path, ""), words), section), name)
+    found = getattr(getattr(read_config(None, [f"--{option}", text]), section), name)
     assert (found, type(found)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--training.steps", "-5"], "training.steps = -5 (option): must be greater than or equal to 1"),
-        (["--optimizer.name", "adamw"], "must be 'AdamW', 'Adam' or 'Muon'; did you mean 'AdamW'?"),
         (["--parallelism.fsdp_reshard_after_forward", "1"], "'never' or greater than or equal to 2"),
-        (["--trainer.steps=5"], "[trainer]: no such section; did you mean training?"),
         (["--training.steps", "--training.seed", "1"], "--training.steps: has no value"),
         (["stray"], "stray: belongs to no option"),
         (["--training.steps", "5", "6"], "6: belongs to no option"),
     ],
 )
 def test_a_wrong_option_is_refused(tmp_path, words, expected):
-    message = refusal(write(tmp_path, ""), *words)
-    assert expected in message
-    assert "1 fault\n" in message
+    _, line = refusal(write(tmp_path, ""), *words).splitlines()
+    assert expected in line
 
 
 def test_help_shows_every_key_with_meaning_and_value(tmp_path, capsys):
@@ -254,3 +225,10 @@ def test_keys_without_effect_are_comments_so_that_the_written_file_is_valid(tmp_
     again = read_config(write(tmp_path, text), [])
     assert not [key for key in again.idle(Hardware()) if key.refused]
     assert (again.parallelism.cpu_offload, again.parallelism.fsdp_prefetch) == (True, 2), "another machine may have a GPU"
+
+
+def test_a_key_that_names_no_condition_is_no_key():
+    with pytest.raises(TypeError, match="each key has one EffectiveWhen"):
+
+        class Forgotten(Section):
+            key: Annotated[int, "no condition"] = 1

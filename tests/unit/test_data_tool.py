@@ -3,10 +3,11 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from titanlite.checkpoint import manifest
 from titanlite.checkpoint.manifest import Manifest
@@ -42,10 +43,16 @@ def config(tmp_path, monkeypatch) -> Path:
     return tmp_path / "run.toml"
 
 
-def output(capsys, monkeypatch, *words: str) -> str:
-    monkeypatch.setattr("sys.argv", ["titanlite data", *words])
-    tool.main()
-    return capsys.readouterr().out
+@pytest.fixture
+def run(config, capsys, monkeypatch) -> Callable[..., str]:
+    """What `titanlite data COMMAND run.toml` prints."""
+
+    def run(command: str, *words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["titanlite data", command, str(config), *words])
+        tool.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 def shown_samples(text: str) -> list[str]:
@@ -54,24 +61,25 @@ def shown_samples(text: str) -> list[str]:
     return ["".join(part.split("\n", 1)[1].rstrip("\n") for part in sample.split("--- document ")[1:]) for sample in samples]
 
 
+def read_samples(config: Path, options: list[str], step: int, timeline: Timeline | None = None) -> list[str]:
+    """The text of each sample, as a run reads it."""
+    keys = read_config(config, options)
+    data, tokenizer = open_data(keys, vocabulary_of(keys.model)), open_tokenizer("assets").tokenizer
+    batch = next(Batches(StepDataset(keys, data, (0, 1), timeline, step)))
+    tokens = batch.tokens.flatten(0, 1)
+    counted = torch.ones_like(tokens, dtype=torch.bool) if batch.counted is None else batch.counted.flatten(0, 1)
+    return [tokenizer.decode(row[used].tolist(), skip_special_tokens=False) for row, used in zip(tokens, counted, strict=True)]
+
+
 @pytest.mark.parametrize("policy", ["pack", "best_fit", "truncate"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_show_prints_the_text_that_the_step_reads(config, capsys, monkeypatch, policy, step):
+def test_show_prints_the_text_that_the_step_reads(config, run, policy, step):
     option = ["--training.document_policy", policy]
-    found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *option))
-    keys = read_config(config, option)
-    data, tokenizer = open_data(keys, vocabulary_of(keys.model)), open_tokenizer("assets").tokenizer
-    batch = next(Batches(StepDataset(keys, data, (0, 1), first_step=step)))
-    tokens = batch.tokens.flatten(0, 1)
-    counted = np.ones(tokens.shape, bool) if batch.counted is None else batch.counted.flatten(0, 1).numpy()
-    expected = [
-        tokenizer.decode(row[used].tolist(), skip_special_tokens=False) for row, used in zip(tokens, counted, strict=True)
-    ]
-    assert found == expected
+    assert shown_samples(run("show", "--step", str(step), *option)) == read_samples(config, option, step)
 
 
-def test_show_names_sample_document_and_the_file_that_it_came_from(config, capsys, monkeypatch):
-    text = output(capsys, monkeypatch, "show", str(config), "--step", "2", "--training.document_policy", "truncate")
+def test_show_names_sample_document_and_the_file_that_it_came_from(run):
+    text = run("show", "--step", "2", "--training.document_policy", "truncate")
     heads = [line for line in text.splitlines() if line.startswith(("===", "---"))]
     assert [head.split()[2] for head in heads[::2]] == ["4", "5", "6", "7"]
     for document, body in zip(heads[1::2], shown_samples(text), strict=True):
@@ -80,8 +88,8 @@ def test_show_names_sample_document_and_the_file_that_it_came_from(config, capsy
         assert body.startswith(f"document {number}: ")
 
 
-def test_stats_counts_tokens_documents_lengths_epochs_and_waste(config, capsys, monkeypatch):
-    text = output(capsys, monkeypatch, "stats", str(config))
+def test_stats_counts_tokens_documents_lengths_epochs_and_waste(run):
+    text = run("stats")
     tokenizer = open_tokenizer("assets").tokenizer
     lengths = [len(tokenizer.encode(TEXTS[name])) + 1 for name in sorted(TEXTS)]
     samples = (sum(lengths) - 1) // 16
@@ -122,72 +130,60 @@ def changed(config, tmp_path) -> dict[int, tuple[list[str], Timeline]]:
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 6, 8])
-def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, capsys, monkeypatch, changed, step):
+def test_show_prints_what_a_run_whose_weights_changed_read_or_will_read(config, run, changed, step):
     options, timeline = changed[step]
-    keys = read_config(config, options)
-    data, tokenizer = open_data(keys, vocabulary_of(keys.model)), open_tokenizer("assets").tokenizer
-    expected = data.read(*StepDataset(keys, data, (0, 1), timeline, step).located(0)).tokens
-    found = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", str(step), *options))
-    assert found == [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in expected]
-    if step > 4:
-        old = data.read(*StepDataset(keys, data, (0, 1), first_step=step).located(0)).tokens
-        assert not np.array_equal(old, expected)
+    found = shown_samples(run("show", "--step", str(step), *options))
+    assert found == read_samples(config, options, step, timeline)
+    assert step <= 4 or found != read_samples(config, options, step)
 
 
-def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other_sources(config, capsys, monkeypatch, changed):
-    first, later = (["show", str(config), "--step", step, *changed[int(step)][0]] for step in ("3", "5"))
-    before = output(capsys, monkeypatch, *first)
+def test_show_finds_every_step_of_a_run_in_its_last_checkpoint_and_refuses_other_sources(config, capsys, run, changed):
+    first, later = (["show", "--step", step, *changed[int(step)][0]] for step in ("3", "5"))
+    before = run(*first)
     for number in (2, 4):
         shutil.rmtree(config.parent / f"run/checkpoint/step-{number:08d}")
-    assert output(capsys, monkeypatch, *first) == before
-    swapped = [*first[:3], "5", *first[4:]]
-    assert "step 5: the run in run did this step with other sources" in refusal(capsys, monkeypatch, *swapped)
-    assert "4 sequences of text 75.00%, more 25.00%; give these" in refusal(capsys, monkeypatch, *swapped)
-    assert output(capsys, monkeypatch, *later)
+    assert run(*first) == before
+    found = refusal(capsys, run, "show", "--step", "5", *first[3:])
+    assert "step 5: the run in run did this step with other sources" in found
+    assert "4 sequences of text 75.00%, more 25.00%; give these" in found
+    assert run(*later)
 
 
-def test_show_continues_where_a_rollback_continued(config, capsys, monkeypatch, changed, tmp_path):
+def test_show_continues_where_a_rollback_continued(run, changed, tmp_path):
     entry = {"kind": "rollback", "step": 7, "samples": [24, 28], "action": "rollback", "superseded": False}
-    (tmp_path / "run" / "incidents.jsonl").write_text(
-        json.dumps(entry | {"found_at": 7, "to_step": 6, "next_sample": 28}) + "\n"
-    )
+    entry |= {"found_at": 7, "to_step": 6, "next_sample": 28}
+    (tmp_path / "run" / "incidents.jsonl").write_text(json.dumps(entry) + "\n")
     options, _ = changed[8]
-    before = output(capsys, monkeypatch, "show", str(config), "--step", "7", *options)
+    before = run("show", "--step", "7", *options)
     (tmp_path / "run" / "incidents.jsonl").unlink()
-    assert shown_samples(before) == shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "8", *options))
+    assert shown_samples(before) == shown_samples(run("show", "--step", "8", *options))
 
 
-def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(config, capsys, monkeypatch, changed):
-    text = output(capsys, monkeypatch, "stats", str(config), *changed[6][0])
-    drawn = [int(count) for count in re.findall(r"in the run  (\d+) samples", text)]
-    assert drawn == [
-        8 + 14,
-        8 + 6,
-    ]  # 16 samples 1 : 1, then 20 samples 3 : 1, of which the first source has its share rounded down
+def test_stats_counts_what_a_run_whose_weights_changed_reads_of_each_source(run, changed):
+    text = run("stats", *changed[6][0])
+    # 16 samples 1 : 1, then 20 samples 3 : 1, of which the first source has its share rounded down
+    assert re.findall(r"in the run  (\d+) samples", text) == [str(8 + 14), str(8 + 6)]
 
 
-def refusal(capsys, monkeypatch, *words: str) -> str:
+def refusal(capsys, run, *words: str) -> str:
     with pytest.raises((UserError, SystemExit)) as refused:
-        output(capsys, monkeypatch, *words)
+        run(*words)
     return f"{refused.value} {capsys.readouterr().err}"
 
 
-def test_the_ranks_of_a_mesh_show_parts_of_the_same_batch(config, capsys, monkeypatch):
-    whole = shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "2"))
+def test_the_ranks_of_a_mesh_show_parts_of_the_same_batch(run):
+    whole = shown_samples(run("show", "--step", "2"))
     mesh = ["--ranks", "4", "--parallelism.tensor_parallel_degree", "2"]
-    of_rank = [
-        shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "2", "--rank", str(rank), *mesh))
-        for rank in range(4)
-    ]
+    of_rank = [shown_samples(run("show", "--step", "2", "--rank", str(rank), *mesh)) for rank in range(4)]
     assert of_rank[0] == of_rank[1] == whole[:2]  # a tensor-parallel group reads the same
     assert of_rank[2] == of_rank[3] == whole[2:]
-    assert shown_samples(output(capsys, monkeypatch, "show", str(config), "--step", "2", *mesh)) == whole
+    assert shown_samples(run("show", "--step", "2", *mesh)) == whole
 
 
 @pytest.mark.parametrize("command", ["verify", "stats"])
-def test_no_damaged_byte_passes_and_the_first_fault_of_each_file_is_listed(config, capsys, monkeypatch, command):
+def test_no_damaged_byte_passes_and_the_first_fault_of_each_file_is_listed(config, capsys, run, command):
     """Also bytes that the numbers of `stats` do not depend on: training would refuse them."""
-    output(capsys, monkeypatch, command, str(config))
+    run(command)
     [folder] = (config.parent / "cache").glob("tokens-*/")
     for name in ("00000.bin", "00000.idx", "00000.bin.sums", "00000.idx.sums"):
         sound = (folder / name).read_bytes()
@@ -195,7 +191,7 @@ def test_no_damaged_byte_passes_and_the_first_fault_of_each_file_is_listed(confi
             content = bytearray(sound)
             content[place] ^= 1
             (folder / name).write_bytes(content)
-            found = refusal(capsys, monkeypatch, command, str(config))
+            found = refusal(capsys, run, command)
             assert f"{folder / name.removesuffix('.sums')}" in found, (name, place)
             if name == "00000.bin":
                 assert "1 of 1 token files are damaged:" in found and "is damaged: block 0" in found

@@ -1,13 +1,18 @@
-"""The pages are true as far as a test can see: links, paths, modules, commands, options and keys that they name exist."""
+"""The pages are true as far as a test can see: what they name exists, and what forks rely on is what docs/interface.md says."""
 
+import importlib
+import inspect
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from titanlite.__main__ import COMMANDS
+from models import llama3
+from models.decoder import Limits
+from titanlite.__main__ import COMMANDS, main
 from titanlite.config.schema import Config
+from titanlite.parallel.tensor import STYLES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,3 +107,40 @@ def test_the_readme_shows_the_layers_that_lint_enforces():
 def test_the_readme_shows_every_package():
     folders = {folder.name for folder in (ROOT / "titanlite").iterdir() if (folder / "__init__.py").exists()}
     assert {name for name in folders if f"\n      {name}/ " not in README} == set()
+
+
+def test_an_unknown_command_is_answered_with_the_nearest_one_and_with_all(monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["titanlite", "chek", "run.toml"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    found = capsys.readouterr().err
+    assert found.startswith("titanlite chek: no such command; did you mean check?\n")
+    assert [command for command in COMMANDS if f"\n  {command} " not in found] == []
+
+
+# --------------------------------------------------------------------------------------------------- what forks rely on
+
+
+PAGE = (Path(__file__).parents[2] / "docs/interface.md").read_text(encoding="utf-8")
+LINES = re.findall(r"^ {4}(\w+)\.(\w+)\((.*)\)$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), LINES, ids=[name for _, name, _ in LINES])
+def test_a_name_that_forks_import_has_the_parameters_of_the_page(module, name, parameters):
+    signature = inspect.signature(getattr(importlib.import_module(f"models.{module}"), name))
+    plain = [str(parameter.replace(annotation=parameter.empty)) for parameter in signature.parameters.values()]
+    assert ", ".join(plain) == parameters, "forks rely on it: deprecate the old form for a release, then change the page"
+
+
+def test_the_words_of_the_tables_are_those_of_the_page():
+    [styles] = re.findall(r"^- `sharding`: (.*) \(", PAGE, re.MULTILINE)
+    [limits] = re.findall(r"^- `LIMITS`: (.*) \(", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", styles)) == set(STYLES)
+    assert set(re.findall(r"`(\w+)`", limits)) == set(Limits._fields)
+
+
+def test_the_parts_of_a_family_on_the_page_are_there():
+    [parts] = re.findall(r"## What a family's file has\n\n(.*?)\n\n", PAGE, re.DOTALL)
+    names = set(re.findall(r"`([A-Za-z_]+)`", parts)) - {"LIMITS", "KEEP"}
+    assert {"Config", "HF"} < names and [name for name in names if not hasattr(llama3, name)] == []

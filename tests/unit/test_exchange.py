@@ -2,13 +2,12 @@
 for."""
 
 import itertools
-import random
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.exchange import Chunk, Counts, Load, chunks, taken
+from models.exchange import Chunk, Counts, chunks
 
 # How many rows go from each rank to each expert: (senders, receivers, experts of a receiver).
 KINDS = ("random", "few", "nothing", "one expert", "one sender", "one row", "very uneven", "last expert")
@@ -83,27 +82,3 @@ def check_chunks(kind: str, ranks: int, experts: int, capacity: int, seed: int) 
             received[rank] += by_expert
     expected = [sorted(row for row in itertools.chain(*rows) if row[1] // experts == rank) for rank in range(ranks)]
     assert [sorted(each) for each in received] == expected
-
-
-def test_parts_of_the_counts_add_up_wherever_they_are_cut():
-    seeds = random.Random(0)
-    for kind in KINDS:
-        counts = counts_of(kind, 4, 3, torch.Generator().manual_seed(1))
-        most = int(counts.sum((0, 2)).max())
-        cuts = sorted({0, most, *(seeds.randrange(most + 1) for _ in range(5))})
-        parts = [taken(counts, first, last) for first, last in itertools.pairwise(cuts)]
-        assert torch.equal(sum(parts, torch.zeros_like(counts)), counts)
-        for part, (first, last) in zip(parts, itertools.pairwise(cuts), strict=True):
-            assert (part >= 0).all() and (part.sum((0, 2)) <= last - first).all()
-
-
-def test_the_bound_of_memory_does_not_grow_with_what_exceeds_one_chunk():
-    balanced = Load(rows=1024, received=1024, capacity=1536, ranks=8, experts=2, dim=64, hidden=32, itemsize=2)
-    more, most = balanced._replace(received=1537), balanced._replace(received=8 * 1024)
-    assert (balanced.chunks, more.chunks, most.chunks) == (1, 2, 6)
-    for trained in (False, True):
-        assert more.forward_bytes() == most.forward_bytes() and more.backward_bytes(trained) == most.backward_bytes(trained)
-        assert balanced.backward_bytes(trained) < most.backward_bytes(trained)
-    # of one round with room for everything, 8 times as much
-    whole = most._replace(capacity=8 * 1024)
-    assert most.forward_bytes() < 0.4 * whole.forward_bytes() and most.backward_bytes(True) < 0.4 * whole.backward_bytes(True)

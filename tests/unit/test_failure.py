@@ -2,9 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -12,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limited import disk
 from titanlite.config.schema import Config
 from titanlite.ground import errors
 from titanlite.ground.errors import at, phase
@@ -23,14 +21,8 @@ from titanlite.loop.metrics import Reporter
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A disk of 256 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if os.geteuid() != 0 or sys.platform != "linux":
-        pytest.skip("only root mounts a disk")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place]).returncode:
-        pytest.skip("this container lets nobody mount a disk")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with disk(tmp_path / "disk", "size=256k") as folder:
+        yield folder
 
 
 def fill(disk: Path) -> Path:

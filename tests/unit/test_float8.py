@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.distributed import scenarios
 from titanlite.config import effects
 from titanlite.config.effects import Hardware
 from titanlite.config.schema import Config
@@ -19,18 +20,12 @@ from titanlite.transforms.meta import on_meta
 pytest.importorskip("torchao", reason="needs torchao")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HALF = {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "bfloat16"}
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 def config_of(keys: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "tests.tiny", "flavor": "plain"},
-            "training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "float32"},
-            "float8": {"enable": True, "emulate": True, **(keys or {})},
-            **sections,
-        }
-    )
+    return scenarios.config_of({}, float8={"enable": True, "emulate": True, **(keys or {})}, **sections)
 
 
 def layer_of(recipe: str) -> nn.Linear:
@@ -83,21 +78,6 @@ def test_a_layer_and_its_gradients_are_those_of_the_definition(recipe):
         assert ((got - unrounded).norm() > 1e-3 * unrounded.norm()) == in_float8, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_part_of_the_tokens_is_rounded_as_in_the_whole(recipe):
-    """So neither the number of ranks nor that of microbatches changes the mathematics."""
-    random = torch.Generator().manual_seed(2)
-    x, gradient = torch.randn(64, 64, generator=random), torch.randn(64, 96, generator=random)
-    whole, parts = layer_of(recipe), layer_of(recipe)
-    out = whole(x)
-    out.backward(gradient)
-    several = [parts(part) for part in x.chunk(4)]
-    for part, of_part in zip(several, gradient.chunk(4), strict=True):
-        part.backward(of_part)
-    assert (torch.cat(several) - out).norm() < 1e-6 * out.norm()
-    assert (parts.weight.grad - whole.weight.grad).norm() < 1e-5 * whole.weight.grad.norm()
-
-
 # ------------------------------------------------------------------------------------------------------------- which layers
 
 
@@ -115,49 +95,33 @@ def test_names_and_types_of_parameters_stay_and_the_filtered_stay_what_they_are(
 
 
 def test_layers_of_odd_sizes_are_refused_by_name_once_for_all_layers():
-    config = config_of(model={"name": "tests.tiny_odd", "flavor": "plain"})
     model = nn.Module()
     model.layers = nn.ModuleDict({str(i): nn.ModuleDict({"w": nn.Linear(64, 40), "v": nn.Linear(64, 32)}) for i in range(3)})
-    (line,) = linear_layers(model, config, {})[1]
+    (line,) = linear_layers(model, config_of(), {})[1]
     assert "layers.*.w is 64 x 40" in line and 'add "layers.*.w" to float8.filter_fqns' in line
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused
 
-HALF = {"training": {"seq_len": 32, "local_batch_size": 2, "mixed_precision_param": "bfloat16"}}
-GATHER = {"enable_fsdp_float8_all_gather": True}
+ALL_GATHER, RECIPE = "enable_fsdp_float8_all_gather", "recipe_name"
+CHUNKED = {"activation_checkpoint": {"mode": "full", "sequence_chunks": 3}, "training": {"local_batch_size": 2}}
 FAULTS = [
-    ({"recipe_name": "rowwise", "enable": False, "emulate": False}, {}, ["float8.recipe_name", "float8.enable = true"]),
-    ({"emulate": False}, HALF, ["compute capability 8.9", "float8.emulate = true"]),
-    ({"emulate": False, "recipe_name": "rowwise"}, HALF, ["compute capability 9.0"]),
-    ({}, {"training": {**HALF["training"], "mixed_precision_param": "float16"}}, ["float16"]),
-    ({}, {"training": {**HALF["training"], "seq_len": 33, "local_batch_size": 1}}, ["training.seq_len = 33", "16"]),
-    (
-        {},
-        {"training": {**HALF["training"], "local_batch_size": 1}, "parallelism": {"context_parallel_degree": 4}},
-        ["context_parallel_degree = 1 x 32 / 4 = 8: must be a multiple of 16"],
-    ),
-    (
-        {},
-        {"activation_checkpoint": {"mode": "full", "sequence_chunks": 3}},
-        [
-            "activation_checkpoint.sequence_chunks = 3",
-            "x 10 or 11 tokens of a part must",
-            "divisor of the 32 tokens of a rank",
-        ],
-    ),
+    ({"emulate": False}, {"training": HALF}, ["compute capability 8.9", "float8.emulate = true"]),
+    ({"emulate": False, RECIPE: "rowwise"}, {"training": HALF}, ["compute capability 9.0"]),
+    ({}, {"training": HALF | {"mixed_precision_param": "float16"}}, ["float16"]),
+    ({}, {"training": HALF | {"seq_len": 33, "local_batch_size": 1}}, ["training.seq_len = 33", "16"]),
+    ({}, {"training": HALF | {"local_batch_size": 1}, "parallelism": {"context_parallel_degree": 4}},
+     ["context_parallel_degree = 1 x 32 / 4 = 8: must be a multiple of 16"]),
+    ({}, CHUNKED, ["activation_checkpoint.sequence_chunks = 3", "x 10 or 11 tokens of a part must"]),
     ({}, {"lora": {"enable": True}}, ["lora.enable = true"]),
-    ({**GATHER, "recipe_name": "rowwise"}, {}, ["enable_fsdp_float8_all_gather = true", 'use "tensorwise"']),
-    (GATHER, {"parallelism": {"tensor_parallel_degree": 2}}, ["enable_fsdp_float8_all_gather", "tensor_parallel_degree = 2"]),
-    (GATHER, {"parallelism": {"fsdp_reshard_after_forward": 2}}, ["enable_fsdp_float8_all_gather", "reshard_after_forward"]),
-    (GATHER, {"parallelism": {"cpu_offload": True}}, ["enable_fsdp_float8_all_gather", "cpu_offload"]),
-    (
-        {},
-        {"parallelism": {"tensor_parallel_degree": 4}},
-        ["layers.*.attention.wk", "64 x 8 on each of parallelism.tensor_parallel_degree = 4 ranks", "layers.*.ffn.w1"],
-    ),
+    ({ALL_GATHER: True, RECIPE: "rowwise"}, {}, [f"{ALL_GATHER} = true", 'use "tensorwise"']),
+    ({ALL_GATHER: True}, {"parallelism": {"tensor_parallel_degree": 2}}, [ALL_GATHER, "tensor_parallel_degree = 2"]),
+    ({ALL_GATHER: True}, {"parallelism": {"fsdp_reshard_after_forward": 2}}, [ALL_GATHER, "reshard_after_forward"]),
+    ({ALL_GATHER: True}, {"parallelism": {"cpu_offload": True}}, [ALL_GATHER, "cpu_offload"]),
+    ({}, {"parallelism": {"tensor_parallel_degree": 4}},
+     ["layers.*.attention.wk", "64 x 8 on each of parallelism.tensor_parallel_degree = 4 ranks", "layers.*.ffn.w1"]),
     ({"filter_fqns": ["a"]}, {}, ['"a" matches no linear layer']),
-]
+]  # fmt: skip
 
 
 def faults(config: Config) -> list[str]:
@@ -177,8 +141,8 @@ def test_what_cannot_be_is_refused_by_name(monkeypatch, keys, sections, expected
 def test_a_gpu_that_knows_the_recipe_needs_no_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert faults(config_of({"emulate": False}, **HALF)) == []
-    (fault,) = faults(config_of({"emulate": False, "recipe_name": "rowwise"}, **HALF))
+    assert faults(config_of({"emulate": False}, training=HALF)) == []
+    (fault,) = faults(config_of({"emulate": False, "recipe_name": "rowwise"}, training=HALF))
     assert "compute capability 9.0" in fault
     (fault,) = faults(config_of({"emulate": False}))
     assert 'training.mixed_precision_param = "float32": use "bfloat16"' in fault

@@ -46,14 +46,6 @@ def test_with_a_loss_scale_only_the_loss_counts(loss, norm, plain, scaled):
     assert (is_bad(step, False), is_bad(step, True)) == (plain, scaled)
 
 
-@pytest.mark.parametrize("policy", ["stop", "rollback"])
-def test_of_several_bad_steps_the_first_decides_however_many_are_read_at_once(policy):
-    steps = good(11) + bad(12) + good(13) + bad(14, 15)
-    for end in (2, 3, 4, 5):
-        decision = decide(steps[:end], policy, None, 0, 10, 0)
-        assert decision.bad == steps[1:2] and decision.action == policy
-
-
 def test_ten_steps_in_a_row_are_skipped_and_not_eleven_wherever_readings_fall():
     steps = good(1) + bad(*range(2, 12)) + good(12) + bad(*range(13, 24)) + good(24)
     for cut in range(1, len(steps)):
@@ -86,27 +78,6 @@ def test_a_loss_scale_below_the_smallest_normal_number_ends_the_run_at_an_overfl
     assert decide(good(1, 2), "rollback", scale, 0, 2, 0).action == ""
 
 
-def test_overflows_without_end_stop_the_run_with_a_sentence_that_names_the_remedies(tmp_path):
-    incidents = incidents_of(tmp_path, "stop", training={"mixed_precision_param": "float16"})
-    for step in range(1, 21):
-        assert incidents.judge(bad(step, loss=3.0, norm=INF), None, 2.0 ** (10 - step)) is None
-    with pytest.raises(UserError) as caught:
-        incidents.judge(bad(21, loss=3.0, norm=INF), None, 2.0**-11)
-    text = str(caught.value)
-    assert text.startswith(
-        "step 21: loss 3.0000, gradient norm inf, samples 160 to 167: training has diverged; 21 steps in a row"
-    )
-    assert "checkpoint.load_step" in text and 'training.mixed_precision_param = "bfloat16" or "float32"' in text
-    assert entries_of(tmp_path) == [("nonfinite", 21, "stop", False)]
-
-
-def test_a_rollback_needs_a_checkpoint_and_is_tried_three_times():
-    assert decide(bad(5), "rollback", None, 0, None, 0).reason == "there is no checkpoint yet to go back to"
-    assert decide(bad(5), "rollback", None, 0, 4, 2).action == "rollback"
-    decision = decide(bad(5), "rollback", None, 0, 4, 3)
-    assert decision.action == "stop" and "back to step 4 3 times" in decision.reason
-
-
 def test_stop_says_which_step_with_which_numbers_and_samples_and_how_to_see_it_again(tmp_path):
     with pytest.raises(UserError) as caught:
         incidents_of(tmp_path / "a run", "stop").judge(good(1, 2) + bad(3, norm=INF) + bad(4), None)
@@ -137,25 +108,6 @@ def test_a_rollback_leads_to_the_batch_after_the_bad_one_and_the_count_ends_with
     assert incidents.judge(bad(9), 8) is not None
 
 
-def test_the_fourth_rollback_to_one_checkpoint_is_not_made(tmp_path):
-    incidents = incidents_of(tmp_path, "rollback")
-    for _ in range(3):
-        incidents.went_back(incidents.judge(bad(7), 4), 7, 4)
-    with pytest.raises(UserError, match="--step 7 --attempt 4"):
-        incidents.judge(bad(7), 4)
-    assert entries_of(tmp_path)[-1] == ("nonfinite", 7, "stop", False)
-
-
-def test_other_ranks_decide_the_same_and_write_nothing(tmp_path):
-    config = Config.model_validate({"job": {"dump_folder": str(tmp_path)}, "training": {"on_nonfinite": "rollback"}})
-    ranks = [Incidents(config, BATCH, 1, active) for active in (True, False)]
-    found = [rank.judge(bad(7), 4) for rank in ranks]
-    assert repr(found[0]) == repr(found[1])  # by text: NaN is not equal to itself
-    written = (tmp_path / INCIDENTS).read_text()
-    ranks[1].went_back(found[1], 7, 4)
-    assert (tmp_path / INCIDENTS).read_text() == written
-
-
 # -------------------------------------------------------------------------------------------------------------- starts
 
 
@@ -179,15 +131,6 @@ def test_a_rollback_counts_for_a_start_from_a_later_checkpoint_only(tmp_path):
         incidents_of(tmp_path, "rollback", first_step)
         assert ("rollback", 12, "rollback", not counts) in entries_of(tmp_path)
     assert rollbacks(read_entries(tmp_path / INCIDENTS)) == []
-
-
-@pytest.mark.parametrize("line", ["{", "[]", "3", '{"kind": "spike"}'])
-def test_a_line_that_is_not_ours_is_named(tmp_path, line):
-    incidents_of(tmp_path, "skip").judge(bad(1), None)
-    with open(tmp_path / INCIDENTS, "a") as file:
-        file.write(line + "\n")
-    with pytest.raises(UserError, match=r"incidents\.jsonl: line 2"):
-        incidents_of(tmp_path, "skip")
 
 
 # -------------------------------------------------------------------------------------------------------------- spikes

@@ -31,9 +31,9 @@ _NORMAL = NormalDist()
 _CONFIG = llama3.Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=96)
 
 
-def _filled(*shape: int, name: str = "layers.0.ffn.w1.weight", std: float = 1.0, cutoff: float = 3.0, seed: int = 0):
+def _with(distribution, *shape: int, name: str = "layers.0.mixer.weight", seed: int = 0) -> torch.Tensor:
     tensor = torch.full(shape, math.nan)
-    fill(tensor, name, Normal(std, cutoff), seed)
+    fill(tensor, name, distribution, seed)
     return tensor
 
 
@@ -42,7 +42,7 @@ def _filled(*shape: int, name: str = "layers.0.ffn.w1.weight", std: float = 1.0,
 
 @pytest.mark.parametrize("cutoff", [1.0, 3.0])
 def test_kolmogorov_smirnov_distance_to_the_truncated_normal(cutoff):
-    values = np.sort(_filled(512, 512, cutoff=cutoff).double().numpy().ravel())
+    values = np.sort(_with(Normal(1.0, cutoff), 512, 512).double().numpy().ravel())
     count, low, mass = len(values), _NORMAL.cdf(-cutoff), _NORMAL.cdf(cutoff) - _NORMAL.cdf(-cutoff)
     wanted = (np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in values]) - low) / mass
     steps = np.arange(count + 1) / count
@@ -50,19 +50,11 @@ def test_kolmogorov_smirnov_distance_to_the_truncated_normal(cutoff):
     assert distance < 1.95 / count**0.5  # exceeded by one honest sample in a thousand
 
 
-def _with(distribution, *shape: int, seed: int = 0) -> torch.Tensor:
-    tensor = torch.full(shape, math.nan)
-    fill(tensor, "layers.0.mixer.weight", distribution, seed)
-    return tensor
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-0.25, 0.75), (0.1, 0.3)])
-def test_uniform_values_have_the_moments_and_the_distribution_between_their_bounds(low, high):
+@pytest.mark.parametrize(("low", "high"), [(-0.25, 0.75), (0.1, 0.3)])
+def test_uniform_values_have_the_distribution_between_their_bounds(low, high):
     values = np.sort(_with(Uniform(low, high), 512, 512).double().numpy().ravel())
     count, width = len(values), high - low
     assert low <= values[0] + 1e-8 and values[-1] <= high + 1e-8
-    assert abs(values.mean() - (low + high) / 2) < 4 * width / (12 * count) ** 0.5
-    assert abs(values.var() / width**2 - 1 / 12) < 4 * (1 / 80 - 1 / 144) ** 0.5 / count**0.5
     steps, wanted = np.arange(count + 1) / count, (values - low) / width
     assert max(np.abs(wanted - steps[1:]).max(), np.abs(wanted - steps[:-1]).max()) < 1.95 / count**0.5
 
@@ -122,31 +114,22 @@ def test_hash_is_splitmix64(key):
 
 def test_values_follow_from_the_hash_and_the_table():
     steps, heights = _normal_table(3.0)
-    values = _filled(5, 7, seed=9).flatten()
+    values = _with(Normal(1.0, 3.0), 5, 7, seed=9).flatten()
     for position, value in enumerate(values.tolist()):
-        bits = _splitmix64(position, _key("layers.0.ffn.w1.weight", 9))
+        bits = _splitmix64(position, _key("layers.0.mixer.weight", 9))
         step, fraction = (bits >> 24) % 2**14, np.float32((bits % 2**24) / 2**24)
         assert value == np.float32(fraction * np.float32(heights[step])) + np.float32(steps[step])
 
 
 def test_values_are_pinned():
     """Whoever changes these changes the initial weights of every run."""
-    values = _filled(4, name="layers.0.attention.wq.weight", std=0.02)
+    values = _with(Normal(0.02), 4, name="layers.0.attention.wq.weight")
     assert [value.hex() for value in values.tolist()] == [
         "-0x1.85868c0000000p-6",
         "-0x1.5abd6e0000000p-6",
         "0x1.8c404c0000000p-5",
         "0x1.ed03ba0000000p-7",
     ]
-
-
-def test_values_depend_on_seed_and_name_and_nothing_else():
-    first = _filled(8, 8)
-    torch.manual_seed(1)
-    assert torch.equal(first, _filled(8, 8))
-    assert torch.equal(first.flatten(), _filled(64))
-    assert (first == _filled(8, 8, seed=1)).sum() == 0
-    assert (first == _filled(8, 8, name="layers.0.ffn.w3.weight")).sum() == 0
 
 
 # ------------------------------------------------------------------------------------------------------ a whole model
@@ -161,12 +144,7 @@ class _Toy(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
 
-_TOY_TABLE = {
-    "linear.weight": Normal(0.5),
-    "linear.bias": Constant(0.0),
-    "count": Constant(3),
-    "s*": Constant(0.25),
-}
+_TOY_TABLE = {"linear.weight": Normal(0.5), "linear.bias": Constant(0.0), "count": Constant(3), "s*": Constant(0.25)}
 
 
 def _toy(table: dict) -> tuple[nn.Module, Family]:
@@ -186,7 +164,7 @@ def test_table_covers_integer_and_other_buffers():
     assert model.count.dtype == torch.int64
     assert model.scale.tolist() == model.scratch.tolist() == [0.25, 0.25]
     assert model.linear.bias.tolist() == [0.0, 0.0, 0.0]
-    assert torch.equal(model.linear.weight, _filled(3, 4, name="linear.weight", std=0.5))
+    assert torch.equal(model.linear.weight, _with(Normal(0.5), 3, 4, name="linear.weight"))
 
 
 def test_materialized_is_all_nan_and_initialized_has_none():
@@ -207,58 +185,43 @@ def test_tied_parameters_stay_one_and_are_initialized_under_the_first_name():
     model, family = _llama(tied_embeddings=True)
     initialize(model, family, 0, _CPU)
     assert model.head.output.weight is model.embed.weight
-    assert torch.equal(model.embed.weight, _filled(96, 32, name="embed.weight", std=0.02))
+    assert torch.equal(model.embed.weight, _with(Normal(0.02), 96, 32, name="embed.weight"))
 
 
-def _odd_family(change) -> Family:
-    """Tiny Llama whose first block `change` alters."""
+def _faults_of(distribution, tensor: torch.Tensor) -> list[str]:
+    """Of a tiny Llama whose first block has another parameter, or a buffer if it holds integers."""
 
     class Module:
-        sharding, initial, flops = tiny.sharding, staticmethod(lambda config: {"*": Normal(0.02)}), tiny.flops
+        sharding, flops = tiny.sharding, tiny.flops
+        initial = staticmethod(lambda config: {"*.gain": distribution, "*": Normal(0.02)})
 
         class Model(tiny.Model):
             def __init__(self, config):
                 super().__init__(config)
-                change(self.layers["0"])
+                if tensor.is_floating_point():
+                    self.layers["0"].gain = nn.Parameter(tensor)
+                else:
+                    self.layers["0"].register_buffer("gain", tensor)
 
-    return Family(Module, tiny.FLAVORS["plain"])
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (
-            lambda block: block.register_buffer("ids", torch.arange(4)),
-            "initial: layers.*.ids is a buffer, and must be a Constant",
-        ),
-        (
-            lambda block: block.register_parameter("gain", nn.Parameter(torch.ones(()))),
-            "initial: layers.*.gain has no dimension",
-        ),
-    ],
-)
-def test_a_buffer_with_computed_values_and_a_scalar_parameter_are_refused(change, fault):
-    family = _odd_family(change)
-    _, faults = match_initial(family.on_meta(), family)
-    assert [found for found in faults if found.startswith(fault)] and len(faults) == 1
-
-
-def _faults_of(distribution, *shape: int) -> list[str]:
-    family = _odd_family(lambda block: block.register_parameter("gain", nn.Parameter(torch.ones(shape))))
-    family.module.initial = staticmethod(lambda config: {"*.gain": distribution, "*": Normal(0.02)})
+    family = Family(Module, tiny.FLAVORS["plain"])
     return match_initial(family.on_meta(), family)[1]
 
 
 @pytest.mark.parametrize(
-    ("distribution", "fault"),
+    ("distribution", "tensor", "fault"),
     [
-        (Identity(), "is Identity, which is for matrices, and has 1 dimension"),
-        (Computed(lambda index, shape: index[0] / index[0].max()), "differently for several positions than for one"),
-        (Computed(lambda index, shape: torch.rand(index[0].shape)), "differently for several positions than for one"),
-        (Computed(lambda index, shape: index[0].double().log()), "which is not finite"),
-        (0.02, "has 0.02; models/blocks.py offers Normal, Uniform, Constant, Identity, Computed"),
+        (Normal(0.02), torch.arange(4), "is a buffer, and must be a Constant"),
+        (Normal(0.02), torch.ones(()), "has no dimension"),
+        (Identity(), torch.ones(12), "is Identity, which is for matrices, and has 1 dimension"),
+        (
+            Computed(lambda index, shape: index[0] / index[0].max()),
+            torch.ones(12),
+            "differently for several positions than for",
+        ),
+        (Computed(lambda index, shape: index[0].double().log()), torch.ones(12), "which is not finite"),
+        (0.02, torch.ones(12), "has 0.02; models/blocks.py offers Normal, Uniform, Constant, Identity, Computed"),
     ],
 )
-def test_a_distribution_that_depends_on_the_shard_or_does_not_fit_is_refused(distribution, fault):
-    (found,) = _faults_of(distribution, 12)
+def test_a_distribution_that_depends_on_the_shard_or_does_not_fit_is_refused(distribution, tensor, fault):
+    (found,) = _faults_of(distribution, tensor)
     assert found.startswith("initial: layers.*.gain ") and fault in found

@@ -1,4 +1,4 @@
-"""Which of several failed ranks the launcher names, the one that brought the others down; and what it does with signals."""
+"""Which of several failed ranks the launcher names, what it does with signals, and the process that forks the ranks."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.waiting import PATIENCE
 from titanlite.launch import launcher as launch
 from titanlite.launch import stop
-from titanlite.launch.launcher import Launcher, Ranks, describe, first_failure
+from titanlite.launch.launcher import Launcher, Ranks, first_failure
 
 KILL, SEGV, ABORT, TERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGTERM
 
@@ -65,33 +65,9 @@ def start_script(environment: dict[str, str]) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
-def test_a_failure_is_described_by_the_rank_its_process_and_its_end():
-    killed = "rank 1 (process 1001) was ended by SIGKILL, as when memory runs out"
-    assert describe(failures([(0, 1, 50), (1, KILL, 50)])) == killed
-    assert describe(failures([(3, 2, 50)])) == "rank 3 (process 1003) ended with exit code 2"
-
-
-def test_the_first_request_is_noted_and_the_second_ends_the_ranks_when_they_are_looked_at_next(launcher, capfd):
-    launcher.active = True
-    launcher.on_request(signal.SIGUSR1, None)
-    assert launcher.stop_requested and not launcher.end_now
-    assert capfd.readouterr().err == "SIGUSR1: the ranks finish their step, save and stop; a second signal ends them at once\n"
-    launcher.on_request(signal.SIGTERM, None)
-    assert launcher.end_now == signal.SIGTERM
-
-
 def test_a_request_while_no_rank_runs_but_some_would_be_started_leaves_at_once(launcher):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit, match="75"):
         launcher.on_request(signal.SIGTERM, None)
-    assert left.value.code == 75
-
-
-def test_ctrl_c_ends_the_ranks_at_the_next_poll_and_otherwise_the_launcher(launcher):
-    with pytest.raises(SignalException):
-        launcher.on_ending(signal.SIGINT, None)
-    launcher.active = True
-    launcher.on_ending(signal.SIGHUP, None)
-    assert launcher.end_now == signal.SIGHUP
 
 
 def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_second_one_does_not(launcher):
@@ -101,13 +77,7 @@ def test_a_request_after_the_ranks_have_ended_waits_for_the_other_nodes_and_a_se
         launcher.on_request(signal.SIGTERM, None)
 
 
-def test_the_last_line_names_the_folder_of_stacks_where_there_is_one(launcher, tmp_path):
-    assert launcher.stacks() == ""
-    (tmp_path / "stacks").mkdir()
-    assert launcher.stacks() == f"; stacks of all ranks: {tmp_path}/stacks"
-
-
-# ---------------------------------------------------------------------------------------------------- ranks of two lines
+# --------------------------------------------------------------------------------------------------- ranks of two lines
 
 # As a rank does in its first moment; the launcher has held the signal back until then.
 LISTENS = "import signal, sys, time; from titanlite.launch import stop; stop.listen(); "
@@ -152,11 +122,6 @@ def end_of(ranks: Ranks) -> RunProcsResult:
         assert not ranks.running()
 
 
-def test_ranks_that_all_end_with_75_are_no_failure(launcher):
-    assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(0.5); exit(75)")).is_failed()
-    assert launcher.stopped and launcher.over
-
-
 def test_a_rank_that_stays_when_another_has_stopped_is_ended_and_no_failure(launcher, monkeypatch):
     monkeypatch.setattr(launch, "_LEAVING", 0.5)
     assert not end_of(start_ranks(launcher, "exit(75)", "import time; time.sleep(60)")).is_failed()
@@ -188,14 +153,6 @@ def test_the_next_start_says_why_there_is_one(launcher, capfd):
     assert capfd.readouterr().err == "rank 5 (process 123) was ended by SIGKILL; start 2 of 4\n"
 
 
-def test_a_request_is_passed_on_to_all_ranks_even_if_they_do_not_listen_yet(launcher):
-    late = f"import time; time.sleep(0.5); {LISTENS}\nwhile not stop._received: time.sleep(0.05)\nsys.exit(75)"
-    ranks = start_ranks(launcher, late, late)
-    launcher.on_request(signal.SIGTERM, None)
-    assert not end_of(ranks).is_failed()
-    assert launcher.stopped
-
-
 def test_a_second_signal_ends_ranks_that_do_not_stop(launcher):
     ranks = start_ranks(launcher, LISTENS + "time.sleep(60)")
     launcher.on_request(signal.SIGTERM, None)
@@ -203,3 +160,90 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(launcher):
     with pytest.raises(SignalException) as raised:
         end_of(ranks)
     assert raised.value.sigval == signal.SIGUSR1
+
+
+# ------------------------------------------------------------------------------------------------------ the fork server
+
+
+# A launcher, its fork server, and a function for new processes.
+SCRIPT = """
+import os, signal, time
+from titanlite.launch.fork_server import ForkServer
+
+def sleep():
+    print("sleeping", os.getpid(), flush=True)
+    os.write(says[1], b"!")
+    time.sleep(600)
+
+says = os.pipe()
+
+server = ForkServer("json")
+{then}
+"""
+
+
+def run(then: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(then=then)], capture_output=True, text=True, timeout=PATIENCE)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_machine_that_takes_no_more_processes_is_a_message():
+    then = """
+from titanlite.ground.errors import UserError
+
+server.close()
+fork, calls = os.fork, []
+
+def first_only():
+    calls.append(1)
+    if len(calls) > 1:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+
+os.fork = first_only
+server = ForkServer("json")
+try:
+    server.start(sleep)
+except UserError as error:
+    print(error)
+server.close()
+"""
+    code, text = run(then)
+    assert code == 0 and "Resource temporarily unavailable; lower NGPU" in text
+
+
+def test_closing_the_server_leaves_no_process():
+    then = """
+child = server.start(sleep)
+server.close()
+path = f"/proc/{child.pid}/cmdline"  # empty for a zombie that nobody has waited for
+while os.path.exists(path) and open(path).read():
+    time.sleep(0.01)
+"""
+    assert run(then)[0] == 0
+
+
+def test_signals_are_held_back_until_a_process_listens():
+    then = """
+child = server.start(sleep)
+os.read(says[0], 1)
+os.kill(child.pid, signal.SIGTERM)
+(pending,) = (line for line in open(f"/proc/{child.pid}/status") if line.startswith("ShdPnd"))
+assert int(pending.split()[1], 16) >> signal.SIGTERM - 1 & 1
+assert child.poll() is None
+os.kill(child.pid, signal.SIGKILL)
+"""
+    assert run(then)[0] == 0
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_process_outlives_the_launcher(end):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(then=f"server.start(sleep)\nos.read(says[0], 1)\n{end}")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    output, _ = process.communicate(timeout=PATIENCE)  # returns when the last process that holds the pipe has ended
+    assert output.startswith("sleeping ")

@@ -10,6 +10,7 @@ from torch import nn
 
 from models.attention import SeqInfo
 from tests import tiny, tiny_biased
+from tests.distributed.scenarios import config_of
 from tests.token_files import data_of
 from titanlite.config.schema import Config
 from titanlite.config.schema import Lora as Keys
@@ -29,13 +30,7 @@ FAMILY = Family(tiny, tiny.FLAVORS["plain"])
 
 
 def configuration(precision: str = "float32", **keys: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"name": "tests.tiny", "flavor": "plain"},
-            "training": {"mixed_precision_param": precision, "seq_len": 32},
-            "lora": {"enable": True, "rank": 4, **keys},
-        }
-    )
+    return config_of({}, training={"mixed_precision_param": precision}, lora={"enable": True, "rank": 4, **keys})
 
 
 def adapted(family: Family = FAMILY, precision: str = "float32", moved: float = 0.0, **keys: Any) -> nn.Module:
@@ -68,9 +63,7 @@ def test_only_adapters_are_trained_and_every_other_name_is_that_of_the_base():
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
-        (["layers.*"], {f"layers.{i}.{matrix}" for i in (0, 1) for matrix in MATRICES}),
         (["*"], {f"layers.{i}.{matrix}" for i in (0, 1) for matrix in MATRICES}),
-        (["layers.1.attention.w[qv]"], {"layers.1.attention.wq", "layers.1.attention.wv"}),
         (["*.w2", "layers.0.*.w[23]"], {"layers.0.ffn.w2", "layers.0.ffn.w3", "layers.1.ffn.w2"}),
     ],
 )
@@ -112,12 +105,6 @@ def test_an_adapted_layer_adds_the_scaled_product_of_its_two_matrices(family):
     if layer.bias is not None:
         expected += layer.bias.detach().double()
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_an_adapted_model_begins_as_its_base():
-    base = FAMILY.on_meta()
-    initialize(base, FAMILY, 0, CPU)
-    assert torch.equal(logits(adapted()), logits(base))
 
 
 def test_b_begins_at_zero_and_a_with_variance_one_over_in():

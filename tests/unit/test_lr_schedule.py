@@ -20,18 +20,8 @@ def _schedule(steps: int, lr: float = 1.0, **keys) -> Schedule:
 
 
 @pytest.mark.parametrize("decay_type", _SHAPES)
-def test_a_decay_of_one_step_decays(decay_type):
-    def last_rates(least: float) -> list[float]:
-        schedule = _schedule(10, warmup_steps=0, decay_ratio=0.1, decay_type=decay_type, min_lr_factor=least)
-        return [schedule.at(step) for step in (9, 10, 11)]
-
-    assert last_rates(0.1) == [1.0, 0.1, 0.1]
-    assert last_rates(0.0) == [1.0, pytest.approx(_SHAPES[decay_type](0.5)), 0.0]
-
-
-@pytest.mark.parametrize("decay_type", _SHAPES)
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 60])
-@pytest.mark.parametrize("decay_ratio", [None, 0.0, 0.1, 0.333, 0.4])
+@pytest.mark.parametrize("decay_ratio", [None, 0.0, 0.01, 0.1, 0.333, 0.4])
 @pytest.mark.parametrize("min_lr_factor", [0.0, 0.1, 1.0])
 def test_every_step_equals_an_independent_formula(decay_type, warmup_steps, decay_ratio, min_lr_factor):
     total, lr = 100, 3e-4

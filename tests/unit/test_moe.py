@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import grouped, moe
 from models.blocks import SwiGLU
-from models.grouped import grouped_outer, grouped_product
+from models.grouped import grouped_outer, grouped_product, grouped_sum
 from models.moe import Experts, MoE, Router
 from titanlite.config.schema import Optimizer
-from titanlite.optim.build import is_orthogonalized
+from titanlite.optim.build import is_decayed, is_orthogonalized
 from titanlite.parallel.fsdp import split_dimension
 from titanlite.plan.record import Recorder
 from titanlite.registry.family import load_family
@@ -115,9 +115,10 @@ def test_large_products_are_those_of_float64(transposed):
 def test_the_operations_keep_the_rules_of_pytorch():
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
-    torch.library.opcheck(grouped_product, (rows, weights, ends, True, None))
+    torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
     torch.library.opcheck(grouped_product, (torch.randn(10, 6), weights, ends, False, None))
     torch.library.opcheck(grouped_outer, (torch.randn(10, 6), torch.randn(10, 4), ends))
+    torch.library.opcheck(grouped_sum, (torch.randn(10, 4), ends))
 
 
 def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
@@ -137,7 +138,6 @@ def test_a_mixture_is_one_graph_and_other_routings_compile_nothing():
     ("values", "word"),
     [
         ({"n_experts": 4, "top_k": 5}, "top_k = 5: must be between 1 and n_experts = 4"),
-        ({"n_experts": 4, "top_k": 0}, "top_k = 0"),
         ({"n_experts": 8, "top_k": 2, "groups": 3}, "groups = 3: must divide n_experts = 8"),
         ({"n_experts": 8, "top_k": 2, "groups": 4, "top_groups": 5}, "at least top_groups = 5"),
         ({"n_experts": 8, "top_k": 5, "groups": 4, "top_groups": 2}, "2 of them must hold top_k = 5"),
@@ -153,10 +153,12 @@ def test_a_choice_that_a_router_cannot_make_is_refused(values, word):
 
 
 def test_muon_leaves_stacked_experts_to_adamw_and_float8_converts_no_part_of_a_mixture():
-    model = load_family("tests.tiny_moe", "plain").on_meta()
+    model = load_family("tests.tiny_gpt_oss", "plain").on_meta()
     muon = {name for name, p in model.named_parameters() if is_orthogonalized(name, p, Optimizer(name="Muon"))}
     assert "layers.0.attention.wq.weight" in muon and not any("experts" in name for name in muon)
     assert not any("ffn" in name for name in block_linears(model))
+    decayed = {name.rpartition(".")[2] for name, p in model.named_parameters() if is_decayed(name, p, Optimizer())}
+    assert decayed & {"w1", "w2", "w3", "w1_bias", "w2_bias", "w3_bias"} == {"w1", "w2", "w3"}, "stacked biases are none"
 
 
 def test_fsdp_splits_inside_of_experts_only_where_it_divides_them_and_not_their_number():

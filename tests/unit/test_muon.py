@@ -6,29 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from models import llama3
+from tests.unit.test_optimizer import model_of, set_gradients
 from titanlite.config.schema import Optimizer as Keys
 from titanlite.ground.errors import UserError
 from titanlite.optim.build import build_optimizer, is_orthogonalized, set_lr
 from titanlite.optim.muon import orthogonalized
 from titanlite.optim.state import named_state
 
-_CONFIG = llama3.Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
 _KEYS = Keys(name="Muon", lr=1e-2, weight_decay=0.3, eps=1e-6, beta1=0.8, beta2=0.9)
-
-
-def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    model = llama3.Model(_CONFIG)
-    for p in model.parameters():
-        nn.init.normal_(p)
-    return model.to(dtype)
-
-
-def _set_gradients(model: nn.Module, seed: int) -> None:
-    torch.manual_seed(seed)
-    for p in model.parameters():
-        p.grad = torch.randn(p.shape).bfloat16().to(p.dtype)
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -60,7 +45,7 @@ def test_it_is_the_polynomial_of_the_singular_values(shape, steps):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
     keys = _KEYS.model_copy(update={"nesterov": nesterov, "momentum": 0.9, "ns_steps": 4})
-    ours, theirs = _model(), _model()
+    ours, theirs = model_of(), model_of()
     optimizer = build_optimizer(ours, keys, torch.bfloat16)  # as PyTorch's always does
     rest = [(name, p) for name, p in theirs.named_parameters() if name not in _matrices(theirs)]
     references = [
@@ -74,7 +59,7 @@ def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
     before = {name: p.detach().clone() for name, p in ours.named_parameters()}
     for step in range(4):
         for model, each in ((ours, [optimizer]), (theirs, references)):
-            _set_gradients(model, step)
+            set_gradients(model, step)
             for one in each:
                 set_lr(one, 1e-2 / (step + 1))
                 one.step()
@@ -89,7 +74,7 @@ def test_steps_equal_those_of_pytorchs_muon_and_adamw(nesterov):
 
 
 def test_matrices_of_the_blocks_are_muons_and_all_else_is_adamws():
-    model = _model()
+    model = model_of()
     optimizer = build_optimizer(model, _KEYS)
     state = named_state(optimizer, model)
     for name, _ in model.named_parameters():
@@ -108,12 +93,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_gradients_are_scaled(dtyp
     keys = _KEYS.model_copy(update={"implementation": "fused" if dtype == torch.float32 else "for-loop"})
     found = []
     for scale in (1.0, 4.0):
-        model = _model(dtype)
+        model = model_of().to(dtype)
         optimizer = build_optimizer(model, keys)
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.zeros(())
-        _set_gradients(model, 1)
-        for p in model.parameters():
-            p.grad *= scale
+        set_gradients(model, 1, scale)
         optimizer.step()
         before = [t.detach().clone() for t in (*model.parameters(), *named_state(optimizer, model).values())]
         for p in model.parameters():

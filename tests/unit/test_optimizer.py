@@ -3,30 +3,27 @@
 import copy
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import llama3
+from titanlite.config.schema import Config
 from titanlite.config.schema import Optimizer as Keys
+from titanlite.loop.remedies import with_keys
+from titanlite.optim import build
 from titanlite.optim.build import _of_all_at_once, _row_by_row, build_optimizer, clip_gradients, set_lr
 from titanlite.optim.state import named_state
+from titanlite.transforms import compile
 
 _CONFIG = llama3.Config(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=24, vocab_size=32)
 _IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 
 
-@pytest.fixture(scope="module")
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def _model(seed: int = 0) -> nn.Module:
+def model_of(seed: int = 0) -> nn.Module:
     model = llama3.Model(_CONFIG)
     torch.manual_seed(seed)
     for p in model.parameters():
@@ -34,7 +31,7 @@ def _model(seed: int = 0) -> nn.Module:
     return model
 
 
-def _set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
+def set_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
     torch.manual_seed(seed)
     for p in model.parameters():
         p.grad = scale * torch.randn_like(p)
@@ -56,16 +53,16 @@ def _decayed(model: nn.Module, keys: Keys) -> set[str]:
 
 
 def test_matrices_and_embeddings_decay_by_default_and_norms_do_not():
-    model = _model()
+    model = model_of()
     assert _decayed(model, Keys()) == {name for name, _ in model.named_parameters() if "norm" not in name}
 
 
 def test_decay_parameters_is_searched_in_the_names():
     attention = {f"layers.0.attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
-    assert _decayed(_model(), Keys(decay_parameters=r"attention\.w")) == attention
+    assert _decayed(model_of(), Keys(decay_parameters=r"attention\.w")) == attention
     norms = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "head.norm.weight"}
-    assert _decayed(_model(), Keys(decay_parameters="norm")) == norms
-    assert _decayed(_model(), Keys(decay_parameters="")) == _decayed(_model(), Keys())
+    assert _decayed(model_of(), Keys(decay_parameters="norm")) == norms
+    assert _decayed(model_of(), Keys(decay_parameters="")) == _decayed(model_of(), Keys())
 
 
 def test_a_model_in_which_everything_or_nothing_decays_is_trained():
@@ -80,7 +77,7 @@ def test_a_model_in_which_everything_or_nothing_decays_is_trained():
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_steps_equal_those_of_the_plain_loop(name, implementation):
     keys = Keys(name=name, implementation=implementation, lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
-    ours, theirs = _model(), _model()
+    ours, theirs = model_of(), model_of()
     optimizer = build_optimizer(ours, keys)
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
@@ -90,7 +87,7 @@ def test_steps_equal_those_of_the_plain_loop(name, implementation):
     )  # fmt: skip
     for step in range(5):
         for model, each in ((ours, optimizer), (theirs, reference)):
-            _set_gradients(model, step)
+            set_gradients(model, step)
             set_lr(each, 1e-2 / (step + 1))
             each.step()
         tolerance = 0.0 if implementation == "for-loop" else 1e-6
@@ -103,14 +100,14 @@ def test_steps_equal_those_of_the_plain_loop(name, implementation):
 @pytest.mark.parametrize("implementation", _IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_the_state_is_there_before_the_first_step_as_pytorch_would_begin_it(name, implementation):
-    ours, theirs = _model(), _model()
+    ours, theirs = model_of(), model_of()
     keys = Keys(name=name, implementation=implementation, lr=1e-2)
     optimizers = {id(model): build_optimizer(model, keys) for model in (ours, theirs)}
     assert all((value == 0).all() for value in named_state(optimizers[id(ours)], ours).values())
     optimizers[id(theirs)].state.clear()  # PyTorch makes it in the first step
     for step in range(3):
         for model in (ours, theirs):
-            _set_gradients(model, step)
+            set_gradients(model, step)
             optimizers[id(model)].step()
         assert all(torch.equal(a, b) for a, b in zip(_weights(ours), _weights(theirs), strict=True))
     state, expected = (named_state(optimizers[id(model)], model) for model in (ours, theirs))
@@ -128,11 +125,11 @@ def _optimizer(parameters: Iterable[nn.Parameter], fused: bool = False) -> torch
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1000.0])
+@pytest.mark.parametrize("max_norm", [0.5, 1.0, 1000.0, math.inf])
 @pytest.mark.parametrize("fused", [True, False])
 def test_clipping_equals_pytorchs(group_of_one, scale, max_norm, fused):
-    ours = _model()
-    _set_gradients(ours, 3, scale)
+    ours = model_of()
+    set_gradients(ours, 3, scale)
     theirs = copy.deepcopy(ours)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         other.grad = mine.grad.clone()
@@ -146,19 +143,10 @@ def test_clipping_equals_pytorchs(group_of_one, scale, max_norm, fused):
     torch.testing.assert_close([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
 
 
-def test_an_infinite_bound_measures_and_clips_nothing(group_of_one):
-    model = _model()
-    _set_gradients(model, 3, 100.0)
-    before = [p.grad.clone() for p in model.parameters()]
-    norm = clip_gradients(_optimizer(model.parameters()), math.inf)
-    assert norm.item() == pytest.approx(math.sqrt(sum(g.double().square().sum().item() for g in before)), rel=1e-6)
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_shows_in_the_norm(group_of_one, bad):
-    model = _model()
-    _set_gradients(model, 3)
+    model = model_of()
+    set_gradients(model, 3)
     next(model.parameters()).grad[0, 0] = bad
     assert not clip_gradients(_optimizer(model.parameters()), 1.0).isfinite()
 
@@ -186,3 +174,40 @@ def test_the_norm_on_gpus_takes_as_many_operations_for_many_parameters_as_for_on
             _of_all_at_once(tensors[:number])
         counts.append(operations.count)
     assert counts[0] == counts[1]
+
+
+# ------------------------------------------------------------------------------------------------- pairs of keys with precision
+
+MUON, BFLOAT16 = {"optimizer.name": "Muon"}, {"training.dtype": "bfloat16"}
+
+
+def _faults(keys: dict[str, Any]) -> list[str]:
+    return list(build.faults(with_keys(Config(), keys)))
+
+
+PARAM, KERNEL = "training.mixed_precision_param", "optimizer.implementation"
+REFUSED = [  # keys, the one that the fault names first, its remedy
+    (BFLOAT16 | {PARAM: "float32"}, PARAM, {PARAM: "bfloat16"}),
+    (BFLOAT16 | {PARAM: "float16"}, PARAM, {"training.dtype": "float32"}),
+    (BFLOAT16 | {"lora.enable": True}, "training.dtype", {"training.dtype": "float32"}),
+    (BFLOAT16 | {KERNEL: "foreach"}, KERNEL, {KERNEL: "for-loop"}),
+    (MUON | {"lora.enable": True}, "optimizer.name", {"optimizer.name": "AdamW"}),
+    (MUON | {"parallelism.cpu_offload": True}, "optimizer.name", {"parallelism.cpu_offload": False}),
+]
+
+
+@pytest.mark.parametrize(("wrong", "key", "remedy"), REFUSED)
+def test_the_wrong_is_refused_by_name_and_the_right_passes(wrong, key, remedy):
+    (fault,) = _faults(wrong)
+    assert fault.startswith(f"{key} = ")
+    assert _faults(wrong | remedy) == []
+
+
+def test_the_compiled_kernel_needs_a_compiler_where_parameters_are_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(compile, "has_compiler", lambda: False)
+    (fault,) = _faults(BFLOAT16)
+    assert 'optimizer.implementation = "fused": with training.dtype = "bfloat16" its kernel is compiled' in fault
+    assert _faults(BFLOAT16 | {"optimizer.implementation": "for-loop"}) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert _faults(BFLOAT16) == []
+    assert len(_faults(BFLOAT16 | {"parallelism.cpu_offload": True})) == 1

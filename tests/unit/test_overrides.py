@@ -28,9 +28,7 @@ def written(folder: Path, text: str, *options: str) -> Config:
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        ("[model]\noverrides = { dim = 512, n_layers = 8 }\n", []),
         ("[model.overrides]\ndim = 512\nn_layers = 8\n", []),
-        ("model.overrides.dim = 512\nmodel.overrides.n_layers = 8\n", []),
         ("", ["--model.overrides.dim", "512", "--model.overrides.n-layers=8"]),
         ("", ["--model.overrides", "{dim = 512, n_layers = 8}"]),
         ("[model.overrides]\ndim = 4\nn_layers = 8\n", ["--model.overrides.dim", "512"]),
@@ -60,7 +58,6 @@ def test_overrides_of_a_file_add_to_those_of_its_base(tmp_path):
     [
         ("8b", {"factor": 16}, SCALED._replace(factor=16.0)),
         ("8b", "none", None),
-        ("8b", {"rope_type": "llama3", "factor": 16}, SCALED._replace(factor=16.0)),
         ("debug", {"rope_type": "llama3", **SCALED._asdict()}, SCALED),
         ("debug", {"rope_type": "linear", "factor": 4}, LinearScaling(4.0)),
         ("8b", {"rope_type": "yarn", "factor": 4, "original_max_positions": 8192}, YarnScaling(4.0, 8192)),
@@ -75,16 +72,11 @@ def test_a_nested_table_changes_what_it_names_and_none_takes_it_away(flavor, val
     ("overrides", "expected"),
     [
         ({"dimm": 512}, "model.overrides.dimm = 512: tests.tiny has no such dimension; did you mean model.overrides.dim?"),
-        ({"zzz": 1}, "has no such dimension; there are: dim, n_layers"),
         ({"dim": 0}, "model.overrides.dim = 0: must be greater than 0"),
         ({"rope_theta": float("inf")}, "model.overrides.rope_theta = Infinity: must be a finite number"),
-        ({"rope_scaling": 8}, 'rope_scaling = 8: must be "none", or a table whose rope_type is one of linear, dynamic, yarn'),
         ({"rope_scaling": {"rope_type": "ntk"}}, 'rope_scaling = {"rope_type": "ntk"}: must be "none", or a table whose'),
         ({"rope_scaling": {"rope_type": "linear", "factr": 8}}, "factr = 8: LinearScaling has no such dimension; did you mean"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
-            "rope_scaling: has no low_freq_factor, high_freq_factor, original_max_positions; the",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling: has no low_freq_factor, high_freq_factor,"),
     ],
 )
 def test_a_wrong_override_is_refused_by_its_key(overrides, expected):
@@ -116,8 +108,6 @@ class Own:
         ({"experts": 3, "windows": [4, 5], "kind": "b", "offset": 0, "bias": 1}, Own(2, 3, (4, 5), "b", 0, 1.0)),
         ({"experts": 0, "offset": -1, "bias": "None"}, Own(2)),
         ({"dim": 3}, "model.overrides: own.model refuses these dimensions: ValueError('dim = 3 is odd')"),
-        ({"windows": [4, "x"]}, 'model.overrides.windows = [4, "x"]: must be a valid integer'),
-        ({"kind": "c"}, "model.overrides.kind = \"c\": must be 'a' or 'b'"),
         ({"experts": -1}, "model.overrides.experts = -1: must be at least 0"),
         ({"derived": 2}, "model.overrides.derived = 2: own.model has no such dimension"),
     ],
@@ -132,24 +122,14 @@ def test_a_forks_own_types_and_checks_hold(monkeypatch, overrides, expected):
         assert expected in str(caught.value)
 
 
-def faults(tmp_path: Path, **overrides: Any) -> str:
-    dumped = {"job": {"dump_folder": str(tmp_path)}, "training": {"seq_len": 64}}
-    config = Config.model_validate({**dumped, "model": {"overrides": overrides}})
-    try:
-        check(config, "run.toml", 1)
-    except Faults as error:
-        return str(error)
-    return ""
-
-
 def test_the_check_names_every_wrong_override_and_dimensions_that_do_not_fit_together(tmp_path, caplog):
-    assert faults(tmp_path, dim=512, n_layers=8) == ""
-    message = faults(tmp_path, dimm=512, n_layers=-1)
-    assert "2 faults" in message and "overrides.dimm" in message and "overrides.n_layers" in message
-    message = faults(tmp_path, n_heads=6)
-    assert (
-        "1 fault\n  model.overrides: these dimensions do not fit together: a forward pass of llama3 debug with n_heads = 6 "
-        in message
-    )
-    assert "models/llama3.py, line" in message
+    def checked(**overrides: Any) -> None:
+        keys = {"job": {"dump_folder": str(tmp_path)}, "training": {"seq_len": 64}, "model": {"overrides": overrides}}
+        check(Config.model_validate(keys), "run.toml", 1)
+
+    checked(dim=512, n_layers=8)
+    with pytest.raises(Faults, match=r"(?s)2 faults.*overrides\.dimm.*overrides\.n_layers"):
+        checked(dimm=512, n_layers=-1)
+    with pytest.raises(Faults, match=r"(?s)1 fault\n.*model\.overrides: these dimensions do not fit.*models/llama3\.py, line"):
+        checked(n_heads=6)
     assert not caplog.records

@@ -25,10 +25,6 @@ def pipelined(ranks: int, schedule: str = "1F1B", microbatches: int = 8, layers:
     return config_of({}, "plain", model={"overrides": {"n_layers": layers}}, parallelism=parallelism, training=batch)
 
 
-def with_folder(config: Config, folder: str) -> Config:
-    return config.model_copy(update={"job": config.job.model_copy(update={"dump_folder": folder})})
-
-
 def test_the_longest_part_is_as_short_as_any_division_makes_it():
     numbers = random.Random(0)
     for _ in range(60):
@@ -93,38 +89,28 @@ def test_a_schedule_that_stops_is_found():
         rehearse(order, [1.0, 1.0], [2.0, 2.0], [1, 1])
 
 
+ZERO_BUBBLE = pipelined(2, "InterleavedZeroBubble")
+VALIDATION = {"enable": True, "dataset_path": "held_out.txt", "sample_prompts": ["a"]}
+
+
 @pytest.mark.parametrize(
-    "config, ranks, message",
+    "config, message",
     [
-        (pipelined(2, microbatches=1), 2, "pipeline_parallel_degree = 2: needs at least 2 microbatches a step"),
-        (pipelined(4, "Interleaved1F1B", 11), 4, "11 microbatches a step"),
-        (pipelined(4, "Interleaved1F1B", layers=6), 4, "6 blocks are fewer than 8 stages"),
-        (pipelined(2, "ZBVZeroBubble"), 2, 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
-        (replaced(pipelined(2, "InterleavedZeroBubble"), compile={"enable": True}), 2, "set compile.enable = false"),
-        *(
-            (
-                replaced(pipelined(2, "InterleavedZeroBubble"), model={"name": f"tests.forks.right.{fork}"}),
-                2,
-                "hand on more than hidden states, or are applied twice",
-            )
-            for fork in ("value_residual", "looped")
-        ),
-        (
-            replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}),
-            2,
-            "lora.modules has nothing in stage 0, blocks 0, 1, 2, 3; each stage needs an adapter",
-        ),
-        (
-            replaced(pipelined(2), validation={"enable": True, "dataset_path": "held_out.txt", "sample_prompts": ["a"]}),
-            2,
-            "set it to [], and use titanlite generate",
-        ),
-        (pipelined(2, fsdp_reshard_after_forward="always"), 2, "a pipeline keeps what it has gathered"),
+        (pipelined(2, microbatches=1), "pipeline_parallel_degree = 2: needs at least 2 microbatches a step"),
+        (pipelined(4, "Interleaved1F1B", 11), "11 microbatches a step"),
+        (pipelined(4, "Interleaved1F1B", layers=6), "6 blocks are fewer than 8 stages"),
+        (pipelined(2, "ZBVZeroBubble"), 'pipeline_parallel_schedule = "ZBVZeroBubble"'),
+        (replaced(ZERO_BUBBLE, compile={"enable": True}), "set compile.enable = false"),
+        (replaced(ZERO_BUBBLE, model={"name": "tests.forks.right.value_residual"}), "hand on more than hidden states"),
+        (replaced(pipelined(2), lora={"enable": True, "modules": ["layers.[4-7].attention.*"]}), "lora.modules has nothing in"),
+        (replaced(pipelined(2), validation=VALIDATION), "set it to [], and use titanlite generate"),
+        (pipelined(2, fsdp_reshard_after_forward="always"), "a pipeline keeps what it has gathered"),
     ],
 )
-def test_an_impossible_pipeline_is_refused_before_a_process_starts(config, ranks, message, tmp_path):
+def test_an_impossible_pipeline_is_refused_before_a_process_starts(config, message, tmp_path):
+    config = replaced(config, job={"dump_folder": str(tmp_path / "out")})
     with pytest.raises(UserError) as caught:
-        check(with_folder(config, str(tmp_path / "out")), "run.toml", ranks, open_files=False)
+        check(config, "run.toml", config.parallelism.pipeline_parallel_degree, open_files=False)
     assert message in str(caught.value)
 
 

@@ -100,11 +100,7 @@ ELSEWHERE = (
 SHOWN = [key for key in KEYS if not any(fnmatchcase(key, pattern) for pattern in ELSEWHERE)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 @pytest.fixture(scope="module", autouse=True)

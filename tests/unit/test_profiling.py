@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.profiler import record_function
 
@@ -22,11 +21,7 @@ CPU = torch.device("cpu")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="only CUDA's allocator and kernels can be recorded")
 
 
-@pytest.fixture(autouse=True)
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 def configuration(folder: Path = Path("out"), **sections: dict[str, Any]) -> Config:

@@ -20,12 +20,10 @@ from tests import tiny, tiny_gemma3, tiny_olmo2, tiny_qwen3
 from tests.hf_folders import their_model
 from titanlite.config.read import Faults
 from titanlite.config.schema import Config
-from titanlite.ground.errors import UserError
 from titanlite.hf.folder import their_name
 from titanlite.inference.generate import Sampling, generate, score
 from titanlite.loop.checks import check
 from titanlite.registry.family import Family, load_family
-from titanlite.tools.open_model import recognize
 from titanlite.transforms.initialize import materialize
 
 _HEAD, _ORIGINAL = 64, 4096
@@ -169,29 +167,6 @@ def test_an_original_length_outside_of_the_table_counts_and_so_does_the_greatest
         torch.testing.assert_close(ours[:, :, 0], _their_tables(description, positions)[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("table", "expected"),
-    [
-        ({**_YARN, "factor": 0}, "rope_scaling.factor = 0: must be greater than 0"),
-        ({**_YARN, "beta_fast": 0.5}, "beta_slow = 1.0: must be at most beta_fast = 0.5"),
-        ({**_YARN, "mscale": 1.0}, "mscale = 1.0 and mscale_all_dim = None: one has no effect without the other"),
-        ({**_YARN, "low_freq_factor": 1.0}, "rope_scaling.low_freq_factor = 1.0: models.llama3 does not read this key"),
-        ({"rope_type": "yarn"}, "rope_type = 'yarn': has no factor"),
-        ({"rope_type": "dynamic", "factor": 0.5}, "a dynamic scaling needs factor >= 1"),
-        ({"rope_type": "su", "factor": 2.0}, "rope_type = 'su': must be default, linear, dynamic, yarn, longrope, llama3"),
-        ({**_LONGROPE, "short_factor": _SHORT[1:]}, "short_factor: has 31 numbers, must have head_dim / 2 = 32"),
-        ({**_LONGROPE, "long_factor": [0.0, *_LONG[1:]]}, "rope_scaling.long_factor.0 = 0.0: must be greater than 0"),
-        ({**_LONGROPE, "original_max_position_embeddings": 1}, "original_max_positions = 1: must be at least 2"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_its_name(tmp_path: Path, table, expected):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(_json(table)))
-    with pytest.raises(UserError) as caught:
-        recognize(tmp_path)
-    assert str(caught.value).startswith(f"{path}: ") and expected in str(caught.value)
-
-
 # -------------------------------------------------------------------------------------------------------------- training
 
 
@@ -204,9 +179,7 @@ def test_a_scaling_by_the_length_of_the_text_is_refused_for_training_only(tmp_pa
     scaling = {"rope_type": "dynamic", "factor": 4.0, "max_positions": 16}
     with pytest.raises(Faults) as caught:
         check(_configuration(tmp_path, scaling), "run.toml", 1)
-    message = str(caught.value)
-    assert "1 fault" in message and 'rope_scaling with rope_type = "dynamic"' in message
-    assert "packed beside it" in message and "model.overrides.rope_scaling" in message
+    assert "1 fault" in str(caught.value) and 'rope_scaling with rope_type = "dynamic"' in str(caught.value)
     check(_configuration(tmp_path, {"rope_type": "yarn", "factor": 4.0, "original_max_positions": 16}), "run.toml", 1)
     model = load_family("tests.tiny", "large", overrides={"rope_scaling": scaling}).on_meta()
     assert model.limits.generates

@@ -18,28 +18,6 @@ from titanlite.ground.errors import UserError
 from titanlite.ground.files import replace_file
 from titanlite.launch.run_folder import RunLock, faults, other_run, record_start, written
 
-
-def test_a_second_holder_is_refused_and_told_who_the_first_is(tmp_path):
-    with closing(RunLock(tmp_path / "run")):
-        with pytest.raises(UserError) as error:
-            RunLock(tmp_path / "run")
-        assert "job.dump_folder" in str(error.value)
-        assert f"process {os.getpid()} on " in str(error.value)
-        assert f"process {os.getpid()} on " in other_run(tmp_path / "run")
-    assert other_run(tmp_path / "run") == ""
-    RunLock(tmp_path / "run").close()
-
-
-def test_folders_are_locked_apart(tmp_path):
-    with closing(RunLock(tmp_path / "a")), closing(RunLock(tmp_path / "b")):
-        pass
-
-
-def test_where_nobody_has_trained_there_is_no_other_run(tmp_path):
-    assert other_run(tmp_path) == ""
-    assert other_run(tmp_path / "none") == ""
-
-
 _HOLD = """
 import sys, time
 from pathlib import Path
@@ -55,8 +33,9 @@ def test_a_living_process_blocks_and_a_killed_one_does_not(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout.readline() == "locked\n"
-            with pytest.raises(UserError, match=f"process {holder.pid} on "):
+            with pytest.raises(UserError, match=rf"process {holder.pid} on .*job\.dump_folder"):
                 RunLock(tmp_path)
+            assert f"process {holder.pid} on " in other_run(tmp_path)
         finally:
             holder.send_signal(signal.SIGKILL)
     assert other_run(tmp_path) == ""
@@ -154,16 +133,6 @@ def test_a_run_may_be_copied_with_its_checkpoints_moved_and_reached_by_other_nam
 # ---------------------------------------------------------------------------------------------------------------- the record
 
 
-def test_a_config_toml_that_no_run_has_written_is_not_replaced(tmp_path):
-    config = Config(job=Job(dump_folder=str(tmp_path)))
-    (tmp_path / "config.toml").write_text("# mine")
-    [fault] = faults(config)
-    assert f"{tmp_path / 'config.toml'} is not of a run" in fault
-    (tmp_path / "config.toml").unlink()
-    record_start(config, {})
-    assert list(faults(config)) == []
-
-
 def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp_path):
     first = Config(job=Job(dump_folder=str(tmp_path), description='a "quoted" name'), training=Training(steps=5))
     second = Config(job=Job(dump_folder=str(tmp_path)), training=Training(steps=7, seq_len=33))
@@ -179,14 +148,6 @@ def test_every_start_is_recorded_and_the_configuration_is_that_of_the_latest(tmp
         assert start["command"] == sys.argv
         assert start["versions"]["torch"]
         assert {"time", "git", "python", "platform", "device"} <= set(start)
-
-
-def test_replaced_file_is_the_new_text(tmp_path):
-    path = tmp_path / "file.json"
-    for text in ("old", "new, größer\n"):
-        replace_file(path, text)
-        assert path.read_text(encoding="utf-8") == text
-    assert [file.name for file in tmp_path.iterdir()] == ["file.json"]
 
 
 @pytest.mark.parametrize("point", ["fsync", "replace"])

@@ -4,6 +4,7 @@ Tokens are numbered through each file from 1 on, so that a token tells its place
 """
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -21,9 +22,7 @@ _POLICIES = ["pack", "best_fit", "truncate"]
 _EVERY = [(policy, mask) for policy in _POLICIES for mask in (False, True)]
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +60,8 @@ def _random_flags(documents: list[list[int]], seed: int) -> list[list[bool]]:
     return [random.integers(0, 2, len(document)).astype(bool).tolist() for document in documents]
 
 
-def _data(tmp_path, documents, policy="pack", mask=False, losses=None, name="a") -> Data:
-    return mix_of([opened(write_file(tmp_path / name, documents, losses=losses))], _config(policy, mask))
+def _data(tmp_path, documents, policy="pack", mask=False, losses=None, name="a", seq_len=_SEQ_LEN) -> Data:
+    return mix_of([opened(write_file(tmp_path / name, documents, losses=losses))], _config(policy, mask, seq_len))
 
 
 def _read_all(data: Data, source: int = 0) -> Arrays:
@@ -87,9 +86,7 @@ def test_packed_rows_share_one_token_and_cover_the_tokens(tmp_path):
     assert arrays.counted is None and arrays.documents is None  # all of every row counts
 
 
-@pytest.mark.parametrize(
-    ("policy", "tokens"), [("pack", 0), ("pack", 1), ("pack", 8), ("best_fit", 0), ("best_fit", 1), ("truncate", 0)]
-)
+@pytest.mark.parametrize(("policy", "tokens"), [("pack", 0), ("pack", 8), ("best_fit", 1), ("truncate", 0)])
 def test_data_of_no_sample_is_refused_with_key_and_name(tmp_path, policy, tokens):
     with pytest.raises(UserError, match=f"training.seq_len = 8: training.sources: tests has {tokens} tokens, not one whole"):
         _data(tmp_path, _numbered([tokens]), policy)
@@ -141,31 +138,28 @@ def test_packed_rows_with_a_mask_are_cut_where_documents_begin(tmp_path, seed):
 @pytest.mark.parametrize("seed", _SEEDS)
 def test_truncated_rows_are_the_beginnings_of_documents(tmp_path, seed, mask):
     documents = _numbered(_random_lengths(seed))
-    flags = _random_flags(documents, seed)
-    arrays = _read_all(_data(tmp_path, documents, "truncate", mask, flags))
+    arrays = _read_all(_data(tmp_path, documents, "truncate", mask))
     assert arrays.counted is not None and len(arrays.tokens) == len(documents)
-    for row, (document, flag) in enumerate(zip(documents, flags, strict=True)):
+    for row, document in enumerate(documents):
         kept = document[: _SEQ_LEN + 1]
         padding = _SEQ_LEN + 1 - len(kept)
         assert arrays.tokens[row].tolist() == kept + [0] * padding
-        expected = flag[: _SEQ_LEN + 1] + [False] * padding
-        assert arrays.counted[row, mask:].tolist() == expected[mask:]  # with a mask a first token is never predicted
+        first = [not mask] * bool(kept)  # with a mask a first token is never predicted
+        assert arrays.counted[row].tolist() == first + [True] * len(kept[1:]) + [False] * padding
         if mask:
             assert arrays.documents is not None
-            assert not arrays.counted[row, 0]
             inside = min(len(kept), _SEQ_LEN)
             assert arrays.documents[row].tolist() == [1] * inside + [1 + bool(document)] * (_SEQ_LEN - inside)
 
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("seed", _SEEDS)
-def test_best_fit_rows_are_whole_pieces_of_documents_and_then_padding(tmp_path, seed, mask):
+@pytest.mark.parametrize("seq_len", [1, _SEQ_LEN, 30])
+def test_best_fit_rows_are_whole_pieces_of_documents_and_then_padding(tmp_path, seq_len, seed, mask):
     documents = _numbered(_random_lengths(seed))
-    flags = _random_flags(documents, seed)
-    arrays = _read_all(_data(tmp_path, documents, "best_fit", mask, flags))
+    arrays = _read_all(_data(tmp_path, documents, "best_fit", mask, seq_len=seq_len))
     assert arrays.counted is not None
     document_of = {token: number for number, document in enumerate(documents) for token in document}
-    flag_of = dict(zip(itertools.chain(*documents), itertools.chain(*flags), strict=True))
     labels = []
     for row in range(len(arrays.tokens)):
         tokens = arrays.tokens[row].tolist()
@@ -174,13 +168,13 @@ def test_best_fit_rows_are_whole_pieces_of_documents_and_then_padding(tmp_path, 
         joined = [a + 1 == b and document_of[a] == document_of[b] for a, b in itertools.pairwise(kept)]
         first = [True, *(not joins for joins in joined)]  # of a piece
         labels += [token for token, is_first in zip(kept, first, strict=True) if not is_first]
-        expected = [flag_of[token] and not (mask and is_first) for token, is_first in zip(kept, first, strict=True)]
+        expected = [not (mask and is_first) for is_first in first]
         assert arrays.counted[row].tolist() == expected + [False] * (len(tokens) - len(kept))
         if mask:
             assert arrays.documents is not None
             pieces = list(itertools.accumulate(first))
             numbers = pieces + [pieces[-1] + 1] * (len(tokens) - len(kept))
-            assert arrays.documents[row].tolist() == numbers[:_SEQ_LEN]
+            assert arrays.documents[row].tolist() == numbers[:seq_len]
     assert sorted(labels) == [token for document in documents for token in document[1:]]
 
 
@@ -302,8 +296,5 @@ def test_weights_and_sizes_too_small_to_be_counted_are_refused_all_at_once_with_
     files = [opened(write_file(tmp_path / name, _numbered([90])), name, weight=weight) for name, weight in weights.items()]
     with pytest.raises(UserError) as refused:
         check_shares(mix_of(files, _config()))
-    assert str(refused.value) == (
-        "training.sources: sources that a mixture cannot hold\n  next to none: its weight is below a millionth of all\n"
-        "  less: its weight is below a millionth of all\nLeave them out, or give larger weights"
-    )
+    assert re.findall(r"  (.*): its weight is below a millionth of all", str(refused.value)) == ["next to none", "less"]
     check_shares(mix_of([files[0], files[1]._replace(cfg=files[1].cfg.model_copy(update={"weight": 2e-6}))], _config()))

@@ -7,11 +7,6 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from models import attention, gpt_oss
 from models.attention import attend, block_mask, dense_mask
-from models.grouped import grouped_product, grouped_sum
-from tests import tiny_gpt_oss
-from titanlite.config.schema import Optimizer
-from titanlite.optim.build import is_decayed, is_orthogonalized
-from titanlite.registry.family import Family
 
 BATCH, HEADS, KV_HEADS, LENGTH, WIDTH = 2, 4, 2, 24, 16
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 15, [0] * 24])
@@ -62,22 +57,6 @@ def test_flex_attention_gets_its_sinks_from_the_log_sum_exp(monkeypatch, mask, s
     q, k, v, sinks = (tensor.detach() for tensor in inputs())
     found = attend(q, k, v, block_mask(known, window), None, softcap, sinks=sinks)
     torch.testing.assert_close(found, attend(q, k, v, dense_mask(known, window), None, softcap, sinks=sinks))
-
-
-def test_the_new_operations_keep_the_rules_of_pytorch():
-    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
-    rows, weights = torch.randn(10, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
-    torch.library.opcheck(grouped_product, (rows, weights, ends, True, torch.randn(3, 6, requires_grad=True)))
-    torch.library.opcheck(grouped_sum, (torch.randn(10, 4), ends))
-
-
-def test_stacked_biases_are_neither_decayed_nor_orthogonalized():
-    model = Family(tiny_gpt_oss, tiny_gpt_oss.FLAVORS["plain"]).on_meta()
-    named = {name: p for name, p in model.named_parameters() if name.startswith("layers.0.ffn.experts")}
-    assert {name for name, p in named.items() if is_decayed(name, p, Optimizer())} == {
-        f"layers.0.ffn.experts.w{n}" for n in (1, 2, 3)
-    }
-    assert not any(is_orthogonalized(name, p, Optimizer(name="Muon")) for name, p in named.items())
 
 
 def test_the_published_configuration_is_read_as_it_is_spelt():

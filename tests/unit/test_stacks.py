@@ -56,9 +56,7 @@ def test_the_launcher_gets_the_stack_of_a_rank_that_is_stuck_in_a_library(tmp_pa
     process.kill()
     process.wait()
     lines = dump(tmp_path).splitlines()
-    assert lines[0].startswith("==== ") and lines[0].endswith(
-        f"rank 3 (process {process.pid}): ended because rank 0 has failed"
-    )
+    assert lines[0].endswith(f"rank 3 (process {process.pid}): ended because rank 0 has failed")
     assert any("in somewhere_in_the_model" in line for line in lines[1:])
 
 
@@ -70,34 +68,13 @@ def test_a_crash_leaves_the_stack_and_the_next_start_adds_to_it(tmp_path):
     assert dump(tmp_path) == first
 
 
-def test_a_report_says_where_and_what_in_the_log_and_all_the_rest_in_the_dump(tmp_path):
-    deed = "try: 1 / 0\n    except ZeroDivisionError as error: stacks.report(error)"
-    process = start(tmp_path, deed)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert "rank 3, step 37, forward and backward: ZeroDivisionError: division by zero; " in err and "Traceback" not in err
-    assert f"traceback: {tmp_path / 'stacks/rank-3.txt'}" in err
-    header, *rest = dump(tmp_path).splitlines()
-    assert f"rank 3, step 37, forward and backward (process {process.pid}): division by zero" in header
-    assert rest[0].startswith("Traceback") and "ZeroDivisionError: division by zero" in rest
-    assert any("most recent call first" in line for line in rest)
-
-
-GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 100000ms for recv operation"
-
-
 @pytest.mark.parametrize(
     ("text", "meaning"),
     [
-        (GLOO, "waited 100 s for the other ranks"),
+        ("[.../unbound_buffer.cc:78] Timed out waiting 100000ms for recv operation", "waited 100 s for the other ranks"),
         ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "waited 300 s for the other ranks"),
-        (
-            "[.../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:17320",
-            "lost the connection to another rank",
-        ),
-        (
-            "[.../gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer. GLHF!",
-            "lost the connection to another rank",
-        ),
+        ("[.../pair.cc:547] Connection closed by peer [127.0.0.1]:17320", "lost the connection to another rank"),
+        ("[.../pair.cc:537] Read error: Connection reset by peer. GLHF!", "lost the connection to another rank"),
         ("socket has broken\nand more", "socket has broken"),
     ],
 )

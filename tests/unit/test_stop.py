@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import torch.distributed as dist
 
 from tests.waiting import PATIENCE
 from titanlite.launch import stop
@@ -39,10 +38,8 @@ def listen(*signals: str, before: str = "", after: str = "") -> tuple[int, str]:
         ([], "None"),
         (["SIGTERM"], "SIGTERM"),
         (["SIGUSR1"], "SIGUSR1"),
-        (["SIGUSR2"], "SIGUSR2"),
         (["SIGUSR2", "SIGUSR2"], "SIGUSR2"),
-        (["SIGTERM", "SIGUSR2"], "SIGTERM"),  # a scheduler has signalled this rank and the launcher
-        (["SIGUSR2", "SIGTERM", "SIGUSR2"], "SIGTERM"),
+        (["SIGUSR2", "SIGTERM", "SIGUSR2"], "SIGTERM"),  # a scheduler has signalled this rank and the launcher
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -80,13 +77,6 @@ assert os.wait()[1] == signal.SIGTERM
 
 def test_a_child_that_a_rank_has_forked_ends_by_sigterm_and_the_rank_hears_nothing():
     assert listen(after=FORK) == (0, "None False")
-
-
-@pytest.fixture
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("limit", "over"), [(0.0, False), (59.5, True), (61.0, False)])

@@ -87,27 +87,6 @@ def test_after_changes_of_weights_and_sources_each_source_continues_with_its_nex
         assert located(data, timeline, steps) == located(data, before, steps)
 
 
-def test_a_change_of_weights_after_a_million_samples_moves_no_source(parts):
-    before, after = weighted(parts, {"a": 1, "b": 1}), weighted(parts, {"a": 9, "b": 1})
-    timeline = before.timeline(10).resumed(100_000, 10, after.mixture)
-    assert [source.drawn for source in timeline.segments[-1].sources] == [500_000, 500_000]
-    assert timeline.segments[-1].drawn(1_000_010) == [500_009, 500_001]
-
-
-def test_two_sources_of_the_same_text_keep_their_own_places(parts):
-    before, after = weighted(parts, {"a": 3, "again": 1}), weighted(parts, {"a": 1, "again": 1, "b": 1})
-    timeline = before.timeline(10).resumed(40, 10, after.mixture)
-    assert [(source.order, source.drawn) for source in timeline.segments[-1].sources] == [(0, 299), (1, 101), (2, 0)]
-
-
-def test_another_global_batch_continues_with_the_next_sample_and_the_same_one_adds_no_segment():
-    timeline = begin(8, [("a", 1)])
-    assert timeline.resumed(20, 8, [("a", 1)]) == timeline
-    later = timeline.resumed(20, 16, [("a", 1)])
-    assert [later.at(step)[1] for step in (1, 20, 21, 22)] == [0, 152, 160, 176]
-    assert later.at(22)[0].began == 0
-
-
 # ----------------------------------------------------------------------------------------------------------- rollbacks
 
 
@@ -201,33 +180,16 @@ def test_a_checkpoint_of_titanlite_0_2_is_continued_with_the_samples_that_it_wou
 
 
 @pytest.mark.parametrize(
-    "entry",
+    ("entry", "change"),
     [
-        {"timeline": 5},
-        {"timeline": []},
-        {"samples": 845},
-        {"step": 41},
-        {"data": {"sources": [{"fingerprint": "9a"}]}},
+        *[({"samples": 845}, {}), ({"step": 41}, {}), ({"data": {"sources": [{"fingerprint": "9a"}]}}, {})],
+        *[({}, {"first_step": 0}), ({}, {"began": 1}), ({}, {"skipped": 1}), ({}, {"sources": []})],
     ],
     ids=str,
 )
-def test_numbers_that_do_not_fit_together_are_refused_with_their_place(entry):
+def test_numbers_that_do_not_fit_together_are_refused_with_their_place(entry, change):
     numbers = {"step": 10, "samples": 80, "data": {"sources": [{"fingerprint": "8f"}]}}
-    numbers["timeline"] = begin(8, [("8f", 1)]).numbers()
-    assert stored(numbers, "run").at(11)[1] == 80
+    (segment,) = begin(8, [("8f", 1)]).numbers()
+    assert stored(numbers | {"timeline": [segment]}, "run").at(11)[1] == 80
     with pytest.raises(UserError, match=r"^run: (its )?timeline"):
-        stored(numbers | entry, "run")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"first_step": 0}, {"first_sample": -1}, {"began": "0"}, {"began": 1}, {"skipped": 1}, {"global_batch": 0}, {"more": 1},
-     {"sources": []}, {"sources": [{"fingerprint": "8f", "order": 0.5, "share": 1}]},
-     {"sources": [{"fingerprint": "8f", "order": 0}]}],
-    ids=str,
-)  # fmt: skip
-def test_a_segment_that_cannot_be_is_refused(change):
-    numbers = {"step": 10, "samples": 80, "data": {"sources": [{"fingerprint": "8f"}]}}
-    numbers["timeline"] = [begin(8, [("8f", 1)]).numbers()[0] | change]
-    with pytest.raises(UserError, match=r"^run: (its )?timeline"):
-        stored(numbers, "run")
+        stored(numbers | entry | {"timeline": [segment | change]}, "run")

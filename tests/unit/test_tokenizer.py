@@ -1,48 +1,32 @@
 """The tokenizer: which one a configuration names, what of it is taken and what is not, and how a default one is trained."""
 
 import json
+import string
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from titanlite.data.prepare import cache
 from titanlite.data.prepare.cache import train_tokenizer
 from titanlite.data.sources import open_tokenizer
 from titanlite.data.tokenizer import byte_lengths, describe, load_tokenizer, tokenizer_digest
-from titanlite.ground.errors import UserError
 
 _TEXTS = ["def add(a, b):\n    return a + b\n", "naïve café, 数学, 🙂\r\n\ttabs\n", "", "x = 1\n" * 20]
-_WORDS = ["the thin cat, the theme.", "other weather", "a b", "the other the cat"] * 20
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
-    folder = tmp_path / "assets"
-    folder.mkdir()
-    train_tokenizer(_TEXTS).save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture
-def default_files(tmp_path, monkeypatch) -> list[Path]:
-    """An empty cache, and three small files in place of the standard library."""
-    monkeypatch.setenv("TITANLITE_CACHE", str(tmp_path / "cache"))
+def default_files(tmp_path, monkeypatch, cache) -> list[Path]:
+    """Three small files in place of the standard library."""
     files = [tmp_path / f"{number}.py" for number in range(3)]
     for number, file in enumerate(files):
         file.write_text(_TEXTS[0] * (number + 1) + f"\nname_{number} = naïve\n" * 5, encoding="utf-8")
-    monkeypatch.setattr(cache, "stdlib_files", lambda: files)
+    monkeypatch.setattr("titanlite.data.prepare.cache.stdlib_files", lambda: files)
     return files
 
 
 # ------------------------------------------------------------------------------------------------------------- training
-
-
-def test_every_text_comes_back_from_its_ids(folder):
-    loaded = load_tokenizer(str(folder))
-    for text in [*_TEXTS, "ids of bytes that it has never seen: ÿ ☃ 🧊\x00"]:
-        assert loaded.tokenizer.decode(loaded.tokenizer.encode(text).ids) == text
 
 
 def test_default_tokenizer_is_trained_once_on_the_default_data(default_files, monkeypatch):
@@ -63,59 +47,41 @@ def test_a_damaged_default_tokenizer_in_the_cache_is_trained_again(default_files
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
-def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(folder):
-    path = folder / "tokenizer.json"
+def test_vocabulary_is_counted_up_to_the_largest_id_where_some_are_left_out(assets):
+    path = assets / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     content["added_tokens"].append({**content["added_tokens"][0], "content": "<far>", "id": 5000})
     content["model"]["vocab"]["<far>"] = 5000
     path.write_text(json.dumps(content), encoding="utf-8")
-    assert load_tokenizer(str(folder)).vocabulary == 5001
+    assert load_tokenizer(str(assets)).vocabulary == 5001
 
 
 @pytest.mark.parametrize("end", ["Ġ", {"content": "Ġ", "lstrip": False}])
-def test_end_of_text_is_the_one_that_tokenizer_config_names(folder, end):
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
-    loaded = load_tokenizer(str(folder))
+def test_end_of_text_is_the_one_that_tokenizer_config_names(assets, end):
+    (assets / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}), encoding="utf-8")
+    loaded = load_tokenizer(str(assets))
     assert loaded.tokenizer.id_to_token(loaded.end_of_text) == "Ġ"
 
 
-def test_a_missing_end_of_text_is_refused_naming_what_was_looked_for(folder):
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<the end>"}')
-    with pytest.raises(UserError, match=r"tokenizer\.json"):
-        load_tokenizer(str(folder))
-    (folder / "tokenizer_config.json").unlink()
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text(encoding="utf-8").replace("<|endoftext|>", "<other>"), encoding="utf-8")
-    with pytest.raises(UserError, match=r"looked for .*<\|endoftext\|>.*</s>"):
-        load_tokenizer(str(folder))
-
-
-def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(folder):
-    path = folder / "tokenizer.json"
-    plain = load_tokenizer(str(folder)).tokenizer
+def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_applied(assets):
+    path = assets / "tokenizer.json"
+    plain = load_tokenizer(str(assets)).tokenizer
     cutting = Tokenizer.from_file(str(path))
     cutting.enable_truncation(5)
     cutting.enable_padding()
     cutting.save(str(path))
-    loaded = load_tokenizer(str(folder)).tokenizer
+    loaded = load_tokenizer(str(assets)).tokenizer
     expected = [encoding.ids for encoding in plain.encode_batch(_TEXTS)]
     assert [encoding.ids for encoding in loaded.encode_batch(_TEXTS)] == expected
 
 
-def test_a_document_that_spells_out_the_end_of_text_token_does_not_end_there(folder):
-    loaded = load_tokenizer(str(folder))
-    text = "before <|endoftext|> after"
-    ids = loaded.tokenizer.encode(text).ids
-    assert loaded.end_of_text not in ids
-    assert loaded.tokenizer.decode(ids) == text
-
-
-def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_after_it_do_not(folder):
-    loaded = load_tokenizer(str(folder))
+def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_after_it_do_not(assets):
+    loaded = load_tokenizer(str(assets))
     text = "a<|endoftext|>"
     ids = loaded.encode(text)
     assert ids[-1] == loaded.end_of_text and loaded.decode(ids) == "a" and loaded.decode(ids, skip_special_tokens=False) == text
-    assert loaded.end_of_text not in loaded.tokenizer.encode(text).ids
+    ids = loaded.tokenizer.encode(text).ids
+    assert loaded.end_of_text not in ids and loaded.tokenizer.decode(ids) == text
 
 
 # --------------------------------------------------------------------------------------------------- what is known of it
@@ -125,58 +91,25 @@ def test_a_prompt_that_spells_out_the_end_of_text_token_has_it_and_documents_aft
     ("settings", "expected"),
     [({}, None), ({"bos_token": None}, None), ({"bos_token": "a"}, "a"), ({"bos_token": {"content": "b"}}, "b")],
 )
-def test_the_begin_of_text_is_the_bos_token_of_the_settings(folder, settings, expected):
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    loaded = load_tokenizer(str(folder))
+def test_the_begin_of_text_is_the_bos_token_of_the_settings(assets, settings, expected):
+    (assets / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(str(assets))
     assert loaded.bos_token == (loaded.tokenizer.token_to_id(expected) if expected else None)
 
 
-def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(folder, tmp_path):
-    digest = tokenizer_digest(load_tokenizer(str(folder)))
+def test_digest_tells_tokenizers_apart_and_not_the_files_they_came_from(assets, tmp_path):
+    digest = tokenizer_digest(load_tokenizer(str(assets)))
     other = tmp_path / "other"
     other.mkdir()
-    Tokenizer.from_file(str(folder / "tokenizer.json")).save(str(other / "tokenizer.json"), pretty=True)
+    Tokenizer.from_file(str(assets / "tokenizer.json")).save(str(other / "tokenizer.json"), pretty=True)
     assert tokenizer_digest(load_tokenizer(str(other))) == digest
     train_tokenizer(["other other other"]).save(str(other / "tokenizer.json"))
     assert tokenizer_digest(load_tokenizer(str(other))) != digest
 
 
-def test_bytes_of_the_ids_of_a_text_add_up_to_its_bytes_and_the_end_of_text_has_none(folder):
-    loaded = load_tokenizer(str(folder))
-    lengths = byte_lengths(loaded)
-    assert lengths.shape == (loaded.vocabulary,)
-    assert lengths[loaded.end_of_text] == 0
-    for text in _TEXTS:
-        assert lengths[np.array(loaded.tokenizer.encode(text).ids, int)].sum() == len(text.encode())
-
-
-def _wordpiece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    tokenizer.train_from_iterator(_WORDS, trainers.WordPieceTrainer(vocab_size=80, special_tokens=["[UNK]", "</s>"]))
-    return tokenizer
-
-
-def _unigram() -> Tokenizer:
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
-    tokenizer.train_from_iterator(_WORDS, trainer)
-    return tokenizer
-
-
 def _byte_fallback() -> Tokenizer:
     """As Llama 2's: a space is part of an entry, and a character that no entry has is encoded by its bytes."""
-    entries = [
-        "<unk>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        *"abcdefghijklmnopqrstuvwxyz",
-        "▁t",
-        "▁th",
-        "▁the",
-    ]
+    entries = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *string.ascii_lowercase, "▁", "▁t", "▁th", "▁the"]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e")]
     vocabulary = {entry: number for number, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -188,7 +121,7 @@ def _byte_fallback() -> Tokenizer:
 
 
 def _with_added_entries() -> Tokenizer:
-    tokenizer = train_tokenizer(_WORDS)
+    tokenizer = train_tokenizer(_TEXTS)
     tokenizer.add_tokens(["<think>", "    "])  # entries of text in a vocabulary whose other entries spell bytes
     return tokenizer
 
@@ -196,19 +129,19 @@ def _with_added_entries() -> Tokenizer:
 @pytest.mark.parametrize(
     ("make", "texts", "leading"),
     [
-        (_wordpiece, ["the thin cat, the theme.", "other weather", "a b"], 1),
-        (_unigram, ["the thin cat, the theme.", "other weather", "a"], 1),
         (_byte_fallback, ["the thin cat", "naïve 数学 the 🙂", "x"], 1),
-        (_with_added_entries, ["a <think>    cat", " 数学 🙂"], 0),
+        (_with_added_entries, ["a <think>    cat", " naïve 数学 🙂\r\n\ttabs\n", ""], 0),
     ],
-    ids=["WordPiece", "Unigram", "byte fallback", "added entries"],
+    ids=["byte fallback", "added entries"],
 )
 def test_bytes_of_the_ids_of_every_kind_of_vocabulary_add_up_to_those_of_the_decoded_text(make, texts, leading):
     """But for the space before a word, which a text does not begin with."""
     tokenizer = make()
-    lengths = byte_lengths(describe(tokenizer, None, "a test"))
+    loaded = describe(tokenizer, None, "a test")
+    lengths = byte_lengths(loaded)
+    assert lengths.shape == (loaded.vocabulary,) and lengths[loaded.end_of_text] == 0
     for text in texts:
         ids = tokenizer.encode(text).ids
         decoded = tokenizer.decode(ids)
         assert decoded == text
-        assert lengths[ids].sum() == len(decoded.encode()) + leading
+        assert lengths[np.array(ids, int)].sum() == len(decoded.encode()) + leading

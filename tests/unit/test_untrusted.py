@@ -1,7 +1,6 @@
 """One reader for files from outside: nothing else opens them; and no name that a file holds is imported."""
 
 import ast
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 
 from tests import untrusted_files
 from tests.token_files import data_of
 from titanlite.__main__ import main
-from titanlite.checkpoint import load
+from titanlite.checkpoint import load, manifest
 from titanlite.checkpoint.folder import step_folder
 from titanlite.config.read import to_toml
 from titanlite.config.schema import Config
@@ -36,9 +34,7 @@ ALLOWED = {
     "config/effects.py": {"loads": "text of the schema"},
     "registry/family.py": {"loads": "text that it has just made", "import_module": "the user's own word: see `trusted`"},
     "registry/source.py": {"read_bytes": "code that was imported"},
-    "checkpoint/storage.py": {
-        "load": "an unpickler that admits few classes",
-    },
+    "checkpoint/storage.py": {"load": "an unpickler that admits few classes"},
     "checkpoint/load.py": {"load": "tensors of a verified checkpoint"},
     "checkpoint/folder.py": {"read_text": "what this run has just written"},
     "hf/folder.py": {"safe_open": "after `size_of`; it validates the header"},
@@ -105,12 +101,9 @@ def forged(tmp_path, monkeypatch) -> Path:
     run = tmp_path / "run"
     untrusted_files._write_checkpoint(run / "checkpoint")
     source = step_folder(run / "checkpoint", 10)
-    values = json.loads((source / "manifest.json").read_text())
-    del values["xxh3_128"]
-    values["config"]["model"]["name"] = "evil.model"
-    body = json.dumps(values, indent=1)
-    own = xxhash.xxh3_128_hexdigest(body.encode())
-    (source / "manifest.json").write_text(f'{body[:-2]},\n "xxh3_128": "{own}"\n}}\n')
+    found = manifest.read(source)
+    found.numbers["config"]["model"]["name"] = "evil.model"
+    manifest.write(source, found)
     config = Config.model_validate({"model": {"name": "evil.model"}, "training": {"global_batch_size": 8}})
     (run / "config.toml").write_text(to_toml(config))
     return run

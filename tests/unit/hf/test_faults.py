@@ -8,7 +8,7 @@ import pytest
 
 from tests.hf_folders import NORM, remove
 from titanlite.__main__ import COMMANDS
-from titanlite.config.schema import Config
+from titanlite.config.read import read_config
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import check
 
@@ -18,19 +18,10 @@ def case(words: str, *message: str) -> tuple[str, tuple[str, ...]]:
 
 
 COMMAND_FAULTS = {
-    "no source": case("import-hf --source nowhere --output new", "nowhere: no such folder"),
-    "no such model": case("import-hf --source source --output new --model llama9", "model.name = 'llama9'", "llama3"),
-    "output is there": case("import-hf --source source --output weights", "weights: already exists"),
     "damaged": case("import-hf --source damaged --output new", "model.norm.weight (model.head.norm.weight): is missing"),
-    "no checkpoint": case("export-hf --checkpoint nowhere --output new", "nowhere: no such folder"),
     "export is there": case("export-hf --checkpoint weights --output source --model tests.tiny", "source: already exists"),
-    "no place": case(
-        "export-torch --checkpoint weights --output weights/manifest.json/new --model tests.tiny",
-        "new: cannot be created: Not a dir",
-    ),
 }
 HF = "checkpoint.enable=true checkpoint.initial_load_path=source checkpoint.initial_load_in_hf=true"
-WEIGHTS = "checkpoint.enable=true checkpoint.initial_load_path=weights"
 RUN_FAULTS = {
     "a folder is no checkpoint": case(HF[: HF.rindex(" ")], "not a checkpoint", "set checkpoint.initial_load_in_hf = true"),
     "other dimensions": case(f"{HF} model.flavor=scaled", "other dimensions than tests.tiny scaled: rope_scaling = [8.0, 1.0"),
@@ -71,12 +62,9 @@ def test_a_wrong_command_is_refused_in_a_sentence_and_writes_nothing(place, monk
 def test_a_wrong_run_is_refused_before_any_process_starts(place, fault):
     words, message = RUN_FAULTS[fault]
     start = "model.name=tests.tiny model.flavor=plain model.hf_assets_path=source training.dataset=data.txt"
-    values: dict[str, dict] = {}
-    for word in [*start.split(), *words.split()]:
-        key, value = word.split("=")
-        section, name = key.split(".")
-        values.setdefault(section, {})[name] = {"true": True, "false": False}.get(value, value)
+    options = dict(word.split("=") for word in [*start.split(), *words.split()])
+    config = read_config(None, [f"--{key}={value}" for key, value in options.items()])
     with pytest.raises(UserError) as raised:
-        check(Config.model_validate(values), "run.toml", 1)
+        check(config, "run.toml", 1)
     assert all(part in str(raised.value) for part in message), raised.value
     assert len(str(raised.value).splitlines()) <= 3, "more than what is wrong"

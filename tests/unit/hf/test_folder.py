@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from models import llama3
 from tests import tiny
-from tests.hf_folders import CASES, NORM, change, change_json, of_files, one_file, read, remove, replace, tensors_of
+from tests.hf_folders import CASES, NORM, change, of_files, read, remove, replace, tensors_of
 from titanlite.ground.errors import UserError
 from titanlite.hf import folder as folders
 from titanlite.hf.folder import each_expert, their_name, their_names
@@ -50,12 +50,8 @@ def test_a_fork_is_taken_when_it_is_named(sources):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            {"model_type": "mistral"},
-            r"no family of models/ \(deepseek_v3: deepseek_v3, kimi_k2; gemma3: gemma3_text, .*\) reads model_type .*--model",
-        ),
+        ({"model_type": "mistral"}, r"no family of models/ \(deepseek_v3: .*\) reads model_type .*--model"),
         ({"hidden_act": "gelu"}, "models.llama3 cannot be built from it: .*gelu"),
-        ({"model_type": 1}, "model_type = 1: must be a valid string"),
         ({"hidden_size": ...}, "config.json: has no 'hidden_size', which models.llama3 needs"),
     ],
 )
@@ -69,13 +65,6 @@ def test_two_families_that_read_the_same_type_are_not_guessed_between(tmp_path, 
     monkeypatch.setattr(open_model, "family_names", lambda: ["llama3", "tests.tiny"])
     with pytest.raises(UserError, match="--model"):
         recognize(describe(tmp_path, llama3.FLAVORS["1b"]))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{"])
-def test_a_config_json_that_is_none_is_told(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config.json: (cannot be read|its content = .*: must be a table)"):
-        recognize(tmp_path)
 
 
 def test_the_flavor_hf_needs_assets_and_is_nobody_elses_name(tmp_path, monkeypatch):
@@ -126,44 +115,19 @@ def test_experts_that_are_missing_or_misshaped_are_named_one_by_one(sources, tmp
     assert "(32, 64) in the model" in str(raised.value)
 
 
-def add(folder: Path) -> None:
-    change(folder, "model.norm.weight", lambda tensors: tensors.update(extra=torch.zeros(2)))
-    places = json.loads((folder / folders.INDEX).read_text())["weight_map"]
-    change_json(folder / folders.INDEX, weight_map={**places, "extra": places["model.norm.weight"]})
-
-
-def truncate(folder: Path) -> None:
-    one_file(folder).write_bytes(one_file(folder).read_bytes()[:-1])
+def put(name: str) -> Callable[[Path], object]:
+    """What puts one tensor more into a file, of which the index does not know."""
+    return lambda folder: change(folder, NORM, lambda tensors: tensors.update({name: torch.zeros(2)}))
 
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (remove(QUERY), rf"  {QUERY} \(model.layers.1.attention.wq.weight\): is missing$"),
-    "several": (remove(QUERY, NORM), rf"(?s){QUERY} .*is missing\n.*{NORM} \(model.head.norm.weight\): is missing$"),
     "misshaped": (replace(QUERY, lambda t: t[:-1].clone()), rf"{QUERY} .*\(63, 64\) in .*, \(64, 64\) in the model"),
-    "another rank": (replace(NORM, lambda t: t[None]), rf"{NORM} .*\(1, 64\) in"),
-    "quantized": (replace(NORM, lambda t: t.to(torch.float8_e4m3fn)), rf"{NORM}: is stored in .* as F8_E4M3, and only F32"),
-    "extra": (add, "  extra: in model-.*, but not in the model$"),
-    "not where the index says": (
-        lambda folder: change(folder, NORM, lambda tensors: tensors.pop(NORM)), f"{NORM} .*: is missing$"
-    ),
-    "not in the index": (
-        lambda folder: change(folder, NORM, lambda tensors: tensors.update(extra=torch.zeros(2))),
-        "extra: in model-.*, but not in the model$",
-    ),
-    "in two files": (
-        lambda folder: change(folder, NORM, lambda tensors: tensors.update({QUERY: torch.zeros(2)})),
-        f"{QUERY}: in model-.* and in model-.*",
-    ),
-    "no file": (lambda folder: one_file(folder).unlink(), r"model-00001-of-\d+.safetensors: is missing"),
-    "cut off": (truncate, r"model-00001-of-\d+.safetensors: cannot be read: "),
-    "no header": (lambda folder: one_file(folder).write_bytes(b"\xff" * 100), r"safetensors: cannot be read: "),
-    "out of the folder": (
-        lambda folder: change_json(folder / folders.INDEX, weight_map={NORM: "../a.safetensors"}),
-        r"'../a.safetensors' is not the name of a file in this folder",
-    ),
-    "no index": (lambda folder: (folder / folders.INDEX).write_text("{}"), "index.json: has no weight_map"),
-}  # fmt: skip
+    "not where the index says": (lambda folder: change(folder, NORM, lambda file: file.pop(NORM)), f"{NORM} .*: is missing$"),
+    "not in the index": (put("extra"), "  extra: in model-.*, but not in the model$"),
+    "in two files": (put(QUERY), f"{QUERY}: in model-.* and in model-.*"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -177,17 +141,13 @@ def test_what_is_wrong_with_a_folder_is_told_by_name_before_anything_is_read(sou
 
 
 def test_all_faults_are_told_at_once(source):
-    for damage in (remove(QUERY, NORM), replace("lm_head.weight", lambda t: t[:5].clone())):
+    for damage in (put("extra"), remove(QUERY, NORM), replace("lm_head.weight", lambda t: t[:5].clone())):
         damage(source)
-    change(source, "lm_head.weight", lambda tensors: tensors.update(extra=torch.zeros(2)))
     with pytest.raises(UserError) as raised:
         read(source, "tests.tiny", "plain")
     message = str(raised.value)
-    assert (
-        message.count("is missing") == 2
-        and "lm_head.weight (model.head.output.weight): (5, 64)" in message
-        and "extra" in message
-    )
+    assert message.count("is missing") == 2 and "extra" in message
+    assert "lm_head.weight (model.head.output.weight): (5, 64)" in message
 
 
 def test_pickles_are_never_read(source):

@@ -13,16 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from models.attention import SeqInfo
 from tests import quantized_files
-from tests.hf_folders import change_json, of_files, read, tensors_of
+from tests.hf_folders import NORM, assert_logits_agree, change_json, read, tensors_of, their_model
 from tests.quantized_files import FLOAT8, MXFP4, from_float8, from_mxfp4, to_float8, write_alone, write_float8
 from titanlite.ground.errors import UserError
 from titanlite.hf.export import export
-from titanlite.hf.folder import stored_tensors
+from titanlite.hf.folder import find_weights, stored_tensors
 from titanlite.registry.family import load_family
 from titanlite.tools.open_model import recognize
-from titanlite.verify.facts import stored_tensors_of
 
 
 def random_box(generator: random.Random, shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -78,26 +76,12 @@ def float8(sources, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     return folder, write_float8(folder, sources(DEEPSEEK, "plain"))
 
 
-def test_a_float8_folder_is_read_as_its_values(float8, monkeypatch):
-    monkeypatch.setattr("titanlite.hf.load._CHUNK", 1000)  # several reads a tensor, which begin within blocks
-    folder, values = float8
-    module = load_family(DEEPSEEK, "plain").module
-    for name, parameter in stored_tensors_of(read(folder, DEEPSEEK, "plain")).items():
-        assert torch.equal(parameter, of_files(module, name, parameter, values).float()), name
-
-
 def test_a_float8_folder_gives_the_logits_of_transformers(sources, tmp_path):
     """In blocks of 8 x 8: those of transformers must divide each matrix."""
     write_float8(tmp_path / "even", sources(DEEPSEEK, "plain"), (8, 8))
     how = FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even", dtype=torch.float32, quantization_config=how).float()
-    ours = read(tmp_path / "even", DEEPSEEK, "plain")
-    tokens = torch.randint(512, (2, 48), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected, found = theirs(tokens).logits, ours.head(ours(tokens, SeqInfo(torch.arange(48).expand(2, 48))))
-    difference = ((found - expected).abs().max() / expected.abs().max()).item()
-    print(f"logits differ by {difference:.1e}")
-    assert expected.std() > 0.1 and difference < 1e-5
+    assert_logits_agree(read(tmp_path / "even", DEEPSEEK, "plain"), theirs, 512)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -128,6 +112,51 @@ def test_the_layers_of_multi_token_prediction_are_left_out_in_float8_too(float8,
     read(tmp_path / "new", DEEPSEEK, "plain")
 
 
+# ---------------------------------------------------------------------------- gpt-oss: tensors are joined and transposed there
+
+GPT_OSS, EXPERTS = "tests.tiny_gpt_oss", "layers.1.ffn.experts"
+
+
+def in_mxfp4(source, folder) -> dict[str, Tensor]:
+    """Writes a folder like another, with random bytes as the experts' matrices -> the values of all of its tensors."""
+    generator, stored, values = torch.Generator().manual_seed(0), {}, {}
+    for name, tensor in tensors_of(source).items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = values[name] = tensor.bfloat16()
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(119, 125, (experts, outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks, scales
+        values[name] = from_mxfp4(blocks, scales)
+    quantized_files.write(folder, source, stored, MXFP4)
+    return values
+
+
+def test_mxfp4_weights_are_their_values_and_give_transformers_logits(sources, tmp_path):
+    values = in_mxfp4(sources(GPT_OSS, "plain"), tmp_path / "mxfp4")
+    ours = read(tmp_path / "mxfp4", GPT_OSS, "plain")
+    there = "model.layers.1.mlp.experts"
+    both, down = values[f"{there}.gate_up_proj"], values[f"{there}.down_proj"]
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w1"), both[..., ::2].transpose(1, 2))
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w3"), both[..., 1::2].transpose(1, 2))
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w2"), down.transpose(1, 2))
+    assert torch.equal(ours.get_parameter(f"{EXPERTS}.w3_bias"), values[f"{there}.gate_up_proj_bias"][:, 1::2].float())
+    theirs = their_model(load_family(GPT_OSS, "plain"))
+    theirs.load_state_dict({name: tensor.float() for name, tensor in values.items()})
+    assert_logits_agree(ours, theirs, 512)
+
+
+def test_any_slice_of_a_part_is_that_of_the_whole(sources):
+    family = load_family(GPT_OSS, "plain")
+    weights = find_weights(sources(GPT_OSS, "plain"), family, family.on_meta())
+    stored = tensors_of(sources(GPT_OSS, "plain"))
+    (entry,) = weights[f"model.{EXPERTS}.w3"]
+    whole = stored["model.layers.1.mlp.experts.gate_up_proj"][..., 1::2].transpose(1, 2)
+    for box in ((slice(0, 8), slice(0, 32), slice(0, 64)), (slice(3, 5), slice(7, 20), slice(1, 63)), (slice(7, 8),) * 3):
+        assert torch.equal(entry.read(box), whole[box])
+
+
 # -------------------------------------------------------------------------------------------------------------- what is wrong
 
 _Q = "model.layers.1.self_attn.q_a_proj.weight"
@@ -135,23 +164,13 @@ _Q_SCALE = f"{_Q}_scale_inv"
 Tensors = dict[str, Tensor]
 
 
-def scale(value: float) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors[_Q_SCALE].view(-1)[-1:].fill_(value)
-
-
 FLOAT8_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no scale": (lambda t: t.pop(_Q_SCALE), rf"  {_Q_SCALE}: is missing, and {_Q} is float8$"),
     "no weight": (lambda t: t.pop(_Q), rf"{_Q_SCALE}: in model-.*, but {_Q} is not float8\n.*{_Q} .*: is missing$"),
     "a weight that is not quantized": (lambda t: t.update({_Q: t[_Q].bfloat16()}), rf"{_Q_SCALE}: .* {_Q} is not float8$"),
-    "scales of another shape": (
-        lambda t: t.update({_Q_SCALE: t[_Q_SCALE].T.contiguous()}),
-        rf"{_Q_SCALE}: \(3, 2\) in model-.*, \(2, 3\) for \(24, 64\) in blocks of \(16, 24\)$",
-    ),
-    "a vector": (
-        lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)}),
-        r"model.norm.weight: \(64,\) in .*: only matrices are read as float8$",
-    ),
-}  # fmt: skip
+    "scales of another shape": (lambda t: t.update({_Q_SCALE: t[_Q_SCALE].T.contiguous()}), rf"{_Q_SCALE}: \(3, 2\) in model-"),
+    "a vector": (lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), rf"{NORM}: \(64,\) in .*: only matrices"),
+}
 
 
 @pytest.mark.parametrize("fault", FLOAT8_FAULTS)
@@ -166,28 +185,18 @@ def test_wrong_parts_of_float8_weights_are_named_before_anything_is_read(float8,
     assert len(str(raised.value).splitlines()) <= 3, raised.value
 
 
-def _mxfp4() -> Tensors:
-    return {"x_blocks": torch.zeros(2, 5, 3, 16, dtype=torch.uint8), "x_scales": torch.full((2, 5, 3), 127, dtype=torch.uint8)}
-
-
 MXFP4_FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no scales": (lambda t: t.pop("x_scales"), "x_scales: is missing, and x_blocks is there$"),
     "no blocks": (lambda t: t.pop("x_blocks"), "x_scales: in model.safetensors, without x_blocks$"),
-    "blocks of another size": (
-        lambda t: t.update(x_blocks=t["x_blocks"][..., :8].clone()),
-        r"x_blocks: torch.uint8 \(2, 5, 3, 8\) in .*: must be torch.uint8 \(",
-    ),
-    "scales of another shape": (
-        lambda t: t.update(x_scales=t["x_scales"][:, :4].clone()),
-        r"x_scales: torch.uint8 \(2, 4, 3\) in .*, torch.uint8 \(2, 5, 3\) for",
-    ),
+    "blocks of another size": (lambda t: t.update(x_blocks=t["x_blocks"][..., :8].clone()), r"x_blocks: .* must be torch"),
+    "scales of another shape": (lambda t: t.update(x_scales=t["x_scales"][:, :4].clone()), r"x_scales: .* \(2, 5, 3\) for"),
     "twice": (lambda t: t.update(x=torch.zeros(2, 96, 5)), "x: in model.safetensors, and as x_blocks in model.safetensors$"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", MXFP4_FAULTS)
 def test_wrong_parts_of_mxfp4_weights_are_named(tmp_path, fault):
-    tensors = _mxfp4()
+    tensors = {"x_blocks": torch.zeros(2, 5, 3, 16).byte(), "x_scales": torch.full((2, 5, 3), 127).byte()}
     damage, message = MXFP4_FAULTS[fault]
     damage(tensors)
     _, problems = stored_tensors(write_alone(tmp_path, tensors, MXFP4))
