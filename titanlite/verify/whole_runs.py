@@ -61,6 +61,7 @@ def run_loops(device: torch.device, model: Model, degrees: dict[str, int], folde
     full = replaced(full, checkpoint={"enable": True, "interval": 1, "async_mode": "async", "keep_latest_k": 0})
     saves = folder / "full" / full.checkpoint.folder
     first, second = (_run(config, degrees, device, folder) for config in (plain, full))
+    dist.barrier()  # all ranks have read the last checkpoint, which is removed next
     if dist.get_rank() == 0:
         for step in list_steps(saves):
             if step > AT:
