@@ -142,7 +142,8 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
 def kernels_of(program: str, folder: str) -> list[dict[str, Any]]:
-    """What a program of inductor calls, in order; kernels of Triton with registers a thread and spilled bytes a thread.
+    """What a program of inductor calls, in order; kernels of Triton with registers and spilled bytes a thread, and shared
+    bytes a block.
 
     Of the configurations that a GPU would choose from by time, the largest values.
     """
@@ -154,16 +155,19 @@ def kernels_of(program: str, folder: str) -> list[dict[str, Any]]:
 
 def _usage(name: str, source: str, folder: str) -> dict[str, int]:
     heuristics = getattr(PyCodeCache.load(source.replace("\\\\", "\\")), name)
-    registers, spilled = [], []
+    registers, spilled, shared = [], [], []
     for config in heuristics.configs:
         cubin = Path(folder) / "cubin"
-        cubin.write_bytes(heuristics._precompile_config(config).kernel.asm["cubin"])
+        kernel = heuristics._precompile_config(config).kernel
+        cubin.write_bytes(kernel.asm["cubin"])
+        shared.append(kernel.metadata.shared)
         text = subprocess.run([_BIN / "cuobjdump", "--dump-resource-usage", cubin], capture_output=True, text=True, check=True)
         found = _USAGE.search(text.stdout)
         assert found is not None, text.stdout
         registers.append(int(found[1]))
         spilled.append(int(found[2]))
-    return {"configurations": len(registers), "registers": max(registers), "spilled": max(spilled)}
+    largest = {"registers": max(registers), "spilled": max(spilled), "shared": max(shared)}
+    return {"configurations": len(registers), **largest}
 
 
 # --------------------------------------------------------------------------------------------------------------------- steps

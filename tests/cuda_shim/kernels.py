@@ -78,9 +78,10 @@ def fallbacks(kernels: list[dict[str, Any]]) -> list[str]:
 def section(case: str, regions: dict[str, list[dict[str, Any]]]) -> str:
     lines = [f"## {case}", ""]
     for region, kernels in regions.items():
-        lines += [f"### {region}", "", "| kernel | configurations | registers | spilled bytes |", "| --- | --- | --- | --- |"]
+        lines += [f"### {region}", "", "| kernel | configurations | registers | spilled bytes | shared bytes |"]
+        lines.append("| --- | --- | --- | --- | --- |")
         for kernel in kernels:
-            numbers = (str(kernel.get(key, "")) for key in ("configurations", "registers", "spilled"))
+            numbers = (str(kernel.get(key, "")) for key in ("configurations", "registers", "spilled", "shared"))
             lines.append(f"| `{kernel['name']}` | {' | '.join(numbers)} |")
         lines.append("")
     return "\n".join(lines)
@@ -99,7 +100,8 @@ _HEAD = """# Kernels of compiled training steps for sm_90
 bfloat16 parameters, one sequence of 4,096 tokens, no recomputation. Nothing here was measured on a GPU.
 
 Each region lists what inductor's program calls, in order; "#2" is the same function compiled for other shapes. Registers and
-spilled bytes (the stack) are those of a thread, by the machine code that ptxas makes. Where autotuning would choose among
+spilled bytes (the stack) are those of a thread, by the machine code that ptxas makes; shared bytes are a block's, which an H100
+has 232,448 for. Where autotuning would choose among
 several configurations, they are the largest of any.
 
 """

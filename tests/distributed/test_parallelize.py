@@ -137,8 +137,9 @@ def head_collectives(degrees: dict[str, int], chunks: int) -> Counter[str]:
     model, config = built(degrees)
     batch = first_microbatch(config, mesh_of(degrees))
     labels = batch.labels()
-    hidden = torch.randn(labels.shape[0], labels.shape[1] // degrees.get("tp", 1), 64, requires_grad=True)
-    model.head.sizes = Sizes(math.ceil(labels.numel() / chunks) * model.head.vocab_size, 2**21)
+    ranks = degrees.get("tp", 1)
+    hidden = torch.randn(labels.shape[0], labels.shape[1] // ranks, 64, requires_grad=True)
+    model.head.sizes = Sizes(math.ceil(labels.numel() / chunks) * math.ceil(model.head.vocab_size / ranks), 2**21)
     summed_loss(model, batch).backward()
     with Sent() as sent:
         model.head(hidden, labels).backward()
