@@ -216,18 +216,20 @@ OVER_RANKS = {
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "precision", "sections", "backend"),
+    ("seq_len", "precision", "sections", "amx", "backend"),
     [
-        (512, "bfloat16", COMPILED, TILES),
-        (512, "bfloat16", OVER_RANKS["ulysses"], TILES),
-        (512, "bfloat16", OVER_RANKS["gather"], None),  # tiles take no mask
-        (513, "bfloat16", COMPILED, None),
-        (512, "float32", COMPILED, None),
-        (512, "bfloat16", {}, None),
-        (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, None),
+        (512, "bfloat16", COMPILED, False, TILES),
+        (512, "bfloat16", COMPILED, True, None),
+        (512, "bfloat16", OVER_RANKS["ulysses"], False, TILES),
+        (512, "bfloat16", OVER_RANKS["gather"], False, None),  # tiles take no mask
+        (513, "bfloat16", COMPILED, False, None),
+        (512, "float32", COMPILED, False, None),
+        (512, "bfloat16", {}, False, None),
+        (512, "bfloat16", {"compile": {"enable": True, "backend": "eager"}}, False, None),
     ],
 )
-def test_a_cpu_takes_tiles_where_they_are_faster(seq_len, precision, sections, backend):
+def test_a_cpu_takes_tiles_where_they_are_faster(monkeypatch, seq_len, precision, sections, amx, backend):
+    monkeypatch.setattr(attention.torch_private, "has_amx", lambda: amx, raising=False)
     config = config_of(sections=sections, seq_len=seq_len, mixed_precision_param=precision)
     model = model_of(config)
     assert all(layer.attention.backends == (backend, None) for layer in model.layers.values())
@@ -250,8 +252,9 @@ def test_the_kernel_of_a_core_is_chosen_and_a_cpus_flash_kernel_refused_where_wi
     choose_attention(wide_core(8)[0], config_of("flash"), CPU)
     shapes = []
     monkeypatch.setitem(KERNELS, "flash", KERNELS["flash"]._replace(takes=lambda taken, debug: shapes.append(taken) or True))
-    assert attention._able("flash", core, "bfloat16", CPU, warn=False)
-    assert [part.shape[1::2] for part in (shapes[0].query, shapes[0].key, shapes[0].value)] == [(4, 8), (2, 8), (2, 6)]
+    assert attention._able("flash", core, config_of("flash", seq_len=48, local_batch_size=2), CPU, warn=False)
+    parts = shapes[0].query, shapes[0].key, shapes[0].value
+    assert [part.shape for part in parts] == [(2, 4, 48, 8), (2, 2, 48, 8), (2, 2, 48, 6)]
 
 
 def refused(config: Config) -> list[str]:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 
 from models.attention import TILES, AttentionCore, Backend
 from titanlite.config.schema import Config
+from titanlite.ground import torch_private
 from titanlite.ground.errors import MachineFault, UserError
 from titanlite.registry.family import Family
 from titanlite.transforms.dtypes import DTYPES
@@ -43,6 +44,7 @@ KERNELS = {
 _ORDER, _ORDER_ON_HOPPER = ("flash", "efficient", "math"), ("cudnn", "flash", "efficient", "math")
 # Where compiled tiles beat the CPU's flash kernel, forward and backward pass: 2,048 tokens, 8 heads of 32, bfloat16, two cores,
 # sequences of 128, 256, 512, 1,024: 9, 15, 25, 49 ms against 27, 19, 35, 37; in float32 they never do (benchmarks/NOTES.md).
+# With AMX, which multiplies the bfloat16 of the flash kernel and not the float32 of tiles, they did not on a Xeon.
 _LONGEST_FOR_TILES = 512
 _NARROWEST_FOR_FLEX = 16  # head_dim
 
@@ -58,7 +60,7 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
         raise UserError(f'model.attention = "{name}": {config.model.name} has no AttentionCore of models/attention.py')
     for each in modules:
         if name != "auto":
-            if device.type == "cuda" and not _able(name, each, precision, device, warn=True):
+            if device.type == "cuda" and not _able(name, each, config, device, warn=True):
                 why = f"cannot run it with head_dim = {each.head_dim} in {precision}; the warnings above say why"
                 raise UserError(f'model.attention = "{name}": {torch.cuda.get_device_name(device)} {why}')
             if device.type == "cpu" and name == "flash" and each.value_dim != each.head_dim:
@@ -72,7 +74,7 @@ def choose_attention(model: nn.Module, config: Config, device: torch.device) -> 
             each.backends = (TILES if _tiles_win(config) else None, None)
         else:
             order = _ORDER_ON_HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else _ORDER
-            chosen = next(kernel for kernel in order if _able(kernel, each, precision, device, warn=False))
+            chosen = next(kernel for kernel in order if _able(kernel, each, config, device, warn=False))
             each.backends = (KERNELS[chosen].backend, None)
     if name == "flash3":
         activate_flash_attention_impl("FA3")
@@ -159,19 +161,22 @@ def _tiles_win(config: Config) -> bool:
     """Whether tiles are faster for this training on a CPU."""
     compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend == "inductor"
     narrow = config.training.mixed_precision_param == "bfloat16"
-    return compiled and narrow and config.training.seq_len <= _LONGEST_FOR_TILES and not _gathers(config)
+    short = config.training.seq_len <= _LONGEST_FOR_TILES
+    return compiled and narrow and short and not _gathers(config) and not torch_private.has_amx()
 
 
-def _able(name: str, attention: AttentionCore, precision: str, device: torch.device, warn: bool) -> bool:
-    """Whether a GPU runs a kernel on this module's shapes, by PyTorch's own checks; warn: they log the reason if not."""
+def _able(name: str, attention: AttentionCore, config: Config, device: torch.device, warn: bool) -> bool:
+    """Whether a GPU runs a kernel on the shapes of a microbatch, by PyTorch's own checks; warn: they log the reason if not."""
     takes = KERNELS[name].takes
     if takes is None:
         return True
     heads, kv_heads, head_dim, value_dim = attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.value_dim
     if name == "efficient":
         kv_heads = heads  # it has no grouped queries: `attend` repeats keys and values
+    training = config.training
+    dtype = DTYPES[training.mixed_precision_param]
     q, k, v = (
-        torch.empty(1, count, 128, width, dtype=DTYPES[precision], device=device, requires_grad=True)
+        torch.empty(training.local_batch_size, count, training.seq_len, width, dtype=dtype, device=device, requires_grad=True)
         for count, width in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim))
     )
     return takes(cuda.SDPAParams(q, k, v, None, 0.0, True, heads != kv_heads), debug=warn)
