@@ -1,5 +1,7 @@
 """float16: the loss is scaled, and steps that overflow are skipped by all ranks together. test_variants.py resumes."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from tests.distributed.scenarios import CPU, config_of, mesh_of, rank_batches
 from titanlite.loop import step as step_module
 from titanlite.loop.step import begin_training, forward_backward, update
 from titanlite.optim.loss_scale import FIRST, LossScale
-from titanlite.registry.family import load_family
+from titanlite.registry.family import Family, load_family
 from titanlite.transforms.shards import local_part
 from titanlite.verify.compare import whole
 
@@ -56,10 +58,11 @@ def test_the_scale_doubles_after_many_good_steps():
     assert loss_scale.report() == {"loss_scale": 2 * FIRST, "skipped_steps": 0}
 
 
-def gradients_at(precision: str, labels: float, degrees: dict[str, int]) -> dict[str, torch.Tensor]:
-    """The gradients of one step, float64, as if its global batch had so many labels; the model has a vocabulary of 4,096."""
+def gradients_at(precision: str, labels: float, degrees: dict[str, int], vocabulary: int) -> dict[str, torch.Tensor]:
+    """The gradients of one step, float64, as if its global batch had so many labels."""
     config = config_of(degrees, "large", training={"mixed_precision_param": precision})
     mesh, family = mesh_of(degrees), load_family("tests.tiny", "large")
+    family = Family(family.module, dataclasses.replace(family.config, vocab_size=vocabulary))
     model, _, loss_scale = begin_training(family, config, mesh, CPU)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "count_labels", lambda *_: torch.tensor(labels))
@@ -68,10 +71,24 @@ def gradients_at(precision: str, labels: float, degrees: dict[str, int]) -> dict
     return {name: whole(p.grad).double() / divisor for name, p in model.named_parameters()}
 
 
-def worst_error(labels: float, degrees: dict[str, int]) -> float:
+def worst_error(labels: float, degrees: dict[str, int], vocabulary: int = 4096) -> float:
     """The largest relative error of a parameter's gradient in float16."""
-    found, expected = (gradients_at(precision, labels, degrees) for precision in ("float16", "float32"))
+    found, expected = (gradients_at(precision, labels, degrees, vocabulary) for precision in ("float16", "float32"))
     return max(((found[name] - wanted).norm() / wanted.norm()).item() for name, wanted in expected.items())
+
+
+def error_of_unseen_words() -> float:
+    """That of the rows of the output matrix whose words are in no text, of a vocabulary of 131,072."""
+    found, wanted = (
+        gradients_at(precision, 2.0**13, {}, 2**17)["head.output.weight"][4096:] for precision in ("float16", "float32")
+    )
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.slow
+def test_the_head_scales_gradients_before_they_are_smaller_than_float16s_normal_numbers(pools):
+    # A softmax is 1 / 2^17 = 7.6e-6, and the smallest normal number 6.1e-5. Without the head's scale the error is 1.9e-3.
+    assert pools[1].run(f"{HERE}:error_of_unseen_words")[0] < 1e-3
 
 
 def test_gradients_in_float16_are_as_exact_for_four_million_labels_as_for_eight_thousand(pools):
