@@ -152,11 +152,23 @@ def test_a_worker_that_is_killed_ends_the_command_which_says_how_to_go_on(text, 
     assert _run(text, tmp_path / "out", "--workers", "2").code == 0
 
 
-@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
-def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers):
+_INSTANTS = {
+    "planned": lambda process, out: (out.with_name("out.unfinished") / "plan.json").exists(),
+    "workers": lambda process, out: _workers(process),  # a command with one has none: it is its own
+    "a unit": lambda process, out: _units(out),
+}
+
+
+@pytest.mark.parametrize(
+    ("workers", "instant"),
+    [
+        ("2", "workers"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("1", "planned"), ("1", "a unit"), ("2", "a unit")]),
+    ],
+)
+def test_ctrl_c_ends_all_processes_at_once_and_quietly(text, tmp_path, workers, instant):
     process = _tokenize(text, tmp_path / "out", "--workers", workers)
-    instants = [(tmp_path / "out.unfinished" / "plan.json").exists, lambda: _workers(process), lambda: _units(tmp_path / "out")]
-    until(random.choice(instants))
+    until(lambda: _INSTANTS[instant](process, tmp_path / "out"), lambda: process.process.poll() is None)
     os.killpg(process.process.pid, signal.SIGINT)  # as a terminal does
     ended = finish(process)
     assert not (tmp_path / "out").exists()

@@ -58,8 +58,8 @@ def adapt(model: nn.Module, cfg: Lora, frozen: torch.dtype) -> None:
     stacks = [name for name, module in model.named_modules() if isinstance(module, Experts)]
     if covering := [pattern for pattern in cfg.modules if fnmatch.filter(stacks, pattern)]:
         raise UserError(
-            f'lora.modules: "{covering[0]}" covers {every_layer(stacks[0])}, the stacked weights of experts, which take no '
-            'adapters; use "layers.*.attention.*"'
+            f'lora.enable = true: "{covering[0]}" of lora.modules covers {every_layer(stacks[0])}, the stacked weights of '
+            'experts, which take no adapters; set lora.modules = ["layers.*.attention.*"]'
         )
     linears = block_linears(model)  # a head multiplies by its weight in chunks and never calls its projection
     chosen = {pattern: fnmatch.filter(linears, pattern) for pattern in cfg.modules}
