@@ -64,7 +64,8 @@ def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Outcome:
     logger, handler = logging.getLogger("titanlite"), logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # unlike `logger.level`, also where an earlier test of this process has asked for less
     try:
         with TROUBLE[trouble[0]](*trouble[1:]) if trouble else nullcontext(), patch.object(load.dcp, "load", recorded):
             full_run(degrees, config)
@@ -72,7 +73,7 @@ def attempt(degrees: Degrees, config: Config, trouble: tuple = ()) -> Outcome:
         error = str(raised)
     finally:
         logger.removeHandler(handler)
-        logger.level = level
+        logger.setLevel(level)
         gc.enable()  # a run that is ended by an error leaves it off
     dist.barrier()
     return Outcome(log, error, read)
