@@ -1,17 +1,14 @@
 """What enters a compiled block, and how much each mode of activation checkpointing keeps. test_cover.py has the numbers."""
 
 import functools
-from collections import Counter
 from types import SimpleNamespace
 
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.recompute import kept_bytes
 from tests.distributed.pool import Pool
 from tests.distributed.scenarios import CPU, GLOBAL_BATCH, MODES, config_of, first_microbatch, mesh_of
-from titanlite.ground.torch_private import collectives
 from titanlite.loop.loss import summed_loss
 from titanlite.loop.step import build_model
 from titanlite.registry.family import Family, load_family
@@ -40,43 +37,6 @@ def test_no_asynchronous_tensor_enters_a_compiled_block_and_the_embedding_has_it
     for seen, norm in pools[2].run(f"{HERE}:types_at_compiled_parts"):
         assert seen == {"Tensor"}
         assert norm > 0.01
-
-
-# ------------------------------------------------------------------------------------------------------- what runs again
-
-
-class _Counted(TorchDispatchMode):
-    """How often each operation runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[function] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def calls_of_backward(mode: str) -> tuple[int, int]:
-    """(matmuls, reduce-scatters) of a compiled model's backward pass."""
-    config = config_of({"tp": 2}, activation_checkpoint={"mode": mode}, compile={"enable": True, "backend": "aot_eager"})
-    torch._dynamo.reset()
-    mesh = mesh_of({"tp": 2})
-    model = build_model(load_family("tests.tiny", "plain"), config, mesh, CPU)
-    loss = summed_loss(model, first_microbatch(config, mesh))
-    with _Counted() as counted:
-        loss.backward()
-    return counted.calls[torch.ops.aten.mm.default], counted.calls[collectives.reduce_scatter_tensor.default]
-
-
-def test_a_compiled_block_computes_all_again_but_its_last_matmul_and_the_reduction_after_it(pools):
-    (matmuls, reductions), (again, reduced_again) = (
-        pools[2].run(f"{HERE}:calls_of_backward", mode=mode)[0] for mode in ("none", "full")
-    )
-    assert (again - matmuls, reduced_again - reductions) == (
-        2 * 6,
-        2 * 1,
-    )  # two blocks; of wq, wk, wv, wo, w1, w3, w2, and wo, w2
 
 
 # ----------------------------------------------------------------------------------------------------------------- memory

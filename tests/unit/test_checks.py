@@ -3,19 +3,21 @@
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from torch import nn
 
 from tests import tiny
 from titanlite.config.effects import FILE, OPTION, ConfigLayer
-from titanlite.config.schema import Config
+from titanlite.config.schema import ActivationCheckpoint, Config
 from titanlite.ground.errors import UserError
 from titanlite.loop.checks import CHECKS, check
 from titanlite.parallel import fsdp
-from titanlite.transforms import compile
+from titanlite.transforms import activation_checkpoint, compile
 
 TP, SHARD = "parallelism.tensor_parallel_degree", "parallelism.data_parallel_shard_degree"
 CP, METHOD = "parallelism.context_parallel_degree", "parallelism.context_parallel_method"
@@ -173,6 +175,13 @@ def test_the_wrong_is_refused_by_name_and_the_right_beside_it_passes(ranks, wron
     assert len(found) == 1, found
     assert [part for part in expected if part not in found[0]] == []
     assert faults(wrong | change, ranks) == []
+
+
+@pytest.mark.parametrize(("mode", "refused"), [("memory_budget", 1), ("full", 0)])
+def test_the_compiler_may_not_draw_the_dropout_of_blocks_again(mode, refused):
+    model = SimpleNamespace(layers=nn.ModuleDict({"0": nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))}))
+    found = list(activation_checkpoint.model_faults(ActivationCheckpoint(mode=mode), model))
+    assert len(found) == refused and all("dropout" in fault for fault in found)
 
 
 def test_faults_of_all_kinds_are_told_together():

@@ -1,10 +1,9 @@
 """Activation checkpointing: what the backward pass recomputes instead of keeping (Chen et al., "Training deep nets with
 sublinear memory cost", arXiv:1604.06174).
 
-There are three ways. The compiler must see the selection of single operations, so that goes inside the compiled block, and so
-do the parts of a feed-forward layer. Where all blocks are recomputed as wholes, the compiler does that too. Otherwise whole
-blocks are checkpointed around their compiled form, since a DeviceMesh among the saved tensors of a compiled block fails.
-parallel/parallelize.py keeps that order.
+There are two kinds. The compiler must see the selection of single operations, so that goes inside the compiled block, and so do
+the parts of a feed-forward layer. Whole blocks are checkpointed around their compiled form, since a DeviceMesh among the saved
+tensors of a compiled block fails. parallel/parallelize.py keeps that order.
 """
 
 import functools
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from models.blocks import SwiGLU
 from models.decoder import Decoder
-from models.moe import routers_of
 from titanlite.config.conflicts import Conflict, conflicts
 from titanlite.config.schema import ActivationCheckpoint, Config
 from titanlite.ground import torch_private
@@ -31,7 +29,6 @@ from titanlite.ground.torch_private import (
     flash_attention,
     math_attention,
 )
-from titanlite.transforms.compile import compiles_blocks
 from titanlite.transforms.offload import Offload
 
 _aten, _higher = torch.ops.aten, torch.ops.higher_order
@@ -99,22 +96,9 @@ def chunk_feed_forward(model: Decoder, chunks: int) -> None:
         module.__class__ = _chunked_class(kind, chunks)
 
 
-def compiler_recomputes(config: Config, model: Decoder) -> bool:
-    """Whether "full" is left to the compiler, with a memory budget of 0: each block keeps only its inputs.
-
-    The backward pass then leaves out what no gradient needs: a block's last matmul, which is 27% of its forward pass, and the
-    reduction after it. MoE layers are checkpointed instead: a recomputation by other kernels may choose another expert.
-    """
-    cfg = config.activation_checkpoint
-    elsewhere = cfg.sequence_chunks > 1 or cfg.offload or routers_of(model)
-    return cfg.mode == "full" and compiles_blocks(config) and not elsewhere
-
-
-def set_memory_budget(config: Config, model: Decoder) -> None:
+def set_memory_budget(cfg: ActivationCheckpoint) -> None:
     """Sets the share of activations that the compiler's partitioner keeps; it has one budget a process."""
-    cfg = config.activation_checkpoint
-    share = cfg.memory_budget if cfg.mode == "memory_budget" else 0.0 if compiler_recomputes(config, model) else 1.0
-    torch_private.set_memory_budget(share)
+    torch_private.set_memory_budget(cfg.memory_budget if cfg.mode == "memory_budget" else 1.0)
 
 
 @functools.cache
@@ -161,12 +145,19 @@ def _policy(kept: tuple[Any, ...], rank: int | None) -> Any:
 
 
 def model_faults(cfg: ActivationCheckpoint, model: Decoder) -> Iterator[str]:
-    """A number of blocks of which a model has fewer, so that none is recomputed; layers that cannot compute in parts."""
+    """A number of blocks of which a model has fewer, so that none is recomputed; layers that cannot compute in parts; dropout
+    that the compiler would draw again."""
     every = cfg.selective_ac_option
     if cfg.sequence_chunks > 1 and (reason := unchunkable(model)):
         yield f"activation_checkpoint.sequence_chunks = {cfg.sequence_chunks}: {reason}; set it to 1"
     if cfg.mode == "selective" and isinstance(every, int) and every > len(model.layers):
         yield f"activation_checkpoint.selective_ac_option = {every}: the model has {len(model.layers)} blocks; lower it"
+    if cfg.mode == "memory_budget" and any(isinstance(module, torch_private.AnyDropout) for module in model.layers.modules()):
+        # gradients were off by 87% at a budget of 0.05, with no sign in the loss
+        yield (
+            'activation_checkpoint.mode = "memory_budget": the compiler would recompute the dropout of the blocks with other '
+            'random numbers; use "full" or "selective"'
+        )
 
 
 _CONFLICTS: tuple[Conflict, ...] = (
@@ -187,6 +178,7 @@ def faults(config: Config) -> Iterator[str]:
             f"activation_checkpoint.sequence_chunks = {chunks}: a rank has training.seq_len{shared} = {tokens} tokens of a "
             "sequence, so there cannot be more parts; lower it"
         )
-    if config.activation_checkpoint.mode == "memory_budget" and not compiles_blocks(config):
+    compiled = config.compile.enable and "model" in config.compile.components and config.compile.backend != "eager"
+    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
         needs = 'compile.enable = true, "model" among compile.components, and a compile.backend other than "eager"'
         yield f'activation_checkpoint.mode = "memory_budget": the compiler chooses what to keep; it needs {needs}'

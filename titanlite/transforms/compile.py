@@ -47,12 +47,6 @@ def compile_model(model: Decoder, cfg: Compile) -> None:
         model.head.forward = compiled(model.head.forward)
 
 
-def compiles_blocks(config: Config) -> bool:
-    """Whether the compiler makes graphs of the blocks, from which it may leave out operations."""
-    cfg = config.compile
-    return cfg.enable and "model" in cfg.components and cfg.backend != "eager"
-
-
 class RecompilationWatch:
     """Counts compilations after a run has settled, with their causes."""
 
