@@ -88,3 +88,26 @@ def test_a_model_adds_to_what_is_kept_by_its_own_table(pools):
     more, _ = pools[1].run(f"{HERE}:saved_bytes", mode=MODES["per operation"], backend=None, keep=True)[0]
     silu = 4 * GLOBAL_BATCH * 32 * 96 * 4  # layers x sequences x tokens x features x bytes
     assert more - without == silu
+
+
+# ------------------------------------------------------------------------------------------------------- random numbers
+
+
+def gradients_with_dropout(mode: str) -> dict[str, torch.Tensor]:
+    """Of a compiled model that draws random numbers inside of its blocks."""
+    name, keys = "tests.tiny_block_dropout", {"enable": True, "backend": "aot_eager"}
+    config = config_of({}, model={"name": name}, activation_checkpoint=MODES[mode], compile=keys)
+    torch._dynamo.reset()
+    model = build_model(load_family(name, "plain"), config, mesh_of({}), CPU)
+    torch.manual_seed(3)
+    summed_loss(model, first_microbatch(config, mesh_of({}))).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_recomputed_blocks_draw_the_dropout_of_their_forward_pass(pools):
+    wanted, *found = (
+        pools[1].run(f"{HERE}:gradients_with_dropout", mode=mode)[0]
+        for mode in ("none", "full", "every second layer", "per operation")
+    )
+    for gradients in found:
+        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-4)
